@@ -48,9 +48,9 @@ class Cells(NamedTuple):
         count = max(1, many // self.numbers.size)
         for first in range(0, self.numbers.size, many):
             part = slice(first, first + many)
-            some = Cells(self.offsets[part], self.numbers[part], self.width)
+            cells = Cells(self.offsets[part], self.numbers[part], self.width)
             for start in range(0, entries, count):
-                yield slice(start, min(start + count, entries)), some
+                yield slice(start, min(start + count, entries)), cells
 
 
 @lru_cache(maxsize=32)
@@ -63,15 +63,15 @@ def cells_of(axes: tuple[Axis, ...], width: int, box: Box) -> tuple[Cells, ...]:
         numbers = (numbers[:, None] * np.uint64(axis.total) + steps.astype(np.uint64)).ravel()
     whole, rest = divmod(width, CELL)
     numbers *= np.uint64(whole + bool(rest))
-    found = []
+    cells = []
     if whole:
         parts = np.arange(whole, dtype=np.int64)
         many = (numbers[:, None] + parts.astype(np.uint64)).ravel()
-        found.append(Cells((offsets[:, None] + parts * CELL).ravel(), many * _NUMBER, CELL))
+        cells.append(Cells((offsets[:, None] + parts * CELL).ravel(), many * _NUMBER, CELL))
     if rest:
         last = numbers + np.uint64(whole)
-        found.append(Cells(offsets + whole * CELL, last * _NUMBER, rest))
-    return tuple(found)
+        cells.append(Cells(offsets + whole * CELL, last * _NUMBER, rest))
+    return tuple(cells)
 
 
 def sums(read: ReadCells, starts: Ints, cells: Cells, key: Key, entries: Ints) -> Hashes:
@@ -101,10 +101,10 @@ def _multilinear(cells: npt.NDArray[np.void]) -> Hashes:
     if width % 8:
         raw = np.concatenate([raw, np.zeros((*cells.shape, -width % 8), np.uint8)], axis=2)
     values = raw.view("<u8")
-    found = np.einsum("ijk,k->ij", values, _LOW[:words])
+    hashes = np.einsum("ijk,k->ij", values, _LOW[:words])
     values >>= np.uint64(32)  # in place: allocation costs more than arithmetic
-    found += np.einsum("ijk,k->ij", values, _HIGH[:words])
-    return np.asarray(found, dtype=np.uint64)
+    hashes += np.einsum("ijk,k->ij", values, _HIGH[:words])
+    return np.asarray(hashes, dtype=np.uint64)
 
 
 def _mix(x: Hashes) -> Hashes:

@@ -20,7 +20,7 @@ MAX_ENTRIES = 1 << 20
 """Entries of which one comparison asks for digests one by one."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Verification:
     """What a room has read from one source rank, to be digested on both sides: little-endian
     uint64, one for each piece, or with `each` one for each of its entries.
@@ -52,16 +52,16 @@ def differences(check: Verification, who: str) -> tuple[Verification | None, str
     if check.each:
         edges = np.cumsum(counts)[:-1]
         named = differing(check.pieces, np.split(own, edges), np.split(theirs, edges), check.layout)
-        where = "\n".join(named) or "not by entry: its pages changed while they were compared."
-        return None, f"what was read differs from what {who} holds: {where}"
-    wrong = [check.pieces[at] for at in np.flatnonzero(own != theirs)]
+        what = "\n".join(named) or "not by entry: its pages changed while they were compared."
+        return None, f"what was read differs from what {who} holds: {what}"
+    wrong = [check.pieces[number] for number in np.flatnonzero(own != theirs)]
     entries = np.cumsum([len(piece.entries) for piece in wrong])
     most = max(1, int(np.searchsorted(entries, MAX_ENTRIES, side="right")))
     return replace(check, pieces=wrong[:most], each=True, own=None, theirs=None), ""
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class DigestJob:
     """Digests being made for `key`."""
 
     key: Hashable
@@ -73,7 +73,7 @@ class Digester:
     """Makes digests in small steps, between which its thread serves others."""
 
     def __init__(self) -> None:
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[DigestJob] = deque()
 
     @property
     def busy(self) -> bool:
@@ -89,7 +89,7 @@ class Digester:
         each: bool,
     ) -> None:
         """Takes a job over; `step` returns its digests with `key`."""
-        self._jobs.append(Job(key, digests(layout, address, pieces, each)))
+        self._jobs.append(DigestJob(key, digests(layout, address, pieces, each)))
 
     def step(self) -> tuple[Hashable, bytes | None, str] | None:
         """Goes one step on; where that ends a job, its key, and its digests or the reason why there

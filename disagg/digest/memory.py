@@ -34,11 +34,11 @@ def _of_host(buffer: Buffer) -> ReadCells:
 def _of_device(buffer: Buffer) -> ReadCells:
     from kvpool.device import DeviceUnavailable, get_device  # imports torch
 
-    where = f"buffer {buffer.name} on {buffer.memory}"
+    subject = f"buffer {buffer.name} on {buffer.memory}"
     try:
         device = get_device(buffer.memory)
     except DeviceUnavailable as reason:
-        raise ValueError(f"{where}: {reason}") from None
+        raise ValueError(f"{subject}: {reason}") from None
 
     def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
         stage = device.allocate(offsets.size * width)
@@ -48,7 +48,7 @@ def _of_device(buffer: Buffer) -> ReadCells:
             device.copy_runs(buffer.base + offsets.ravel(), packed, lengths)
             device.record().synchronize()
         except DeviceUnavailable as reason:
-            raise ValueError(f"{where}: {reason}") from None
+            raise ValueError(f"{subject}: {reason}") from None
         return stage.cpu().numpy().view(f"V{width}").reshape(offsets.shape)
 
     return read

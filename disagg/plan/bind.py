@@ -186,9 +186,11 @@ class Binder:
             if not pairs.count.size:
                 continue
             for runs in _runs(route, pairs, ends=tokens.stop == total):
-                for at in routes:
-                    if at.src_base.size:
-                        blocks.append(_Block(at.route, at.src_base, at.dst_base, runs))
+                for pointers in routes:
+                    if pointers.src_base.size:
+                        blocks.append(
+                            _Block(pointers.route, pointers.src_base, pointers.dst_base, runs)
+                        )
         return _batch(blocks)
 
 

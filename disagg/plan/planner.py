@@ -19,7 +19,7 @@ from disagg.plan.matching.pairing import pair
 from disagg.plan.proof import prove
 from disagg.plan.routes import routes_of
 from disagg.plan.runs import Route
-from kvpool.layout import Key, PoolLayout, RequestAddress
+from kvpool.layout import Key, PoolLayout, RequestAddress, need_layouts
 from kvpool.layout.sentences import by_layers, ranges
 
 
@@ -141,8 +141,8 @@ class TransferPlan:
         binder = self._binders.get((source, owner))
         if binder is None:
             routes = self._routes_of(source, by_layer=owner is not None)
-            mine = [route for route in routes if owner in (None, route.owner)]
-            binder = self._binders[source, owner] = Binder(mine, self.sources[source], self.dest)
+            own = [route for route in routes if owner in (None, route.owner)]
+            binder = self._binders[source, owner] = Binder(own, self.sources[source], self.dest)
         return binder
 
     def bind_all(
@@ -196,9 +196,9 @@ def plan(
     ValueError if `dest` is not that member, and RuntimeError if a run would cover a byte that is
     neither moved nor declared padding: a fault of the planner.
     """
-    layouts = [] if isinstance(sources, PoolLayout) else [*sources, dest]
-    if not layouts or any(not isinstance(layout, PoolLayout) for layout in layouts):
-        raise TypeError("plan(sources, dest): `sources` is a list of layouts (pool.layout).")
+    says = "plan(sources, dest): `sources` is a list of layouts (pool.layout)."
+    need_layouts(sources, says)
+    need_layouts([dest], says)
     if group is None:
         matched = _match(sources, dest, allow_missing)
         parts, asks = tuple(elect(matched.overlaps)), dict[int, int]()

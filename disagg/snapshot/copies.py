@@ -53,17 +53,17 @@ class Staging:
         self.bytes = self._here.numpy()
         self._base = self._there.data_ptr()
 
-    def gather(self, pointers: Ints, at: Ints, nbytes: Ints, size: int) -> None:
+    def gather(self, pointers: Ints, offsets: Ints, nbytes: Ints, size: int) -> None:
         """Copies runs of memory to offsets `at` of the first `size` bytes of the buffer."""
-        self._runs(pointers, self._base + at, nbytes)
+        self._runs(pointers, self._base + offsets, nbytes)
         if self._device is not None:
             self._here[:size].copy_(self._there[:size])
 
-    def scatter(self, at: Ints, pointers: Ints, nbytes: Ints, size: int) -> None:
+    def scatter(self, offsets: Ints, pointers: Ints, nbytes: Ints, size: int) -> None:
         """The other way."""
         if self._device is not None:
             self._there[:size].copy_(self._here[:size])
-        self._runs(self._base + at, pointers, nbytes)
+        self._runs(self._base + offsets, pointers, nbytes)
 
     def _runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
         if self._device is None:
@@ -83,8 +83,8 @@ def batches(
     """What `plan.bind` moves of `tokens`, layer by layer and chunk by chunk. Each is valid until
     the next.
     """
-    mine = (part.keys for part in plan.parts if part.source == source)
-    layers = sorted({key[:2] for keys in mine for key in keys})
+    moved_keys = (part.keys for part in plan.parts if part.source == source)
+    layers = sorted({key[:2] for keys in moved_keys for key in keys})
     starts = range(tokens.start, tokens.stop, CHUNK_TOKENS) or [tokens.start]
     for owner, layer in layers:
         for start in starts:
@@ -105,12 +105,12 @@ def windows(file: Ints, memory: Ints, nbytes: Ints, max_gap: int) -> Iterator[tu
     order = np.argsort(file, kind="stable")
     every = CopyBatch(file[order], memory[order], nbytes[order])
     for part in every.split(STAGING_BYTES, max(1, every.runs)):
-        at, pointers, lengths = part
-        ends = at + lengths
-        breaks = np.append(np.flatnonzero(at[1:] - ends[:-1] > max_gap) + 1, at.size)
-        start = 0
-        while start < at.size:
-            stop = int(np.searchsorted(ends, at[start] + STAGING_BYTES, side="right"))
-            stop = min(stop, int(breaks[np.searchsorted(breaks, start, side="right")]))
-            yield at[start:stop], pointers[start:stop], lengths[start:stop]
-            start = stop
+        starts, pointers, lengths = part
+        ends = starts + lengths
+        breaks = np.append(np.flatnonzero(starts[1:] - ends[:-1] > max_gap) + 1, starts.size)
+        first = 0
+        while first < starts.size:
+            end = int(np.searchsorted(ends, starts[first] + STAGING_BYTES, side="right"))
+            end = min(end, int(breaks[np.searchsorted(breaks, first, side="right")]))
+            yield starts[first:end], pointers[first:end], lengths[first:end]
+            first = end

@@ -52,10 +52,10 @@ class SnapshotFile:
         """Where the request lies in the file. Of millions of tokens it is large: made when used."""
         return block_table(self.header.layout, self.header.tokens)
 
-    def read(self, at: int, into: Bytes) -> None:
+    def read(self, offset: int, into: Bytes) -> None:
         """Fills an array with the data from byte `at` on."""
         with self._named():
-            self._read(self._start + at, into)
+            self._read(self._start + offset, into)
 
     def check(self, keys: Collection[Key] | None = None) -> None:
         """Compares the data of regions `keys` (default: all) with the digests of what was saved."""
@@ -67,10 +67,10 @@ class SnapshotFile:
             raise
         except ValueError as error:  # cells without number
             raise SnapshotRefused(f"{self.path}: {error}") from None
-        found = [value for part in parts if part is not None for value in part.tolist()]
+        values = [value for part in parts if part is not None for value in part.tolist()]
         wrong = by_layers(
             (piece.key, "")
-            for piece, value in zip(pieces, found)
+            for piece, value in zip(pieces, values)
             if value != self.header.digests[piece.key]
         )
         if wrong:
@@ -85,8 +85,8 @@ class SnapshotFile:
         try:
             yield
         except (SnapshotRefused, OSError) as error:
-            said = f"{self.path}: {error}." if isinstance(error, OSError) else str(error)
-            raise SnapshotRefused(f"{said} {_UNUSABLE}") from error
+            reason = f"{self.path}: {error}." if isinstance(error, OSError) else str(error)
+            raise SnapshotRefused(f"{reason} {_UNUSABLE}") from error
 
     def check_unchanged(self) -> None:
         """Refuses a file that was written to since it was opened."""
@@ -117,10 +117,10 @@ class SnapshotFile:
             raise SnapshotRefused(f"{self.path}: {error}") from None
 
     def _stat(self) -> os.stat_result:
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise SnapshotRefused("not a regular file.")
-        return found
+        return status
 
     def _header(self, size: int) -> tuple[Header, int]:
         """The header, and where the data begin."""
@@ -131,13 +131,13 @@ class SnapshotFile:
         end = LENGTH.size + text.size
         return decode(text.tobytes(), size - end), end
 
-    def _read(self, at: int, into: Bytes) -> None:
+    def _read(self, offset: int, into: Bytes) -> None:
         left = into.data
         while left.nbytes:
-            count = os.preadv(self._descriptor, [left], at)
+            count = os.preadv(self._descriptor, [left], offset)
             if not count:
                 raise SnapshotRefused("cut off while it was loaded.")
-            left, at = left[count:], at + count
+            left, offset = left[count:], offset + count
 
     def _reader(self, buffer: Buffer) -> ReadCells:
         """Reads cells of a buffer. See disagg.digest.memory."""
@@ -164,28 +164,28 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     """
     target = os.path.abspath(os.fspath(path))
     folder = os.path.dirname(target)
-    descriptor, made = tempfile.mkstemp(prefix=".kvpool-", suffix=".tmp", dir=folder)
+    descriptor, temporary = tempfile.mkstemp(prefix=".kvpool-", suffix=".tmp", dir=folder)
     try:
         try:
             yield descriptor
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(made, target)
+        os.replace(temporary, target)
     except BaseException:
         with suppress(OSError):
-            os.unlink(made)
+            os.unlink(temporary)
         raise
-    held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(held)  # the name too
+        os.fsync(opened)  # the name too
     finally:
-        os.close(held)
+        os.close(opened)
 
 
-def write(descriptor: int, at: int, data: memoryview | bytes) -> None:
+def write(descriptor: int, offset: int, data: memoryview | bytes) -> None:
     """Writes all of `data` at byte `at`."""
     left = memoryview(data)
     while left.nbytes:
-        count = os.pwrite(descriptor, left, at)
-        left, at = left[count:], at + count
+        count = os.pwrite(descriptor, left, offset)
+        left, offset = left[count:], offset + count

@@ -131,30 +131,30 @@ def _decode(data: bytes, size: int) -> Header:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise SnapshotRefused(f"header: {error}.") from None
-    given = _object(text, "header")
-    said = given.pop(_METADATA, {})
-    if not isinstance(said, dict) or _MARK not in said:
+    document = _object(text, "header")
+    metadata = document.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or _MARK not in metadata:
         raise SnapshotRefused(f"not a kvpool snapshot: its {_METADATA} has no {_MARK}.")
-    if said[_MARK] != str(VERSION):
+    if metadata[_MARK] != str(VERSION):
         raise SnapshotRefused(
-            f"{_MARK} version {said[_MARK]!r}: this kvpool reads version {VERSION}. Load it with "
-            "the kvpool that saved it."
+            f"{_MARK} version {metadata[_MARK]!r}: this kvpool reads version {VERSION}. Load it "
+            "with the kvpool that saved it."
         )
-    _same_names(said, (*_COVERED, "checksum"), _METADATA)
-    if wrong := [name for name, value in said.items() if not isinstance(value, str)]:
-        raise SnapshotRefused(f"{_METADATA} {wrong[0]}: a text, got {said[wrong[0]]!r}.")
-    if said["checksum"] != _checksum(said):
+    _same_names(metadata, (*_COVERED, "checksum"), _METADATA)
+    if wrong := [name for name, value in metadata.items() if not isinstance(value, str)]:
+        raise SnapshotRefused(f"{_METADATA} {wrong[0]}: a text, got {metadata[wrong[0]]!r}.")
+    checksum, text = metadata["checksum"], metadata["tokens"]
+    if checksum != (own := _checksum(metadata)):
         raise SnapshotRefused(
-            f"{_METADATA} checksum {said['checksum']!r}: its values have {_checksum(said)!r}. The "
-            "header is damaged."
+            f"{_METADATA} checksum {checksum!r}: its values have {own!r}. The header is damaged."
         )
-    if not re.fullmatch("[1-9][0-9]{0,8}", said["tokens"]) or int(said["tokens"]) > MAX_TOKENS:
-        raise SnapshotRefused(f"tokens {said['tokens']!r}: 1 to {MAX_TOKENS}.")
-    tokens = int(said["tokens"])
+    if not re.fullmatch("[1-9][0-9]{0,8}", text) or int(text) > MAX_TOKENS:
+        raise SnapshotRefused(f"tokens {text!r}: 1 to {MAX_TOKENS}.")
+    tokens = int(text)
     try:
-        layout = PoolLayout.from_json(said["layout"])
-        conventions = checked_conventions(_object(said["conventions"], "conventions"))
-        request = checked_request(said["request"])
+        layout = PoolLayout.from_json(metadata["layout"])
+        conventions = checked_conventions(_object(metadata["conventions"], "conventions"))
+        request = checked_request(metadata["request"])
         expected = portable(layout, tokens)
     except SnapshotRefused:
         raise
@@ -162,13 +162,13 @@ def _decode(data: bytes, size: int) -> Header:
         what = "layout: " if isinstance(error, LayoutError) else ""
         raise SnapshotRefused(f"{what}{error}") from None
     _same_layout(layout, expected)
-    _same_tensors(given, tensors(layout))
+    _same_tensors(document, tensors(layout))
     if size != data_bytes(layout):
         raise SnapshotRefused(
             f"{size} bytes of data, its tensors have {data_bytes(layout)}. The file was cut off, "
             "or bytes were added."
         )
-    digests = _digests(_object(said["digests"], "digests"), layout, tokens)
+    digests = _digests(_object(metadata["digests"], "digests"), layout, tokens)
     return Header(tokens, layout, request, conventions, digests)
 
 
@@ -183,63 +183,63 @@ def tensors(layout: PoolLayout) -> dict[str, Tensor]:
     """The tensors of a file of that layout, by name: `[item, axes..., element]`, with the entries
     of an item as an axis where there are several.
     """
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     for region in layout.regions:
         buffer, entry = layout.buffer_of(region), region.axis("entry")
         grid = [buffer.items] if entry is None or entry.size == 1 else [buffer.items, entry.size]
         size = ITEMSIZE[region.dtype] if region.dtype in _TYPES else 1
-        found[buffer.name] = {
+        by_name[buffer.name] = {
             "dtype": _TYPES.get(region.dtype, "U8"),
             "shape": [*grid, *(axis.size for axis in region.inner_axes), region.width // size],
             "data_offsets": [buffer.base, buffer.end],
         }
-    return found
+    return by_name
 
 
-def _same_names(found: Iterable[str], expected: Iterable[str], where: str) -> None:
-    found, expected = set(found), set(expected)
-    for what, names in (("unknown", found - expected), ("missing", expected - found)):
-        if names:
-            raise SnapshotRefused(f"{where}: {what} {', '.join(map(repr, sorted(names)))}.")
+def _same_names(names: Iterable[str], wanted: Iterable[str], part: str) -> None:
+    names, wanted = set(names), set(wanted)
+    for what, differing in (("unknown", names - wanted), ("missing", wanted - names)):
+        if differing:
+            raise SnapshotRefused(f"{part}: {what} {', '.join(map(repr, sorted(differing)))}.")
 
 
-def _same_layout(found: PoolLayout, expected: PoolLayout) -> None:
+def _same_layout(layout: PoolLayout, expected: PoolLayout) -> None:
     """Refuses a layout that is not that of a file, with the first part that differs."""
     for what in ("spaces", "regions", "buffers"):
-        for one, other in zip(getattr(found, what), getattr(expected, what)):
-            if one != other:
-                raise SnapshotRefused(f"layout: {one!r}, in a file it is {other!r}.")
-        count = len(getattr(found, what)), len(getattr(expected, what))
-        if count[0] != count[1]:
-            raise SnapshotRefused(f"layout: {count[0]} {what}, in a file {count[1]}.")
-    if found != expected:
+        for part, wanted in zip(getattr(layout, what), getattr(expected, what)):
+            if part != wanted:
+                raise SnapshotRefused(f"layout: {part!r}, in a file it is {wanted!r}.")
+        counts = len(getattr(layout, what)), len(getattr(expected, what))
+        if counts[0] != counts[1]:
+            raise SnapshotRefused(f"layout: {counts[0]} {what}, in a file {counts[1]}.")
+    if layout != expected:
         raise SnapshotRefused("layout: a generation, which a file has not.")
 
 
-def _same_tensors(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-    _same_names(found, expected, "tensors")
+def _same_tensors(by_name: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+    _same_names(by_name, expected, "tensors")
     for name, tensor in expected.items():
-        given = found[name]
-        if not isinstance(given, dict):
-            raise SnapshotRefused(f"tensor {name}: {given!r}.")
-        _same_names(given, tensor, f"tensor {name}")
+        described = by_name[name]
+        if not isinstance(described, dict):
+            raise SnapshotRefused(f"tensor {name}: {described!r}.")
+        _same_names(described, tensor, f"tensor {name}")
         for what, value in tensor.items():
-            if _json(given[what]) != _json(value):  # not equal to True or 1.0 either
+            if _json(described[what]) != _json(value):  # not equal to True or 1.0 either
                 raise SnapshotRefused(
-                    f"tensor {name}: {what} {given[what]!r}, by the layout {value!r}."
+                    f"tensor {name}: {what} {described[what]!r}, by the layout {value!r}."
                 )
 
 
-def _digests(given: Mapping[str, Any], layout: PoolLayout, tokens: int) -> dict[Key, int]:
+def _digests(texts: Mapping[str, Any], layout: PoolLayout, tokens: int) -> dict[Key, int]:
     keys = {layout.region_by_key[p.key].buffer: p.key for p in live_pieces(layout, tokens)}
-    _same_names(given, keys, "digests")
-    found = {}
+    _same_names(texts, keys, "digests")
+    digests = {}
     for name, key in keys.items():
-        text = given[name]
+        text = texts[name]
         if not isinstance(text, str) or not re.fullmatch("[0-9a-f]{16}", text):
             raise SnapshotRefused(f"digest of {name}: 16 hex digits, got {text!r}.")
-        found[key] = int(text, 16)
-    return found
+        digests[key] = int(text, 16)
+    return digests
 
 
 def _object(text: str, what: str) -> dict[str, Any]:
@@ -254,20 +254,20 @@ def _object(text: str, what: str) -> dict[str, Any]:
         return values
 
     try:
-        found = json.loads(text, object_pairs_hook=once)
+        value = json.loads(text, object_pairs_hook=once)
     except SnapshotRefused:
         raise
     except ValueError as error:
         raise SnapshotRefused(f"{what}: malformed JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise SnapshotRefused(f"{what}: a JSON object, got {type(found).__name__}.")
-    return found
+    if not isinstance(value, dict):
+        raise SnapshotRefused(f"{what}: a JSON object, got {type(value).__name__}.")
+    return value
 
 
 def _json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _checksum(said: Mapping[str, str]) -> str:
+def _checksum(metadata: Mapping[str, str]) -> str:
     """SHA-256 of the values that are not to be derived from others."""
-    return hashlib.sha256(_json([said[name] for name in _COVERED]).encode()).hexdigest()
+    return hashlib.sha256(_json([metadata[name] for name in _COVERED]).encode()).hexdigest()

@@ -61,58 +61,64 @@ def load(
             f"tokens={tokens}: a range that ends with the block table's {total} tokens. State of "
             "a prefix is loaded into a block table of that prefix."
         )
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    if not given:
+    names = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not names:
         raise ValueError("load needs at least one file.")
     with ExitStack() as stack:
-        files = [stack.enter_context(SnapshotFile(path)) for path in given]
+        files = [stack.enter_context(SnapshotFile(path)) for path in names]
         _check_alike(files)
         _check_agree(files, layout, total, conventions)
-        made = plan([file.header.layout for file in files], layout, allow_missing=allow_missing)
+        transfer = plan([file.header.layout for file in files], layout, allow_missing=allow_missing)
         what = f"load of {files[0].path}"
         stack.enter_context(pinned_by_call(what, address, layout, "received", wanted.start))
         staging = Staging(layout)
 
-        def moved(number: int) -> Iterator[CopyBatch]:
-            return batches(made, number, files[number].address, address, wanted)
+        def moved(rank: int) -> Iterator[CopyBatch]:
+            return batches(transfer, rank, files[rank].address, address, wanted)
 
-        for number, file in enumerate(files):
-            for _ in moved(number):  # refuses what cannot be bound
+        for rank, file in enumerate(files):
+            for _ in moved(rank):  # refuses what cannot be bound
                 pass
-            file.check({key for part in made.parts if part.source == number for key in part.keys})
-        for number, file in enumerate(files):
+            parts = (part for part in transfer.parts if part.source == rank)
+            file.check({key for part in parts for key in part.keys})
+        for rank, file in enumerate(files):
             with file.copied():
-                for batch in moved(number):
-                    runs = batch.src, batch.dst, batch.nbytes
-                    for at, pointers, nbytes in windows(*runs, MAX_GAP):
-                        size = int(at[-1] + nbytes[-1] - at[0])
-                        file.read(int(at[0]), staging.bytes[:size])
-                        staging.scatter(at - at[0], pointers, nbytes, size)
+                for batch in moved(rank):
+                    _read(file, batch, staging)
         for file in files:
             with file.copied():
                 file.check_unchanged()
     return len(wanted)
 
 
+def _read(file: SnapshotFile, batch: CopyBatch, staging: Staging) -> None:
+    """Reads runs of a file to a pool."""
+    for offsets, pointers, nbytes in windows(batch.src, batch.dst, batch.nbytes, max_gap=MAX_GAP):
+        first = int(offsets[0])
+        size = int(offsets[-1] + nbytes[-1]) - first
+        file.read(first, staging.bytes[:size])
+        staging.scatter(offsets - first, pointers, nbytes, size)
+
+
 def _check_alike(files: Sequence[SnapshotFile]) -> None:
     """Refuses files that are not parts of one request."""
     first, *others = files
-    one = first.header
-    if others and not one.request:
+    header = first.header
+    if others and not header.request:
         raise SnapshotRefused(
             f"{first.path}: it does not say of which request it is, so other files may be of "
             "another. Save the files of several ranks with request=..."
         )
     for file in others:
-        other = file.header
-        for what, mine, theirs in (
-            ("request", one.request, other.request),
-            ("tokens", one.tokens, other.tokens),
-            ("model", one.layout.model, other.layout.model),
+        theirs_header = file.header
+        for what, value, other in (
+            ("request", header.request, theirs_header.request),
+            ("tokens", header.tokens, theirs_header.tokens),
+            ("model", header.layout.model, theirs_header.layout.model),
         ):
-            if mine != theirs:
+            if value != other:
                 raise SnapshotRefused(
-                    f"{file.path}: {what} {theirs!r}, in {first.path} {mine!r}. Load the files of "
+                    f"{file.path}: {what} {other!r}, in {first.path} {value!r}. Load the files of "
                     "one request, saved at one time."
                 )
 
@@ -126,7 +132,7 @@ def _check_agree(
     """Refuses files of another model than `layout` and `conventions` are of, or than each other,
     and those of fewer tokens than are wanted.
     """
-    known = {name: (value, "here") for name, value in checked_conventions(conventions).items()}
+    agreed = {name: (value, "here") for name, value in checked_conventions(conventions).items()}
     for file in files:
         header = file.header
         if header.tokens < tokens:
@@ -140,9 +146,9 @@ def _check_agree(
                 f"{file.path}: state of model {models[0]!r}, this is {models[1]!r}."
             )
         for name, value in header.conventions.items():
-            other, where = known.setdefault(name, (value, f"in {file.path}"))
-            if other != value:
+            wanted, source = agreed.setdefault(name, (value, f"in {file.path}"))
+            if wanted != value:
                 raise SnapshotRefused(
-                    f"{file.path}: {name} {value!r}, {where} {other!r}. Load it into the same "
+                    f"{file.path}: {name} {value!r}, {source} {wanted!r}. Load it into the same "
                     "model with the same settings."
                 )

@@ -33,11 +33,20 @@ def portable(layout: PoolLayout, tokens: int) -> PoolLayout:
     for region in sorted(layout.regions, key=_order):
         space = _space(layout.space_of(region), bool(region.packing), plain)
         spaces[space.name] = space
-        made = _compact(region, space)
+        compact = _compact(region, space)
         items = max(1, len(space.alive_items(tokens)))  # a buffer has an item
-        size = made.nbytes
-        buffers.append(Buffer(made.buffer, space.name, end, size, size, items))
-        regions.append(made)
+        size = compact.nbytes
+        buffers.append(
+            Buffer(
+                name=compact.buffer,
+                space=space.name,
+                base=end,
+                item_stride=size,
+                item_bytes=size,
+                items=items,
+            )
+        )
+        regions.append(compact)
         end += items * size
     return PoolLayout(
         tuple(buffers),

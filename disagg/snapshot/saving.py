@@ -45,25 +45,25 @@ def save(
             f"tokens: 1 to {min(address.num_tokens, MAX_TOKENS)}, which the block table has, got "
             f"{count}."
         )
-    agreed = checked_conventions(conventions)
-    there = portable(layout, count)
-    pieces = list(live_pieces(there, count))
+    checked = checked_conventions(conventions)
+    file_layout = portable(layout, count)
+    pieces = list(live_pieces(file_layout, count))
     empty: dict[Key, int] = {piece.key: 0 for piece in pieces}
-    header = Header(count, there, checked_request(request), agreed, empty)
+    header = Header(count, file_layout, checked_request(request), checked, empty)
     start = len(header.encode())
-    made, into = plan([layout], there), block_table(there, count)
+    transfer, file_address = plan([layout], file_layout), block_table(file_layout, count)
     staging = Staging(layout)
     what = f"save to {path}"
     with pinned_by_call(what, address, layout, "offered"), replacing(path) as file:
         os.ftruncate(file, start + header.data_bytes)
-        for batch in batches(made, 0, address, into, range(count)):
-            for at, pointers, nbytes in windows(batch.dst, batch.src, batch.nbytes, max_gap=0):
-                size = int(at[-1] + nbytes[-1] - at[0])
-                staging.gather(pointers, at - at[0], nbytes, size)
-                write(file, start + int(at[0]), staging.bytes[:size].data)
+        for batch in batches(transfer, 0, address, file_address, range(count)):
+            for offsets, pointers, nbytes in windows(batch.dst, batch.src, batch.nbytes, max_gap=0):
+                size = int(offsets[-1] + nbytes[-1] - offsets[0])
+                staging.gather(pointers, offsets - offsets[0], nbytes, size)
+                write(file, start + int(offsets[0]), staging.bytes[:size].data)
         # of the pool, not of the file: what a copy got wrong is found at load
-        here = RequestAddress(count, address.spans)
-        parts = [part for part in digests(layout, here, pieces) if part is not None]
+        prefix = RequestAddress(count, address.spans)
+        parts = [part for part in digests(layout, prefix, pieces) if part is not None]
         values = [value for part in parts for value in part.tolist()]
-        known = dict(zip(empty, values))
-        write(file, 0, replace(header, digests=known).encode())
+        hashes = dict(zip(empty, values))
+        write(file, 0, replace(header, digests=hashes).encode())

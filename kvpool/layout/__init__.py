@@ -39,6 +39,7 @@ __all__ = [
     "Slab",
     "Space",
     "Span",
+    "need_layouts",
 ]
 
 MEMORY_PAGE_BYTES = 4096
@@ -85,10 +86,10 @@ class PoolLayout:
     @cached_property
     def items_by_space(self) -> dict[str, int]:
         """Items that every buffer of a space has, by space name."""
-        found: dict[str, int] = {}
+        items: dict[str, int] = {}
         for buffer in self.buffers:
-            found[buffer.space] = min(found.get(buffer.space, buffer.items), buffer.items)
-        return found
+            items[buffer.space] = min(items.get(buffer.space, buffer.items), buffer.items)
+        return items
 
     @cached_property
     def packed_spaces(self) -> dict[str, Region]:
@@ -98,11 +99,11 @@ class PoolLayout:
     @cached_property
     def block_pools(self) -> dict[str, tuple[str, ...]]:
         """The id lists whose ids come from one pool of blocks, by its name."""
-        found: dict[str, list[str]] = {}
+        pools: dict[str, list[str]] = {}
         for space in self.spaces:
             if space.block_pool is not None:
-                found.setdefault(space.block_pool, []).append(space.name)
-        return {pool: tuple(lists) for pool, lists in found.items()}
+                pools.setdefault(space.block_pool, []).append(space.name)
+        return {pool: tuple(lists) for pool, lists in pools.items()}
 
     @cached_property
     def adjacent_buffers(self) -> list[list[Buffer]]:
@@ -166,14 +167,14 @@ class PoolLayout:
         """Live bytes of a request of `tokens` tokens, without padding. Of a packed region, items
         count whole.
         """
-        found = 0
+        live = 0
         for region in self.regions:
             space = self.space_of(region)
             if region.packing:
-                found += region.nbytes * len(space.alive_items(tokens))
+                live += region.nbytes * len(space.alive_items(tokens))
             else:
-                found += region.nbytes // space.steps * len(space.alive(tokens))
-        return found
+                live += region.nbytes // space.steps * len(space.alive(tokens))
+        return live
 
     def slabs(self) -> list[Slab]:
         """The memory to register for all buffers, no byte of it twice; buffers that touch,
@@ -248,8 +249,8 @@ class PoolLayout:
         joined = join(described)
         owners = {region.owner for region in joined.regions}
         owner = "target" if "target" in owners or not owners else min(owners)
-        held = sorted({region.layer for region in joined.regions if region.owner == owner})
-        total = total_layers(total_kv_layers, held, owner)
+        layers = sorted({region.layer for region in joined.regions if region.owner == owner})
+        total = total_layers(total_kv_layers, layers, owner)
         return PoolLayout(joined.buffers, joined.regions, tuple(spaces), total, model)
 
     @staticmethod
@@ -261,10 +262,10 @@ class PoolLayout:
         spaces: dict[str, Space] = {}
         for layout in layouts:
             for space in layout.spaces:
-                known = spaces.setdefault(space.name, space)
-                if known != space:
+                shared = spaces.setdefault(space.name, space)
+                if shared != space:
                     raise LayoutError(
-                        f"space {space.name}: {known} and {space} cannot share ids. Build both "
+                        f"space {space.name}: {shared} and {space} cannot share ids. Build both "
                         "pools with the same page sizes, windows, rings and block pools, or the "
                         "draft with own_spaces=True."
                     )
@@ -276,3 +277,9 @@ class PoolLayout:
             model=first.model,
             generation=first.generation,
         )
+
+
+def need_layouts(layouts: object, sentence: str) -> None:
+    """Raises TypeError with that sentence unless these are layouts, several or none."""
+    if not isinstance(layouts, Iterable) or any(not isinstance(x, PoolLayout) for x in layouts):
+        raise TypeError(sentence)

@@ -256,19 +256,19 @@ def _by_dim(
     return dict(zip(dims, shape)), {dim: step * itemsize for dim, step in zip(dims, strides)}
 
 
-def _grid(array: Array, options: RegionOptions, where: str) -> tuple[int, tuple[Axis, ...]]:
+def _grid(array: Array, options: RegionOptions, subject: str) -> tuple[int, tuple[Axis, ...]]:
     """The width of a region's cells, and its axes."""
     sizes, strides, cell = array.sizes, array.strides, options.cell
     width = array.itemsize
     if cell is not None:
         if cell not in sizes or cell in NOT_INNER:
             raise LayoutError(
-                f"{where}: cell {cell!r} is no inner dim of {tuple(sizes)}. Name the dim whose "
+                f"{subject}: cell {cell!r} is no inner dim of {tuple(sizes)}. Name the dim whose "
                 "elements are a cell, or cell=None if each element is one."
             )
         if sizes[cell] > 1 and strides[cell] != width:
             raise LayoutError(
-                f"{where}: elements of {cell!r} are {strides[cell]} bytes apart, those of a cell "
+                f"{subject}: elements of {cell!r} are {strides[cell]} bytes apart, those of a cell "
                 f"must be {width} apart. Make it an axis (cell=None), or describe a tensor in "
                 "which it is contiguous."
             )
@@ -276,7 +276,7 @@ def _grid(array: Array, options: RegionOptions, where: str) -> tuple[int, tuple[
     axes = [dim for dim in sizes if dim not in (*NOT_INNER, cell)]
     unknown = set(options.shards) - set(axes)
     if unknown:
-        raise LayoutError(f"{where}: shards names {sorted(unknown)}, the axes are {axes}.")
+        raise LayoutError(f"{subject}: shards names {sorted(unknown)}, the axes are {axes}.")
 
     def axis(dim: str) -> Axis:
         start, total = options.shards.get(dim, (0, sizes[dim]))

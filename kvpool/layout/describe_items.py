@@ -45,11 +45,13 @@ def describe_items(
             f"{shared.owner} layer {layer}: {item} has no cell. Name what lies inside."
         )
     roles = "+".join(region.role for region in inside)
-    where = f"{shared.owner} layer {layer} {roles}"
-    flat = _flat(tensor, dims, where)
-    size, known = flat.shape[-1] * flat.element_size(), item_bytes(item)
-    if size != known:
-        raise LayoutError(f"{where}: {size} bytes behind dims {tuple(dims)}, {known} are known.")
+    subject = f"{shared.owner} layer {layer} {roles}"
+    flat = _flat(tensor, dims, subject)
+    size, expected = flat.shape[-1] * flat.element_size(), item_bytes(item)
+    if size != expected:
+        raise LayoutError(
+            f"{subject}: {size} bytes behind dims {tuple(dims)}, {expected} are known."
+        )
     names = (*dims, "inside")
     home = shared.buffer or describe_buffer(
         flat,
@@ -94,24 +96,24 @@ def describe_opaque(
     Raises LayoutError as `describe` does.
     """
     shared = RegionOptions(cell="inside", dtype=dtype, packing=packing, **options)
-    where = f"{shared.owner} {role if isinstance(role, str) else list(role)}"
+    subject = f"{shared.owner} {role if isinstance(role, str) else list(role)}"
     if not packing:
-        raise LayoutError(f"{where}: packing '', give the name of what lies inside an item.")
-    array = array_of(_flat(tensor, dims, where), (*dims, "inside"))
+        raise LayoutError(f"{subject}: packing '', give the name of what lies inside an item.")
+    array = array_of(_flat(tensor, dims, subject), (*dims, "inside"))
     return describe_array(array, role, layer, shared)
 
 
-def _flat(tensor: torch.Tensor, dims: Sequence[str], where: str) -> torch.Tensor:
+def _flat(tensor: torch.Tensor, dims: Sequence[str], subject: str) -> torch.Tensor:
     """The tensor with the dims behind `dims` as one."""
     if len(dims) >= tensor.dim():
         raise LayoutError(
-            f"{where}: dims {tuple(dims)} name all of a tensor of shape {tuple(tensor.shape)}. "
+            f"{subject}: dims {tuple(dims)} name all of a tensor of shape {tuple(tensor.shape)}. "
             "Name only those before what lies inside."
         )
     try:
         return tensor.view((*tensor.shape[: len(dims)], -1))
     except RuntimeError:
         raise LayoutError(
-            f"{where}: the dims after {tuple(dims)} are not contiguous (shape "
+            f"{subject}: the dims after {tuple(dims)} are not contiguous (shape "
             f"{tuple(tensor.shape)}, strides {tensor.stride()}). Name those that are apart."
         ) from None

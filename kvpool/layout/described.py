@@ -78,11 +78,11 @@ def join(described: Iterable[Described]) -> Described:
                     "Give each state its layer, role and owner (owner='draft' for a draft model)."
                 )
         for buffer in part.buffers:
-            other = buffers.setdefault(buffer.name, buffer)
-            if other != buffer:
+            first_buffer = buffers.setdefault(buffer.name, buffer)
+            if first_buffer != buffer:
                 raise LayoutError(
-                    f"buffer {buffer.name}: two of this name, at {other.base:#x} in space "
-                    f"{other.space} and at {buffer.base:#x} in space {buffer.space}. Give "
+                    f"buffer {buffer.name}: two of this name, at {first_buffer.base:#x} in space "
+                    f"{first_buffer.space} and at {buffer.base:#x} in space {buffer.space}. Give "
                     "describe_buffer another name for each."
                 )
     return Described(tuple(buffers.values()), tuple(regions.values()))

@@ -43,6 +43,6 @@ def dtype_name(dtype: object) -> str:
     name = str(dtype).removeprefix("torch.")
     name = ALIASES.get(name, name)
     if name not in ITEMSIZE:
-        known = ", ".join(sorted([*ITEMSIZE, *ALIASES]))
-        raise ValueError(f"dtype {dtype!r} is not known. Known: {known}.")
+        names = ", ".join(sorted([*ITEMSIZE, *ALIASES]))
+        raise ValueError(f"dtype {dtype!r} is not known. Known: {names}.")
     return name

@@ -42,11 +42,11 @@ class _Gaps(NamedTuple):
     starts: Ints
     ends: Ints
 
-    def below(self, at: Ints) -> Ints:
+    def below(self, offsets: Ints) -> Ints:
         """Foreign bytes below each of `at`, counted from the first block."""
-        block, byte = np.divmod(at, self.stride)
-        found: Ints = block * (self.ends - self.starts).sum()
-        return found + bytes_below(self.starts, self.ends, byte)
+        block, byte = np.divmod(offsets, self.stride)
+        whole: Ints = block * (self.ends - self.starts).sum()
+        return whole + bytes_below(self.starts, self.ends, byte)
 
 
 class ForeignBytes:
@@ -59,9 +59,9 @@ class ForeignBytes:
         inside: dict[str, list[Region]] = {buffer.name: [] for buffer in layout.buffers}
         for region in layout.regions:
             inside[region.buffer].append(region)
-        known: dict[bytes, int] = {}
+        numbers: dict[bytes, int] = {}
         self._gaps: list[_Gaps] = []
-        found: list[_Stretch] = []
+        stretches: list[_Stretch] = []
         blocks = [layout.by_blocks(buffer) for buffer in layout.buffers]
         for group, before, items in interleaved(blocks):
             first = group[0]
@@ -73,32 +73,35 @@ class ForeignBytes:
                 for start, width, axes in _claims(layout, buffer.name, inside[buffer.name])
             ]
             shape = msgspec.msgpack.encode((stride, claims))  # hashes of tuples can collide
-            if shape not in known:
-                known[shape] = len(self._gaps)
-                self._gaps.append(_Gaps(stride, *_between(claims, stride)))
+            if shape not in numbers:
+                numbers[shape] = len(self._gaps)
+                starts, ends = _between(claims, stride)
+                self._gaps.append(_Gaps(stride, starts, ends))
             start = first.base + before * first.item_stride
             end = start + (items - 1) * stride + reach
-            found.append(_Stretch(start, end, first.memory, known[shape]))
-        found = _joined(found, [gaps.starts.size == 0 for gaps in self._gaps])
+            stretches.append(_Stretch(start, end, first.memory, numbers[shape]))
+        stretches = _joined(stretches, [gaps.starts.size == 0 for gaps in self._gaps])
         self._solid = not any(gaps.starts.size for gaps in self._gaps)
-        self._starts = np.array([stretch.start for stretch in found], dtype=np.int64)
-        self._ends = np.array([stretch.end for stretch in found], dtype=np.int64)
-        self._which = np.array([stretch.gaps for stretch in found], dtype=np.int64)
+        self._starts = np.array([stretch.start for stretch in stretches], dtype=np.int64)
+        self._ends = np.array([stretch.end for stretch in stretches], dtype=np.int64)
+        self._which = np.array([stretch.gaps for stretch in stretches], dtype=np.int64)
 
     def among(self, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
         """For each range of pointers `starts` to `ends` `[N]`, whether a byte of it is foreign."""
         if not self._starts.size:
             return starts < ends
-        at = np.searchsorted(self._starts, starts, side="right") - 1
-        found: npt.NDArray[np.bool_] = (at < 0) | (ends > self._ends[at])
+        stretch = np.searchsorted(self._starts, starts, side="right") - 1
+        foreign: npt.NDArray[np.bool_] = (stretch < 0) | (ends > self._ends[stretch])
         if not self._solid:
-            left = np.flatnonzero(~found)
-            which = self._which[at[left]]
+            left = np.flatnonzero(~foreign)
+            which = self._which[stretch[left]]
             for number in np.flatnonzero(np.bincount(which)).tolist():
-                gaps, some = self._gaps[number], left[which == number]
-                base = self._starts[at[some]]
-                found[some] = gaps.below(ends[some] - base) > gaps.below(starts[some] - base)
-        return found & (starts < ends)
+                gaps, chosen = self._gaps[number], left[which == number]
+                base = self._starts[stretch[chosen]]
+                foreign[chosen] = gaps.below(ends[chosen] - base) > gaps.below(
+                    starts[chosen] - base
+                )
+        return foreign & (starts < ends)
 
 
 def interleaved(buffers: Sequence[Buffer]) -> Iterator[tuple[list[Buffer], int, int]]:
@@ -151,16 +154,16 @@ def _between(claims: Iterable[_Claim], stride: int) -> tuple[Ints, Ints]:
 
 def _joined(stretches: Sequence[_Stretch], whole: Sequence[bool]) -> list[_Stretch]:
     """Stretches by pointer, joined where they touch and have no foreign bytes."""
-    found: list[_Stretch] = []
-    for each in sorted(stretches):
-        last = found[-1] if found else None
+    joined: list[_Stretch] = []
+    for stretch in sorted(stretches):
+        last = joined[-1] if joined else None
         if (
             last is not None
-            and (last.end, last.memory) == (each.start, each.memory)
+            and (last.end, last.memory) == (stretch.start, stretch.memory)
             and whole[last.gaps]
-            and whole[each.gaps]
+            and whole[stretch.gaps]
         ):
-            found[-1] = last._replace(end=each.end)
+            joined[-1] = last._replace(end=stretch.end)
         else:
-            found.append(each)
-    return found
+            joined.append(stretch)
+    return joined

@@ -74,27 +74,27 @@ def sharded(regions: Sequence[Region]) -> tuple[list[StateSection], int]:
     """The sections of an item's `regions`, in the order of their bytes, and how many times it has
     them; a dim that follows the heads is counted in.
     """
-    found, times = [], 1
+    sections, times = [], 1
     for region in sorted(regions, key=lambda region: region.offset):
         head, dim = region.axis("head"), region.axis("dim")
         if head is None:
             continue
         steps = dim.size if dim else 1
-        at, size, total = head.start * steps, head.size * steps, head.total * steps
-        found.append(StateSection(region.role, at, size, total))
+        start, size, total = head.start * steps, head.size * steps, head.total * steps
+        sections.append(StateSection(region.role, start, size, total))
         times = prod(
             axis.size for axis in region.axes if axis is not head and axis.stride >= head.stride
         )
-    return found, times
+    return sections, times
 
 
-def bytes_below(starts: Ints, ends: Ints, at: Ints) -> Ints:
+def bytes_below(starts: Ints, ends: Ints, offsets: Ints) -> Ints:
     """Bytes of sorted, disjoint half-open intervals that lie below each of `at`."""
     if not starts.size:
-        return np.zeros_like(at)
+        return np.zeros_like(offsets)
     before = np.concatenate([[0], np.cumsum(ends - starts)])
-    last = np.searchsorted(starts, at, side="right") - 1
-    inside = np.minimum(at, ends[last]) - starts[last]
+    last = np.searchsorted(starts, offsets, side="right") - 1
+    inside = np.minimum(offsets, ends[last]) - starts[last]
     return np.where(last < 0, 0, before[last] + inside)
 
 

@@ -51,22 +51,22 @@ class Pin:
         """What a request has lost of this block table once it has `tokens` tokens, and of an id
         list the items from number `first(id_list)` on; None if nothing.
         """
-        held = self.address.num_tokens
+        pinned = self.address.num_tokens
         for name in self.layout.items_by_space:
             space = self.layout.space_by_name[name]
-            alive, span = space.alive(held), self.address.spans.get(space.id_list)
+            alive, span = space.alive(pinned), self.address.spans.get(space.id_list)
             if span is None or not alive:
                 continue
             if space.per_request:
-                if tokens != held:
+                if tokens != pinned:
                     return f"the state in {space.kind} {ranges(span.ids.tolist())} of space {name}"
                 continue
-            needed = space.alive_items(held)
-            if space.wraps and tokens != held:
+            needed = space.alive_items(pinned)
+            if space.wraps and tokens != pinned:
                 ids = span.ids[needed.start - span.first_item : needed.stop - span.first_item]
                 return f"the rings in items {ranges(ids.tolist())} of space {name}"
-            filled, more = divmod(held, space.tokens_per_item)
-            if name in self.layout.packed_spaces and more and tokens != held and filled in needed:
+            filled, more = divmod(pinned, space.tokens_per_item)
+            if name in self.layout.packed_spaces and more and tokens != pinned and filled in needed:
                 ids = span.ids[filled - span.first_item :][:1]  # it is one whole, its tail too
                 return f"the packed page in item {ranges(ids.tolist())} of space {name}"
             gone = range(needed.start, min(first(space.id_list), needed.stop))

@@ -52,17 +52,18 @@ class Span:
         `Span([15, 16, 17, 6, 7, 8], first_item=6)`. Raises ValueError if a null block stands after
         a live one.
         """
-        given = _flat(blocks)
-        live = given != null
-        first = int(live.argmax()) if live.any() else given.size
+        listed = _flat(blocks)
+        live = listed != null
+        first = int(live.argmax()) if live.any() else listed.size
         if not live[first:].all():
-            at = first + int(live[first:].argmin())
+            dead = first + int(live[first:].argmin())
             raise ValueError(
-                f"span blocks: null block {null} at index {at}, after live ones from index {first} "
-                "on. Null blocks stand only before the live ones; leave out what follows those."
+                f"span blocks: null block {null} at index {dead}, after live ones from index "
+                f"{first} on. Null blocks stand only before the live ones; leave out what follows "
+                "those."
             )
         size = _count(items_per_block, "span items_per_block", 1)
-        items = given[first:, None].astype(np.int64) * size + np.arange(size)
+        items = listed[first:, None].astype(np.int64) * size + np.arange(size)
         return cls(items.ravel(), first * size)
 
 
@@ -89,10 +90,10 @@ class RequestAddress:
 
 def _flat(ids: npt.ArrayLike) -> npt.NDArray[Any]:
     """A list of integers as an array `[I]`."""
-    given = np.asarray(ids)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ValueError(f"span ids: a flat list of integers, got {given.dtype}{given.shape}.")
-    return given
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"span ids: a flat list of integers, got {array.dtype}{array.shape}.")
+    return array
 
 
 def _count(value: SupportsIndex, what: str, low: int = 0) -> int:

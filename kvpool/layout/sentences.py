@@ -81,11 +81,11 @@ def by_layers(sentences: Iterable[tuple[Key, str]]) -> list[str]:
     ]
 
 
-def nearest(name: str, known: Iterable[str], most: int = 1) -> str:
+def nearest(name: str, names: Iterable[str], most: int = 1) -> str:
     """` Did you mean 'cuda'?`, of the known names most like this; empty if none is."""
-    alike = [repr(other) for other in get_close_matches(name, [*known], most)]
-    named = " or ".join(filter(None, (", ".join(alike[:-1]), *alike[-1:])))
-    return f" Did you mean {named}?" if alike else ""
+    matches = [repr(match) for match in get_close_matches(name, [*names], most)]
+    named = " or ".join(filter(None, (", ".join(matches[:-1]), *matches[-1:])))
+    return f" Did you mean {named}?" if matches else ""
 
 
 def is_printable(text: str) -> bool:
@@ -103,7 +103,7 @@ def one_line(text: str, most: int) -> str:
     spaces, and what is not printable escaped (`\x1b`).
     """
     line = " ".join(text[:most].split())
-    escaped = _unprintable.sub(lambda one: one[0].encode("unicode_escape").decode(), line)
+    escaped = _unprintable.sub(lambda match: match[0].encode("unicode_escape").decode(), line)
     return escaped[:most].rstrip()
 
 

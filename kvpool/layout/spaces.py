@@ -123,43 +123,42 @@ class Space:
     ring: int | None = None
 
     def __post_init__(self) -> None:
-        where = f"space {self.name}"
+        subject = f"space {self.name}"
         need_name(self.name, "space")
-        need(
-            self.kind in [*KINDS], f"{where} kind", f"one of {', '.join(KINDS)}, got {self.kind!r}."
-        )
-        need_int(self.entries_per_item, 1, f"{where} entries_per_item")
-        need_int(self.tokens_per_entry, 1, f"{where} tokens_per_entry")
-        need_int(self.reserved, 0, f"{where} reserved")
-        need_int(self.window_step, 1, f"{where} window_step")
+        names = ", ".join(KINDS)
+        need(self.kind in [*KINDS], f"{subject} kind", f"one of {names}, got {self.kind!r}.")
+        need_int(self.entries_per_item, 1, f"{subject} entries_per_item")
+        need_int(self.tokens_per_entry, 1, f"{subject} tokens_per_entry")
+        need_int(self.reserved, 0, f"{subject} reserved")
+        need_int(self.window_step, 1, f"{subject} window_step")
         if self.interleave is not None and self.interleave.ranks == 1:
             object.__setattr__(self, "interleave", None)  # one rank holds all, whatever the size
         self.traits.check(self)
         if self.window is not None:
-            need_int(self.window, 1 if self.window_step == 1 else 0, f"{where} window")
+            need_int(self.window, 1 if self.window_step == 1 else 0, f"{subject} window")
         elif self.window_step != 1:
-            need(False, where, f"a window_step of {self.window_step} needs a window.")
-        self._check_ids(where)
+            need(False, subject, f"a window_step of {self.window_step} needs a window.")
+        self._check_ids(subject)
 
-    def _check_ids(self, where: str) -> None:
+    def _check_ids(self, subject: str) -> None:
         if self.ids is not None:
-            need_name(self.ids, f"{where} ids")
+            need_name(self.ids, f"{subject} ids")
         if self.block_pool is not None:
-            need_name(self.block_pool, f"{where} block_pool")
+            need_name(self.block_pool, f"{subject} block_pool")
             need(
                 self.ids is None,
-                where,
+                subject,
                 f"its ids are those of space {self.ids}: give that space block_pool "
                 f"{self.block_pool!r}, and this one none.",
             )
         need(
             1 <= self.items_per_block <= MAX_ITEMS_PER_BLOCK,
-            f"{where} items_per_block",
+            f"{subject} items_per_block",
             f"1 to {MAX_ITEMS_PER_BLOCK}, got {self.items_per_block}.",
         )
         need(
             self.items_per_block == 1 or self.block_pool is not None,
-            where,
+            subject,
             f"items_per_block {self.items_per_block} without a block_pool. Name the pool (of ids "
             "that are another space's, there), or leave items_per_block out.",
         )

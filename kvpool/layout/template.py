@@ -80,9 +80,9 @@ class Pad:
 Template = Union[Cell, Skip, Seq, Repeat, Pad]
 
 
-def _positive(value: int, where: str) -> None:
+def _positive(value: int, subject: str) -> None:
     if value < 1:
-        raise LayoutError(f"{where}: 1 or more, got {value}.")
+        raise LayoutError(f"{subject}: 1 or more, got {value}.")
 
 
 def item_bytes(template: Template) -> int:
@@ -103,7 +103,16 @@ def item_bytes(template: Template) -> int:
 def item_regions(template: Template, *, owner: str, layer: int, buffer: str) -> list[Region]:
     """The regions of one layer whose items look like `template`, in order of their offsets."""
     return [
-        Region(owner, layer, cell.role, buffer, offset, cell.dtype, axes, item_bytes(cell))
+        Region(
+            owner=owner,
+            layer=layer,
+            role=cell.role,
+            buffer=buffer,
+            offset=offset,
+            dtype=cell.dtype,
+            axes=axes,
+            width=item_bytes(cell),
+        )
         for cell, offset, axes in _cells(template, 0, ())
     ]
 

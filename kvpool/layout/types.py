@@ -30,18 +30,21 @@ class LayoutError(ValueError):
     """A layout that is inconsistent, malformed or of another version."""
 
 
-def need(true: bool, where: str, sentence: str) -> None:
+def need(true: bool, subject: str, sentence: str) -> None:
+    """Raises LayoutError, `subject: sentence`, unless `true`."""
     if not true:
-        raise LayoutError(f"{where}: {sentence}")
+        raise LayoutError(f"{subject}: {sentence}")
 
 
-def need_name(name: str, where: str) -> None:
-    need(0 < len(name) <= MAX_NAME, where, f"a name of 1 to {MAX_NAME} characters, got {name!r}.")
-    need(is_printable(name), where, f"a name of printable characters, got {name!r}.")
+def need_name(name: str, subject: str) -> None:
+    """Raises LayoutError unless this is a short, printable name."""
+    need(0 < len(name) <= MAX_NAME, subject, f"a name of 1 to {MAX_NAME} characters, got {name!r}.")
+    need(is_printable(name), subject, f"a name of printable characters, got {name!r}.")
 
 
-def need_int(value: int, low: int, where: str) -> None:
-    need(low <= value <= MAX_INT, where, f"{low} to 2**63-1, got {value}.")
+def need_int(value: int, low: int, subject: str) -> None:
+    """Raises LayoutError unless `low <= value <= MAX_INT`."""
+    need(low <= value <= MAX_INT, subject, f"{low} to 2**63-1, got {value}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +61,15 @@ class Axis:
 
     def __post_init__(self) -> None:
         need_name(self.name, "axis")
-        where = f"axis {self.name}"
-        need_int(self.size, 1, f"{where} size")
-        need_int(self.stride, 0, f"{where} stride")
-        need_int(self.start, 0, f"{where} start")
+        subject = f"axis {self.name}"
+        need_int(self.size, 1, f"{subject} size")
+        need_int(self.stride, 0, f"{subject} stride")
+        need_int(self.start, 0, f"{subject} start")
         if self.total == 0:
             object.__setattr__(self, "total", self.size)
         need(
             self.start + self.size <= self.total,
-            where,
+            subject,
             f"steps {self.start} to {self.start + self.size} exceed the total of {self.total}.",
         )
 
@@ -191,19 +194,19 @@ class Buffer:
 
     def __post_init__(self) -> None:
         need_name(self.name, "buffer")
-        where = f"buffer {self.name}"
-        need_name(self.space, f"{where} space")
-        need_name(self.memory, f"{where} memory")
-        need_int(self.base, 0, f"{where} base")
-        need_int(self.item_bytes, 1, f"{where} item_bytes")
-        need_int(self.item_stride, 1, f"{where} item_stride")
-        need_int(self.items, 1, f"{where} items")
+        subject = f"buffer {self.name}"
+        need_name(self.space, f"{subject} space")
+        need_name(self.memory, f"{subject} memory")
+        need_int(self.base, 0, f"{subject} base")
+        need_int(self.item_bytes, 1, f"{subject} item_bytes")
+        need_int(self.item_stride, 1, f"{subject} item_stride")
+        need_int(self.items, 1, f"{subject} items")
         need(
             self.items == 1 or self.item_bytes <= self.item_stride,
-            where,
+            subject,
             f"items of {self.item_bytes} bytes overlap at a stride of {self.item_stride}.",
         )
-        need_int(self.end, 0, f"{where} end")
+        need_int(self.end, 0, f"{subject} end")
 
     @property
     def on_host(self) -> bool:

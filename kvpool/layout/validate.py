@@ -51,9 +51,10 @@ def check_layout(layout: PoolLayout) -> None:
     for buffer in layout.buffers:
         space = layout.space_by_name.get(buffer.space)
         if space is None:
-            known = ", ".join(layout.space_by_name) or "none"
+            declared = ", ".join(layout.space_by_name) or "none"
             raise LayoutError(
-                f"buffer {buffer.name}: space {buffer.space!r} is not declared (declared: {known})."
+                f"buffer {buffer.name}: space {buffer.space!r} is not declared (declared: "
+                f"{declared})."
             )
         if buffer.items <= space.reserved:
             raise LayoutError(
@@ -120,24 +121,24 @@ def _tokens(space: Space) -> str:
 
 def _check_block_pools(layout: PoolLayout) -> None:
     """Checks that all spaces of a block pool have the same blocks, and reserve the same."""
-    known: dict[tuple[str, str], tuple[str, int, str]] = {}
+    firsts: dict[tuple[str, str], tuple[str, int, str]] = {}
 
-    def need_same(space: Space, what: str, where: str, items: int) -> None:
+    def need_same(space: Space, what: str, part: str, items: int) -> None:
         ids = layout.space_by_name[space.id_list]
         if ids.block_pool is None:
             return
         blocks, rest = divmod(items, ids.items_per_block)
         if rest:
             raise LayoutError(
-                f"block pool {ids.block_pool}: {where} has {what} {items}, but a block is "
+                f"block pool {ids.block_pool}: {part} has {what} {items}, but a block is "
                 f"{ids.items_per_block} items of space {ids.name}. Use a multiple of it."
             )
-        said = f"{items}" if ids.items_per_block == 1 else f"{items} ({blocks} blocks)"
-        first, other, there = known.setdefault((ids.block_pool, what), (where, blocks, said))
-        if blocks != other:
+        words = f"{items}" if ids.items_per_block == 1 else f"{items} ({blocks} blocks)"
+        first, count, of_first = firsts.setdefault((ids.block_pool, what), (part, blocks, words))
+        if blocks != count:
             raise LayoutError(
-                f"block pool {ids.block_pool}: {where} has {what} {said}, {first} {there}. A block "
-                f"can be any space's of its pool: give them all the same {what}, in blocks."
+                f"block pool {ids.block_pool}: {part} has {what} {words}, {first} {of_first}. A "
+                f"block can be any space's of its pool: give them all the same {what}, in blocks."
             )
 
     for space in layout.spaces:
@@ -218,12 +219,12 @@ def _check_item(buffer: Buffer, per_block: int, regions: Sequence[Region], shape
     order = np.argsort(starts, kind="stable")
     clash = np.flatnonzero(ends[order][:-1] > starts[order][1:])
     if clash.size:
-        one, two = order[clash[0]], order[clash[0] + 1]
-        first, second = regions[whose[one]], regions[whose[two]]
+        low, high = order[clash[0]], order[clash[0] + 1]
+        first, second = regions[whose[low]], regions[whose[high]]
         what = "overlaps itself" if first is second else f"overlaps {second}"
         raise LayoutError(
             f"{first}: {what} in an item of buffer {buffer.name}: "
-            f"bytes {starts[one]} to {ends[one]} and {starts[two]} to {ends[two]}."
+            f"bytes {starts[low]} to {ends[low]} and {starts[high]} to {ends[high]}."
         )
     shapes.runs += runs
     shapes.of[buffer.name] = shapes.known[shape] = len(shapes.known), runs
@@ -233,7 +234,7 @@ def _check_together(blocks: Sequence[Buffer], shapes: _Shapes) -> None:
     """Checks that it takes bounded work to list what lies between the regions of buffers that
     interleave. That is done once for all groups of them that are alike.
     """
-    known: set[bytes] = set()
+    seen: set[bytes] = set()
     listed = ends = 0
     for group, before, items in interleaved(blocks):
         first, parts, runs = group[0], [], 0
@@ -248,9 +249,9 @@ def _check_together(blocks: Sequence[Buffer], shapes: _Shapes) -> None:
             parts.append((buffer.base - first.base, buffer.padding, number))
             runs += count
         shape = msgspec.msgpack.encode((first.item_stride, items > 1, parts))
-        if shape in known:
+        if shape in seen:
             continue
-        known.add(shape)
+        seen.add(shape)
         listed += runs
         if runs > MAX_RUNS or listed > MAX_LISTED:
             raise LayoutError(
@@ -281,32 +282,32 @@ def _check_apart(layout: PoolLayout, blocks: Sequence[Buffer]) -> None:
         if buffer.base < last.base + last.item_bytes and not _one_pool(layout, buffer, last):
             raise LayoutError(_overlap(layout, buffer, last))
         # items of one list have one stride too, and as blocks do, the first ones lie within it
-        mine = by_list.get(ids)
-        if mine and buffer.base < mine.base + layout.buffer_by_name[mine.name].item_bytes:
-            raise LayoutError(_overlap(layout, buffer, mine))
+        twin = by_list.get(ids)
+        if twin and buffer.base < twin.base + layout.buffer_by_name[twin.name].item_bytes:
+            raise LayoutError(_overlap(layout, buffer, twin))
         by_list[ids] = buffer
         reach = max(reach, buffer.end)
         if buffer.base + buffer.item_bytes > last.base + last.item_bytes:
             last = buffer
 
 
-def _one_pool(layout: PoolLayout, one: Buffer, other: Buffer) -> bool:
+def _one_pool(layout: PoolLayout, first: Buffer, second: Buffer) -> bool:
     """Whether the ids of both come from one block pool."""
-    lists = [layout.space_by_name[layout.space_by_name[b.space].id_list] for b in (one, other)]
+    lists = [layout.space_by_name[layout.space_by_name[b.space].id_list] for b in (first, second)]
     return lists[0].block_pool is not None and lists[0].block_pool == lists[1].block_pool
 
 
 def _overlap(layout: PoolLayout, buffer: Buffer, other: Buffer) -> str:
     """Why `buffer`, by blocks, may not lie where it does, and what would make it right."""
-    held, size = layout.buffer_by_name[other.name], layout.items_per_block(other)
+    home, size = layout.buffer_by_name[other.name], layout.items_per_block(other)
     of = "" if size == 1 else f", {size} a block"
     says = (
-        f"buffer {buffer.name}: base {buffer.base} lies inside buffer {other.name} ({held.base} "
-        f"to {held.end}, items of {held.item_bytes} every {held.item_stride}{of})."
+        f"buffer {buffer.name}: base {buffer.base} lies inside buffer {other.name} ({home.base} "
+        f"to {home.end}, items of {home.item_bytes} every {home.item_stride}{of})."
     )
-    one, two = (layout.space_by_name[each.space] for each in (other, buffer))
-    if one.id_list == two.id_list:
-        return f"{says} An id of {one.id_list} is an item of both."
+    theirs, own = (layout.space_by_name[buffer_.space] for buffer_ in (other, buffer))
+    if theirs.id_list == own.id_list:
+        return f"{says} An id of {theirs.id_list} is an item of both."
     alike = "block b over block b only: at one stride, and not beyond it"
     if _one_pool(layout, buffer, other):
         return (
@@ -314,6 +315,6 @@ def _overlap(layout: PoolLayout, buffer: Buffer, other: Buffer) -> str:
             f"{other.item_stride} bytes apart there, {buffer.item_stride} here."
         )
     return (
-        f"{says} If an id is in use by only one of spaces {one.name} and {two.name} at a time, "
+        f"{says} If an id is in use by only one of spaces {theirs.name} and {own.name} at a time, "
         f"give both the same block_pool: then they may lie over one another, {alike}."
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from disagg.plan.matching.match import Holders, Overlap, Part, Turn, elect
-from kvpool.layout import PoolLayout
+from kvpool.layout import PoolLayout, need_layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,9 @@ class Group:
     member: int
 
     def __post_init__(self) -> None:
-        if not self.layouts or any(not isinstance(each, PoolLayout) for each in self.layouts):
-            raise TypeError("Group(layouts, member): `layouts` are those of all members.")
+        need_layouts(
+            self.layouts or None, "Group(layouts, member): `layouts` are those of all members."
+        )
         object.__setattr__(self, "layouts", tuple(self.layouts))
         if not 0 <= self.member < len(self.layouts):
             raise ValueError(
@@ -52,7 +53,7 @@ class Group:
         return self.member, tuple([layout.fingerprint() for layout in self.layouts])
 
 
-class Share(NamedTuple):
+class MemberShare(NamedTuple):
     """What one member reads (`parts`), and which source ranks it asks for each request, each with
     how many members ask that rank.
     """
@@ -61,7 +62,7 @@ class Share(NamedTuple):
     asks: dict[int, int]
 
 
-def share_out(overlaps: Sequence[Sequence[Overlap]], member: int, sources: int) -> Share:
+def share_out(overlaps: Sequence[Sequence[Overlap]], member: int, sources: int) -> MemberShare:
     """The share of one of the members whose destinations have these `overlaps`.
 
     Members that read from the same replicas take them in turn. A source rank of which nothing is
@@ -69,19 +70,19 @@ def share_out(overlaps: Sequence[Sequence[Overlap]], member: int, sources: int) 
     would ask no rank asks rank `member % ranks`: how its rooms end is told by those that it asks.
     """
     readers: dict[Holders, list[int]] = {}
-    for number, mine in enumerate(overlaps):
-        for holders in dict.fromkeys(each.holders for each in mine):
+    for number, wanted in enumerate(overlaps):
+        for holders in dict.fromkeys(overlap.holders for overlap in wanted):
             readers.setdefault(holders, []).append(number)
     turns: list[dict[Holders, Turn]] = [{} for _ in overlaps]
     for holders, numbers in readers.items():
         for place, number in enumerate(numbers):
             turns[number][holders] = Turn(place, len(numbers))
-    parts = [tuple(elect(mine, turn)) for mine, turn in zip(overlaps, turns)]
-    asked = [{part.source for part in each} for each in parts]
+    parts = [tuple(elect(wanted, turn)) for wanted, turn in zip(overlaps, turns)]
+    asked = [{part.source for part in read} for read in parts]
     for idle in set(range(sources)).difference(*asked):
         asked[idle % len(asked)].add(idle)
-    for number, each in enumerate(asked):
-        if not each:
-            each.add(number % sources)
-    askers = Counter(source for each in asked for source in each)
-    return Share(parts[member], {source: askers[source] for source in sorted(asked[member])})
+    for number, ranks in enumerate(asked):
+        if not ranks:
+            ranks.add(number % sources)
+    askers = Counter(source for ranks in asked for source in ranks)
+    return MemberShare(parts[member], {source: askers[source] for source in sorted(asked[member])})

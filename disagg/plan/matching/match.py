@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from disagg.plan.matching.pairing import Alike, Holder
+from disagg.plan.matching.pairing import Alike, SourceRegion
 from disagg.plan.runs import Box
 from kvpool.layout import Interleave, Key, Region, Space
 from kvpool.layout.dtypes import ITEMSIZE
@@ -70,12 +70,12 @@ def absent(region: Region, layers: Collection[int], others: str) -> str:
     """The reason that no source offers a region, with the layers that they offer of its owner and
     role, or in its place `others`, see `named_pairs`.
     """
-    where, cure = f"layers {ranges(layers)}", "Give prefill that region too"
+    offered, cure = f"layers {ranges(layers)}", "Give prefill that region too"
     if not layers:
-        where = f"none, but {others}" if others else "none"
+        offered = f"none, but {others}" if others else "none"
         cure = "Connect pools of the same model, or give prefill that region too"
     missing = "" if region.owner == "target" else f", or allow_missing={{{region.owner!r}}}"
-    return f"prefill offers no such region (it holds {where}). {cure}{missing}."
+    return f"prefill offers no such region (it holds {offered}). {cure}{missing}."
 
 
 def named_pairs(pairs: Collection[tuple[str, str]]) -> str:
@@ -87,71 +87,68 @@ def named_pairs(pairs: Collection[tuple[str, str]]) -> str:
 
 def mismatches(alike: Alike) -> dict[str, list[int]]:
     """Reasons why the holders' bytes cannot fill these regions, and the source ranks of each."""
-    region, here = alike.region, alike.space
-    axes = {axis.name: axis.total for axis in region.inner_axes}
-    found: dict[str, list[int]] = {}
+    wanted, space = alike.region, alike.space
+    totals = {axis.name: axis.total for axis in wanted.inner_axes}
+    reasons: dict[str, list[int]] = {}
     for holder in alike.holders:
-        other, there = holder.region, holder.space
-        if other.packing != region.packing:
-            found.setdefault(_other_packing(other, region), []).extend(holder.sources)
+        offered, source = holder.region, holder.space
+        if offered.packing != wanted.packing:
+            reasons.setdefault(_other_packing(offered, wanted), []).extend(holder.sources)
             continue
-        totals = {axis.name: axis.total for axis in other.inner_axes}
+        offers = {axis.name: axis.total for axis in offered.inner_axes}
+        packed = bool(wanted.packing)
         for what, theirs, ours, cure in (
-            ("", other.dtype, region.dtype, "Build both pools with the same dtype and packing"),
+            ("", offered.dtype, wanted.dtype, "Build both pools with the same dtype and packing"),
             (
                 " elements per cell",
-                other.width // ITEMSIZE[other.dtype],
-                region.width // ITEMSIZE[region.dtype],
+                offered.width // ITEMSIZE[offered.dtype],
+                wanted.width // ITEMSIZE[wanted.dtype],
                 "Build both pools for the same model",
             ),
-            (" axes", sorted(totals), sorted(axes), "Declare the same axes on both sides"),
+            (" axes", sorted(offers), sorted(totals), "Declare the same axes on both sides"),
             (
                 " in total",
-                {name: total for name, total in totals.items() if name in axes},
-                {name: total for name, total in axes.items() if name in totals},
+                {name: total for name, total in offers.items() if name in totals},
+                {name: total for name, total in totals.items() if name in offers},
                 "Build both pools for the same model",
             ),
-            (
-                " space",
-                *kinds(there, here, region),
-                "Use the same kind of space on both sides",
-            ),
+            (" space", *kinds(source, space, packed), "Use the same kind of space on both sides"),
             (
                 " tokens per entry",
-                there.tokens_per_entry,
-                here.tokens_per_entry,
+                source.tokens_per_entry,
+                space.tokens_per_entry,
                 "Use the same compression on both sides",
             ),
             (
                 " entries an item",
-                there.entries_per_item if region.packing else None,
-                here.entries_per_item if region.packing else None,
-                f"Items of packing {region.packing!r} move whole: use the same page size on both "
+                source.entries_per_item if packed else None,
+                space.entries_per_item if packed else None,
+                f"Items of packing {wanted.packing!r} move whole: use the same page size on both "
                 "sides",
             ),
         ):
             if theirs != ours:
                 reason = f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."
-                found.setdefault(reason, []).extend(holder.sources)
-    return found
+                reasons.setdefault(reason, []).extend(holder.sources)
+    return reasons
 
 
-def kinds(there: Space, here: Space, region: Region) -> tuple[str, str]:
+def kinds(source: Space, dest: Space, packed: bool) -> tuple[str, str]:
     """The kinds of two spaces, as far as they must be equal: pages and rings pair by entries, of
     which the destination needs those that are alive.
     """
-    by_entry = {there.kind, here.kind} <= {"paged", "ring"} and not region.packing
-    return ("", "") if by_entry else (there.kind, here.kind)
+    by_entry = source.has_entries and dest.has_entries and not packed
+    return ("", "") if by_entry else (source.kind, dest.kind)
 
 
-def _other_packing(theirs: Region, ours: Region) -> str:
+def _other_packing(offered: Region, wanted: Region) -> str:
     """Why a packed region does not pair with another."""
-    there, here = (
+    theirs, ours = (
         f"packing {region.packing!r}" if region.packing else "no packing"
-        for region in (theirs, ours)
+        for region in (offered, wanted)
     )
     return (
-        f"{there} on prefill, {here} on decode. Packed items move only between equals: run the "
+        f"{theirs} on prefill, {ours} on decode. Packed items move only between equals: run the "
         "same backend, in the same version and on the same kind of device, on both sides, or "
         "describe the axes of both."
     )
@@ -164,28 +161,26 @@ def tile(alike: Alike) -> tuple[list[Overlap], list[str]]:
     Ranks whose stretches are equally many and long hold every position once; of these all that meet
     the destination's positions are needed, each for the whole shard.
     """
-    here = alike.space.held
-    families: dict[tuple[int, int], dict[int, list[Holder]]] = {}
+    families: dict[tuple[int, int], dict[int, list[SourceRegion]]] = {}
     for holder in alike.holders:
         held = holder.space.held
         families.setdefault((held.ranks, held.size), {}).setdefault(held.rank, []).append(holder)
     reasons: list[str] = []
     for (ranks, size), by_rank in sorted(families.items()):
-        found: list[Overlap] = []
+        overlaps: list[Overlap] = []
         problems: list[str] = []
-        missing: list[int] = []
-        for rank in _ranks_needed(size, ranks, here):
-            if rank not in by_rank:
-                missing.append(rank)
-                continue
-            part = Interleave(size, rank, ranks)
-            overlaps, problem = _tile_shard(alike, part, by_rank[rank])
-            found += overlaps
-            problems += problem
+        needed = _ranks_needed(size, ranks, alike.space.held)
+        missing = [rank for rank in needed if rank not in by_rank]
         if missing:
-            problems.insert(0, _say_missing(next(iter(by_rank.values()))[0].space, missing))
+            problems.append(_say_missing(next(iter(by_rank.values()))[0].space, missing))
+        for rank in needed:
+            if rank in by_rank:
+                part = Interleave(size, rank, ranks)
+                tiles, problem = _tile_shard(alike, part, by_rank[rank])
+                overlaps += tiles
+                problems += problem
         if not problems:
-            return found, []
+            return overlaps, []
         reasons += problems
     return [], list(dict.fromkeys(reasons))
 
@@ -200,20 +195,20 @@ def _say_missing(space: Space, missing: Sequence[int]) -> str:
     )
 
 
-def _ranks_needed(size: int, ranks: int, here: Interleave) -> list[int]:
-    """Of ranks that hold stretches of `size`, those that hold something of `here`."""
+def _ranks_needed(size: int, ranks: int, dest: Interleave) -> list[int]:
+    """Of ranks that hold stretches of `size`, those that hold something of `dest`."""
     starts = np.arange(ranks, dtype=np.int64) * size
     # what is held by both differs by a multiple of the period; a number of one stretch less a
     # number of the other is anything from low to high
-    period = gcd(size * ranks, here.size * here.ranks)
-    high = starts + size - 1 - here.rank * here.size
-    low = starts - (here.rank + 1) * here.size + 1
-    found: list[int] = np.flatnonzero(high // period * period >= low).tolist()
-    return found
+    period = gcd(size * ranks, dest.size * dest.ranks)
+    high = starts + size - 1 - dest.rank * dest.size
+    low = starts - (dest.rank + 1) * dest.size + 1
+    needed: list[int] = np.flatnonzero(high // period * period >= low).tolist()
+    return needed
 
 
 def _tile_shard(
-    alike: Alike, held: Interleave, holders: Sequence[Holder]
+    alike: Alike, held: Interleave, holders: Sequence[SourceRegion]
 ) -> tuple[list[Overlap], list[str]]:
     """Overlaps that cover the regions' shard exactly once, or the reason why there are none."""
     axes = alike.region.inner_axes
@@ -248,32 +243,29 @@ def elect(
     this destination does.
     """
     layers: dict[Holders, set[tuple[str, int]]] = {}
-    for each in overlaps:
-        layers.setdefault(each.holders, set()).update(key[:2] for key in each.keys)
+    for overlap in overlaps:
+        layers.setdefault(overlap.holders, set()).update(key[:2] for key in overlap.keys)
     elected: dict[Holders, dict[tuple[str, int], int]] = {}
-    for holders, held in layers.items():
-        mine = turns.get(holders, ALONE).of(holders)
+    for holders, shared in layers.items():
+        ranks = turns.get(holders, ALONE).of(holders)
         elected[holders] = {
-            layer: mine[number * len(mine) // len(held)]
-            for number, layer in enumerate(sorted(held))
+            layer: ranks[number * len(ranks) // len(shared)]
+            for number, layer in enumerate(sorted(shared))
         }
-    for each in overlaps:
-        source_of, shares = elected[each.holders], dict[int, list[Key]]()
-        for key in each.keys:
+    for overlap in overlaps:
+        source_of, shares = elected[overlap.holders], dict[int, list[Key]]()
+        for key in overlap.keys:
             shares.setdefault(source_of[key[:2]], []).append(key)
         for source, keys in shares.items():
-            yield Part(tuple(keys), each.box, each.held, source)
+            yield Part(tuple(keys), overlap.box, overlap.held, source)
 
 
 def _volume(box: Box) -> int:
-    volume = 1
-    for _, low, high in box:
-        volume *= high - low
-    return volume
+    return prod(high - low for _, low, high in box)
 
 
-def _apart(one: Box, other: Box) -> bool:
-    return any(a[2] <= b[1] or b[2] <= a[1] for a, b in zip(one, other))
+def _apart(first: Box, second: Box) -> bool:
+    return any(a[2] <= b[1] or b[2] <= a[1] for a, b in zip(first, second))
 
 
 def _say(box: Box) -> str:

@@ -20,7 +20,7 @@ from kvpool.layout.types import MAX_AXES
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class SourceRegion:
     """Source ranks of one fingerprint, and a region that they hold."""
 
     sources: tuple[int, ...]
@@ -37,7 +37,7 @@ class Alike:
     keys: tuple[Key, ...]
     region: Region
     space: Space
-    holders: tuple[Holder, ...]
+    holders: tuple[SourceRegion, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ def pair(
     """
     pairing = _pair(sources, dest)
     cuts: list[dict[Key, str]] = [{} for _ in (*sources, dest)]
-    for each in pairing.alike:
-        numbers = [holder.sources for holder in each.holders]
-        regions = [holder.region for holder in each.holders]
-        for where, name in zip([*numbers, (-1,)], _lacking([*regions, each.region])):
-            for number in where if name else ():
-                cuts[number].update(dict.fromkeys(each.keys, name))
+    for alike in pairing.alike:
+        ranks = [*(holder.sources for holder in alike.holders), (-1,)]
+        regions = [*(holder.region for holder in alike.holders), alike.region]
+        for numbers, name in zip(ranks, _lacking(regions)):
+            for number in numbers if name else ():
+                cuts[number].update(dict.fromkeys(alike.keys, name))
     if not any(cuts):
         return sources, dest, pairing
     sources, dest = list(map(_with_cuts, sources, cuts)), _with_cuts(dest, cuts[-1])
@@ -98,27 +98,25 @@ def _pair(sources: Sequence[PoolLayout], dest: PoolLayout) -> Pairing:
         owner, _, role = key
         kinds.setdefault((owner, role, form, *offered.get(key, ())), []).append(key)
     alike = []
-    for first, *others in kinds.values():
-        holders = [
-            Holder(equal[rank], *_held(sources[rank], first)) for rank, _ in offered.get(first, ())
-        ]
-        alike.append(Alike((first, *others), *_held(dest, first), tuple(holders)))
+    for keys in kinds.values():
+        first = keys[0]
+        holders = []
+        for rank, _ in offered.get(first, ()):
+            region = sources[rank].region_by_key[first]
+            holders.append(SourceRegion(equal[rank], region, sources[rank].space_of(region)))
+        region = dest.region_by_key[first]
+        alike.append(Alike(tuple(keys), region, dest.space_of(region), tuple(holders)))
     return Pairing(tuple(alike), tuple(offered))
 
 
-def _forms(layout: PoolLayout, known: dict[bytes, int]) -> Iterator[tuple[Key, int]]:
+def _forms(layout: PoolLayout, numbers: dict[bytes, int]) -> Iterator[tuple[Key, int]]:
     """For each key a number, which is that of all regions that differ in nothing but owner, role,
     layer and buffer.
     """
     spaces = {buffer.name: buffer.space for buffer in layout.buffers}
     for key, r in layout.region_by_key.items():
         form = encoded(r.offset, r.dtype, r.axes, r.width, r.packing, spaces[r.buffer])
-        yield key, known.setdefault(form, len(known))
-
-
-def _held(layout: PoolLayout, key: Key) -> tuple[Region, Space]:
-    region = layout.region_by_key[key]
-    return region, layout.space_of(region)
+        yield key, numbers.setdefault(form, len(numbers))
 
 
 def _with_cuts(layout: PoolLayout, names: Mapping[Key, str]) -> PoolLayout:
@@ -137,7 +135,7 @@ def _lacking(regions: Sequence[Region]) -> list[str]:
     if all([axis.name for axis in region.inner_axes] == first for region in regions):
         return []
     totals = {axis.name: axis.total for region in regions for axis in region.inner_axes}
-    found = []
+    names_to_cut = []
     for region in regions:
         lacking = sorted(totals.keys() - {axis.name for axis in region.inner_axes})
         name = ""
@@ -147,5 +145,5 @@ def _lacking(regions: Sequence[Region]) -> list[str]:
         names = {axis.name: axis.total for axis in region.inner_axes}
         if names != totals or region.width != ITEMSIZE[region.dtype]:
             return []
-        found.append(name)
-    return found
+        names_to_cut.append(name)
+    return names_to_cut

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 
 def _check(space: Space) -> None:
-    where, size = f"space {space.name}", space.entries_per_item
+    subject, size = f"space {space.name}", space.entries_per_item
     if space.interleave is not None:
         need(
             space.interleave.size % space.tokens_per_entry == 0,
-            f"{where} interleave",
+            f"{subject} interleave",
             f"stretches of {space.interleave.size} positions would cut entries of "
             f"{space.tokens_per_entry}: a multiple of {space.tokens_per_entry} is needed.",
         )
     if space.ring is None:
         return
-    need_int(space.ring, 1, f"{where} ring")
-    need(space.interleave is None, f"{where} ring", RING_OF_PAGES)
+    need_int(space.ring, 1, f"{subject} ring")
+    need(space.interleave is None, f"{subject} ring", RING_OF_PAGES)
     need(
         size % space.ring == size % space.window_step == 0,
-        f"{where} ring",
+        f"{subject} ring",
         f"{space.ring} entries, in steps of {space.window_step}, do not divide an item of {size}.",
     )
     check_window_in_ring(space)

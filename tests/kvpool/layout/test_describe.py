@@ -317,71 +317,69 @@ def test_names_that_do_not_fit_a_tensor_are_refused(dims, more, says):
         describe(torch.zeros(5, 16, 8), dims, **{"role": "k", "layer": 0, **more})
 
 
-@pytest.mark.parametrize("shape", [(0, 16, 8), (5, 0, 8), (5, 16, 0)])
-def test_an_empty_tensor_is_refused(shape):
-    with pytest.raises(LayoutError, match=r"a tensor of shape \(.*\) is empty"):
-        describe(torch.zeros(shape), THREE, role="k", layer=0)
-    with pytest.raises(LayoutError, match=r"a tensor of shape \(.*\) is empty"):
-        describe_buffer(torch.zeros(shape), THREE, name="b")
+def key(tensor, dims=THREE, **options):
+    return describe(tensor, dims, role="k", layer=0, **options)
 
 
-def test_a_dtype_without_a_name_is_refused():
-    with pytest.raises(ValueError, match=r"dtype torch.complex64 is not known"):
-        describe(torch.zeros(5, 16, 8, dtype=torch.complex64), THREE, role="k", layer=0)
+WHOLE = torch.zeros(6, 16, 24)
+HOME = describe_buffer(WHOLE[..., 8:16], THREE, name="b")
+SHARED = torch.zeros(1, 16, 8)
 
 
-def test_heads_that_share_their_bytes_are_no_layout():
-    """`expand` gives a stride of 0: eight heads of one head's memory."""
-    tensor = torch.zeros(5, 16, 1, 32).expand(5, 16, 8, 32)
-    with pytest.raises(LayoutError, match="target layer 0 k: overlaps itself"):
-        lay(describe(tensor, NHD, role="k", layer=0), 16)
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        *((lambda s=s: key(torch.zeros(s)), "is empty") for s in ((0, 16, 8), (5, 0, 8))),
+        (lambda: describe_buffer(torch.zeros(5, 16, 0), THREE, name="b"), r"shape .* is empty"),
+        (
+            lambda: key(torch.zeros(5, 16, 8, dtype=torch.complex64)),
+            r"dtype torch.complex64 is not known",
+        ),
+        # strides of 0: heads, items and layers that share their bytes
+        (
+            lambda: lay(key(torch.zeros(5, 16, 1, 32).expand(5, 16, 8, 32), NHD), 16),
+            "target layer 0 k: overlaps itself",
+        ),
+        (lambda: key(SHARED.expand(5, 16, 8)), "buffer target.k.0 item_stride: 1 to .* got 0"),
+        (
+            lambda: lay(
+                describe(
+                    torch.zeros(1, 5, 16, 8).expand(2, 5, 16, 8),
+                    ("layer", *THREE),
+                    role="k",
+                    layer=(0, 1),
+                ),
+                16,
+            ),
+            r"buffer target.k.1: base .* lies inside buffer target.k.0",
+        ),
+        # not in item 0 of the buffer, or of other items
+        *(
+            (
+                lambda part=part: key(WHOLE[..., part], buffer=HOME),
+                r"target layer 0 k: .* outside item 0 of buffer b",
+            )
+            for part in (slice(0, 8), slice(16, 24), slice(4, 12), slice(12, 20))
+        ),
+        (
+            lambda: key(WHOLE[1:, :, 8:16], buffer=replace(HOME, items=5)),
+            "outside item 0 of buffer b",
+        ),
+        (
+            lambda: key(WHOLE[:5, :, 8:16], buffer=HOME),
+            "5 items every 1536 bytes, but buffer b has 6 every 1536",
+        ),
+        (
+            lambda: key(WHOLE[::2, :, 8:16], buffer=HOME),
+            "3 items every 3072 bytes, but buffer b has 6 every 1536",
+        ),
+        (lambda: key(WHOLE[..., 8:16], buffer=replace(HOME, memory="cuda:0")), r"buffer b.* cuda"),
+    ],
+)
+def test_what_is_no_layout_or_does_not_fit_its_buffer_is_refused(build, says):
+    with pytest.raises(ValueError, match=says):
+        build()
 
 
-def test_items_that_share_their_bytes_are_refused():
-    with pytest.raises(LayoutError, match=r"buffer target.k.0 item_stride: 1 to .* got 0"):
-        describe(torch.zeros(1, 16, 8).expand(5, 16, 8), THREE, role="k", layer=0)
-
-
-def test_layers_that_share_their_bytes_are_no_layout():
-    tensor = torch.zeros(1, 5, 16, 8).expand(2, 5, 16, 8)
-    seen = describe(tensor, ("layer", *THREE), role="k", layer=(0, 1))
-    with pytest.raises(
-        LayoutError, match=r"buffer target.k.1: base .* lies inside buffer target.k.0"
-    ):
-        lay(seen, 16)
-
-
-def test_a_region_outside_its_buffer_is_refused():
-    whole = torch.zeros(5, 16, 24)
-    home = describe_buffer(whole[..., 8:16], THREE, name="middle")
-    for part in (whole[..., :8], whole[..., 16:], whole[..., 4:12], whole[..., 12:20]):
-        with pytest.raises(
-            LayoutError, match=r"target layer 0 k: .* outside item 0 of buffer middle"
-        ):
-            describe(part, THREE, role="k", layer=0, buffer=home)
-    describe(whole[..., 10:12], THREE, role="k", layer=0, buffer=home)
-
-
-def test_a_region_of_a_later_item_is_refused():
-    whole = torch.zeros(5, 16, 8)
-    home = describe_buffer(whole[:4], THREE, name="b")
-    with pytest.raises(LayoutError, match="outside item 0 of buffer b"):
-        describe(whole[1:], THREE, role="k", layer=0, buffer=home)
-
-
-def test_a_region_of_another_item_count_or_stride_is_refused():
-    whole = torch.zeros(6, 16, 8)
-    home = describe_buffer(whole, THREE, name="b")
-    with pytest.raises(LayoutError, match=r"5 items every 512 bytes, but buffer b has 6 every 512"):
-        describe(whole[:5], THREE, role="k", layer=0, buffer=home)
-    with pytest.raises(
-        LayoutError, match=r"3 items every 1024 bytes, but buffer b has 6 every 512"
-    ):
-        describe(whole[::2], THREE, role="k", layer=0, buffer=home)
-
-
-def test_a_tensor_of_another_memory_does_not_fit_a_buffer():
-    tensor = torch.zeros(5, 16, 8)
-    home = replace(describe_buffer(tensor, THREE, name="b"), memory="cuda:0")
-    with pytest.raises(LayoutError, match=r"buffer b.* cuda:0"):
-        describe(tensor, THREE, role="k", layer=0, buffer=home)
+def test_a_slice_of_a_buffer_s_item_is_a_region_of_it():
+    assert key(WHOLE[..., 10:12], buffer=HOME).buffers == (HOME,)

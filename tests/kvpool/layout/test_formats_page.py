@@ -14,15 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSAPool, SWAPool
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
-from kvpool.layout.formats import MHA, MLA, gated_delta_net, kda, mamba2
 from tests.kvpool.layout.formats_markdown import written
 from tests.kvpool.layout.formats_page import FORMATS, document
 from tests.kvpool.layout.test_template import paint
 
 FILE = Path(__file__).parents[3] / "docs" / "formats.md"
-COMMON = {"layers": range(2), "num_pages": 2, "num_slots": 2, "device": "meta"}
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", FILE.read_text(), re.S | re.M))
 
 
@@ -212,87 +209,3 @@ def test_every_format_has_a_section_and_a_source():
         assert any(name in source for name in packages), title
         (code,) = re.findall(r"^`(\w+\(.*\))`", text, re.M)
         ast.parse(code)
-
-
-@pytest.mark.parametrize(
-    ("pool", "titles"),
-    [
-        (
-            lambda: MHAPool(num_kv_heads=8, head_dim=128, dtype="bf16", page_size=64, **COMMON),
-            ["MHA bf16, NHD"],
-        ),
-        (
-            lambda: MHAPool(num_kv_heads=8, head_dim=128, packing="fp8", page_size=64, **COMMON),
-            ["MHA fp8, NHD"],
-        ),
-        (
-            lambda: NSAPool(packing="fp8", page_size=64, **COMMON),
-            ["MLA fp8, 656 bytes", "Index key fp8, 132 bytes"],
-        ),
-        (
-            lambda: SWAPool(
-                full=MHA(8, 128),
-                swa=MHA(8, 64),
-                window_layers=[1],
-                window=128,
-                window_page_size=128,
-                dtype="bf16",
-                page_size=64,
-                num_window_pages=3,
-                **COMMON,
-            ),
-            ["MHA bf16, NHD", "Sliding-window MHA bf16"],
-        ),
-        (
-            lambda: DSv4Pool(
-                compress_ratios=[4, 128],
-                packing="fp8",
-                page_size=256,
-                num_window_pages=3,
-                **COMMON,
-            ),
-            [
-                title
-                for title in SECTIONS
-                if title.startswith("DeepSeek-V4") and "bf16" not in title
-            ],
-        ),
-        *(
-            (
-                lambda linear=linear: HybridLinearPool(
-                    full=MLA(),
-                    linear=linear,
-                    linear_layers=[1],
-                    dtype="bf16",
-                    page_size=64,
-                    **COMMON,
-                ),
-                ["MLA bf16", title],
-            )
-            for title, linear in (
-                ("Gated DeltaNet, channels first", gated_delta_net(16, 32, 128, 128, 4)),
-                ("Kimi Delta Attention, taps first", kda(32, 128, 4)),
-                ("Mamba-2, channels first", mamba2(128, 64, 8, 128, 4)),
-            )
-        ),
-        (lambda: MLAPool(dtype="bf16", page_size=64, **COMMON), ["MLA bf16"]),
-    ],
-)
-def test_pools_hold_what_the_document_says(pool, titles):
-    """Offset, width and axes of every region of the pool, by role."""
-    described = {
-        role: (dtype, first, width, steps, eval(formula, {"__builtins__": {}}, steps))
-        for title in titles
-        for role, (dtype, first, width, steps, formula) in rows(title).items()
-    }
-    held = {
-        r.role: (
-            r.dtype,
-            r.offset,
-            r.width,
-            {axis.name: axis.size for axis in r.axes},
-            r.offset + sum(axis.size * axis.stride for axis in r.axes),
-        )
-        for r in pool().layout.regions
-    }
-    assert held == described

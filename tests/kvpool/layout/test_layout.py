@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from itertools import pairwise, product
 
@@ -385,19 +386,47 @@ def test_a_layout_finds_the_buffer_and_space_of_a_region():
     assert held.space_of(region()) is held.spaces[0]
 
 
-def test_regions_that_touch_do_not_overlap():
-    layout(region("k", 0, 32), region("v", 32, 32))
+ROWS = Axis("head", 4, 16)
 
 
-def test_regions_that_overlap_are_refused_with_both_ranges():
-    says = r"target layer 0 k: overlaps draft layer 3 v in an item of buffer b: "
-    with pytest.raises(LayoutError, match=says + r"bytes 0 to 33 and 32 to 64\."):
-        layout(region("k", 0, 33), region("v", 32, 32, owner="draft", layer=3))
+@pytest.mark.parametrize(
+    "regions",
+    [
+        (region("k", 0, 32), region("v", 32, 32)),  # they touch
+        (region(axes=[Axis("head", 1, 0)]),),  # a stride of 0, of one step
+        # latent and rope in one row: each region's gaps hold the other
+        (region("latent", 0, 12, [ROWS]), region("rope", 12, 4, [ROWS])),
+    ],
+)
+def test_regions_that_share_no_byte_are_legal(regions):
+    layout(*regions)
 
 
-def test_an_overlap_is_found_in_any_order():
-    with pytest.raises(LayoutError, match=r"target layer 0 k: overlaps target layer 0 v"):
-        layout(region("v", 40, 8), region("rope", 0, 4), region("k", 8, 33))
+@pytest.mark.parametrize(
+    ("regions", "says"),
+    [
+        (
+            (region("k", 0, 33), region("v", 32, 32, owner="draft", layer=3)),
+            r"target layer 0 k: overlaps draft layer 3 v in an item of buffer b: bytes 0 to 33 and "
+            r"32 to 64\.",
+        ),
+        (
+            (region("v", 40, 8), region("rope", 0, 4), region("k", 8, 33)),
+            "target layer 0 k: overlaps target layer 0 v",
+        ),
+        (
+            (region(width=4, axes=[Axis("head", 4, 8), Axis("tap", 2, 16)]),),
+            "overlaps itself",
+        ),
+        (
+            (region("latent", 0, 13, [ROWS]), region("rope", 12, 4, [ROWS])),
+            "latent: overlaps target layer 0 rope .* 0 to 13 and 12",
+        ),
+    ],
+)
+def test_regions_that_overlap_are_refused_with_both_ranges(regions, says):
+    with pytest.raises(LayoutError, match=says):
+        layout(*regions)
 
 
 @pytest.mark.parametrize("stride", [0, 1, 15])
@@ -405,29 +434,6 @@ def test_a_region_that_overlaps_itself_is_refused(stride):
     says = r"target layer 0 k: overlaps itself in an item of buffer b: bytes 0 to 16 and "
     with pytest.raises(LayoutError, match=says + f"{stride} to {stride + 16}"):
         layout(region(width=16, axes=[Axis("head", 2, stride)]))
-
-
-def test_two_axes_that_meet_in_one_byte_are_refused():
-    with pytest.raises(LayoutError, match="overlaps itself"):
-        layout(region(width=4, axes=[Axis("head", 4, 8), Axis("tap", 2, 16)]))
-
-
-def test_a_stride_of_zero_is_fine_where_there_is_one_step():
-    layout(region(axes=[Axis("head", 1, 0)]))
-
-
-def test_regions_that_interleave_without_touching_are_legal():
-    """Latent and rope in one row: each region's gaps hold the other."""
-    rows = Axis("head", 4, 16)
-    layout(region("latent", 0, 12, [rows]), region("rope", 12, 4, [rows]))
-
-
-def test_regions_that_interleave_and_touch_are_refused():
-    rows = Axis("head", 4, 16)
-    with pytest.raises(
-        LayoutError, match=r"latent: overlaps target layer 0 rope .* 0 to 13 and 12"
-    ):
-        layout(region("latent", 0, 13, [rows]), region("rope", 12, 4, [rows]))
 
 
 def test_a_clash_in_a_later_buffer_of_another_shape_is_found():
@@ -491,31 +497,30 @@ def test_regions_are_refused_exactly_when_a_set_of_bytes_says_so(grids):
 # buffers among each other
 
 
-def test_buffers_that_touch_do_not_overlap():
-    layout(buffers=[buffer("one", base=0), buffer("two", base=256)])
+def page(name, base, nbytes, stride=96, items=4):
+    return buffer(name, base=base, stride=stride, nbytes=nbytes, items=items)
+
+
+PLACED = [page("one", 0, 32), page("two", 32, 48), page("three", 80, 16)]  # layers of a page
+
+
+@pytest.mark.parametrize(
+    "buffers",
+    [
+        [buffer("one", base=0), buffer("two", base=256)],  # they touch
+        [buffer(name, memory=name) for name in ("cpu", "cuda:0", "cuda:1")],
+        [buffer(name, memory="meta") for name in ("one", "two")],
+        PLACED,
+    ],
+)
+def test_buffers_that_share_no_byte_are_legal(buffers):
+    layout(buffers=buffers)
 
 
 def test_buffers_that_overlap_are_refused_with_both_ranges():
     says = r"buffer two: base 255 lies inside buffer one \(0 to 256, items of 64 every 64\)"
     with pytest.raises(LayoutError, match=says):
         layout(buffers=[buffer("two", base=255), buffer("one", base=0)])
-
-
-def test_the_same_addresses_of_two_memories_do_not_overlap():
-    layout(buffers=[buffer(name, memory=name) for name in ("cpu", "cuda:0", "cuda:1")])
-
-
-def test_buffers_without_memory_do_not_overlap():
-    layout(buffers=[buffer(name, memory="meta") for name in ("one", "two")])
-
-
-def page(name, base, nbytes, stride=96, items=4):
-    return buffer(name, base=base, stride=stride, nbytes=nbytes, items=items)
-
-
-def test_buffers_that_interleave_at_one_stride_are_legal():
-    """Page placement: all layers of a page side by side."""
-    layout(buffers=[page("one", 0, 32), page("two", 32, 48), page("three", 80, 16)])
 
 
 @pytest.mark.parametrize(
@@ -618,39 +623,26 @@ def test_ids_that_cannot_be_shared_are_refused(spaces, says):
         layout(buffers=(), spaces=spaces)
 
 
-def test_the_entries_of_a_region_are_those_of_its_space():
-    pages = [Space("kv", entries_per_item=4)]
-    layout(region(axes=[Axis("entry", 4, 16)]), spaces=pages)
-    with pytest.raises(
-        LayoutError, match=r"target layer 0 k: 3 entries, but an item of space kv holds 4"
-    ):
-        layout(region(axes=[Axis("entry", 3, 16)]), spaces=pages)
-    with pytest.raises(LayoutError, match=r"target layer 0 k: 1 entries, .* space kv holds 4"):
-        layout(region(axes=[Axis("head", 4, 16)]), spaces=pages)
+PAGED, SLOTS = Space("kv", entries_per_item=4), Space("kv", "slot")
+RINGS = Space("kv", "ring", entries_per_item=4, window=2)
 
 
-def test_entries_cannot_be_sharded():
-    with pytest.raises(
-        LayoutError, match=r"target layer 0 k: entries cannot be sharded, got 4 of 8"
-    ):
-        layout(
-            region(axes=[Axis("entry", 4, 16, start=4, total=8)]),
-            spaces=[Space("kv", entries_per_item=4)],
-        )
-
-
-def test_a_slot_has_no_entries():
-    slots = [Space("kv", "slot")]
-    layout(region("temporal", axes=[Axis("head", 4, 16)]), spaces=slots)
-    with pytest.raises(LayoutError, match=r"temporal: has an entry axis, .* space kv is a slot"):
-        layout(region("temporal", axes=[Axis("entry", 1, 16)]), spaces=slots)
-
-
-def test_a_ring_has_entries():
-    ring = [Space("kv", "ring", entries_per_item=4, window=2)]
-    layout(region("c4.state", axes=[Axis("entry", 4, 16)]), spaces=ring)
-    with pytest.raises(LayoutError, match=r"c4.state: 2 entries, but an item of space kv holds 4"):
-        layout(region("c4.state", axes=[Axis("entry", 2, 16)]), spaces=ring)
+@pytest.mark.parametrize(
+    ("space", "axis", "says"),
+    [
+        (PAGED, Axis("entry", 4, 16), ""),
+        (PAGED, Axis("entry", 3, 16), "layer 0 k: 3 entries, but an item of space kv holds 4"),
+        (PAGED, Axis("head", 4, 16), "layer 0 k: 1 entries, .* space kv holds 4"),
+        (PAGED, Axis("entry", 4, 16, 4, 8), "layer 0 k: entries cannot be sharded, got 4 of 8"),
+        (SLOTS, Axis("head", 4, 16), ""),
+        (SLOTS, Axis("entry", 1, 16), "k: has an entry axis, .* space kv is a slot without ent"),
+        (RINGS, Axis("entry", 4, 16), ""),
+        (RINGS, Axis("entry", 2, 16), "k: 2 entries, but an item of space kv holds 4"),
+    ],
+)
+def test_the_entries_of_a_region_are_those_of_its_space(space, axis, says):
+    with pytest.raises(LayoutError, match=says) if says else nullcontext():
+        layout(region(axes=[axis]), spaces=[space])
 
 
 # what a layout is asked
@@ -663,29 +655,22 @@ def test_a_space_has_the_items_that_each_of_its_buffers_has():
     assert held.items_by_space == {"kv": 4, "swa": 9}
 
 
-def test_buffers_less_than_a_page_apart_are_one_slab():
-    near = [buffer("one", base=0), buffer("two", base=256 + 4095)]
-    assert layout(buffers=near).slabs() == [Slab(0, 256 + 4095 + 256)]
-
-
-def test_buffers_a_page_apart_are_two_slabs():
-    far = [buffer("two", base=256 + 4096), buffer("one", base=0)]
-    assert layout(buffers=far).slabs() == [Slab(0, 256), Slab(4352, 256)]
-
-
-def test_interleaved_buffers_are_one_slab():
-    held = layout(buffers=[page("two", 32, 48), page("one", 0, 32), page("three", 80, 16)])
-    assert held.slabs() == [Slab(0, 4 * 96)]
-
-
-def test_a_slab_ends_with_the_longest_of_its_interleaved_buffers():
-    held = layout(buffers=[page("one", 0, 32), page("two", 32, 48, items=2)])
-    assert held.slabs() == [Slab(0, 3 * 96 + 32)]
-
-
-def test_a_slab_lies_in_one_memory():
-    apart = [buffer("one", memory="cuda:1"), buffer("two", base=256, memory="cuda:0")]
-    assert layout(buffers=apart).slabs() == [Slab(256, 256, "cuda:0"), Slab(0, 256, "cuda:1")]
+@pytest.mark.parametrize(
+    ("buffers", "slabs"),
+    [
+        # less than a page of memory apart, and a page apart
+        ([buffer("one", base=0), buffer("two", base=256 + 4095)], [Slab(0, 256 + 4095 + 256)]),
+        ([buffer("two", base=4352), buffer("one", base=0)], [Slab(0, 256), Slab(4352, 256)]),
+        (PLACED, [Slab(0, 4 * 96)]),
+        ([page("one", 0, 32), page("two", 32, 48, items=2)], [Slab(0, 3 * 96 + 32)]),
+        (
+            [buffer("one", memory="cuda:1"), buffer("two", base=256, memory="cuda:0")],
+            [Slab(256, 256, "cuda:0"), Slab(0, 256, "cuda:1")],
+        ),
+    ],
+)
+def test_slabs_are_of_one_memory_and_have_no_gap_of_a_page(buffers, slabs):
+    assert layout(buffers=buffers).slabs() == slabs
 
 
 @given(st.lists(st.integers(0, 9000), min_size=1, max_size=8))
