@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
-from kvpool.layout.grid import Ints, ragged
+from kvpool.layout.grid import Ints, ragged, rows_of
 
 
 class IncompleteTransfer(ValueError):
@@ -33,13 +33,7 @@ class EntryPairs:
 
     def select(self, which: slice | Ints | npt.NDArray[np.bool_]) -> EntryPairs:
         """The stretches of a slice, of a mask, or at indices."""
-        return EntryPairs(
-            src_item=self.src_item[which],
-            src_step=self.src_step[which],
-            dst_item=self.dst_item[which],
-            dst_step=self.dst_step[which],
-            count=self.count[which],
-        )
+        return rows_of(self, which)
 
     def coalesced(self, src_entries: int, dst_entries: int) -> EntryPairs:
         """The same entries, joined where a stretch continues in the next item on both sides: with 4

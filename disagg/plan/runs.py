@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.layout import Key, Region, Space
-from kvpool.layout.grid import Ints, outer_sum
+from kvpool.layout.grid import Ints, outer_sum, rows_of
 
 GAPS_AT_ONCE = 1 << 20
 """Bounds the memory for checking gaps between entries."""
@@ -75,13 +75,7 @@ class EntryRuns:
 
     def pick(self, which: npt.NDArray[np.bool_] | Ints) -> EntryRuns:
         """The runs of a mask, or in an order."""
-        return EntryRuns(
-            src=self.src[which],
-            dst=self.dst[which],
-            nbytes=self.nbytes[which],
-            src_step=self.src_step[which],
-            dst_step=self.dst_step[which],
-        )
+        return rows_of(self, which)
 
 
 class ItemRuns(NamedTuple):

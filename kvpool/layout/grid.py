@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.layout.types import Region
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Ints = npt.NDArray[np.int64]
+Columns = TypeVar("Columns", bound="DataclassInstance")
 
 
 class StateSection(NamedTuple):
@@ -26,6 +31,12 @@ class StateSection(NamedTuple):
     start: int
     size: int
     total: int
+
+
+def rows_of(columns: Columns, which: slice | Ints | npt.NDArray[np.bool_]) -> Columns:
+    """Rows of a dataclass of equally long arrays: a slice, those of a mask, or at indices."""
+    names = [field.name for field in fields(columns)]
+    return replace(columns, **{name: getattr(columns, name)[which] for name in names})
 
 
 def outer_sum(start: int, axes: Iterable[tuple[int, int]]) -> Ints:
