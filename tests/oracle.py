@@ -433,15 +433,17 @@ def hand_off(
     tokens: int,
     *,
     prefix: int = 0,
+    seed: int | None = 0,
     **options,
 ) -> tuple[TransferPlan, list[int]]:
     """Fills sources, moves what follows a prefix that the destination holds, and compares every
     byte of its memory, but for regions that may be missing; the plan, and the bytes of each source.
     """
-    addresses = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
+    seeds = [None if seed is None else seed + number for number in range(len(sources) + 1)]
+    into, *addresses = (place(side, tokens, n) for side, n in zip((dest, *sources), seeds))
     for source, address in zip(sources, addresses):
         fill(source, address)
-    into, positions = place(dest, tokens), range(prefix, tokens)
+    positions = range(prefix, tokens)
     blank(dest)
     write(dest, into, range(prefix), salt=1)
     transfer = move(sources, dest, addresses, into, positions, **options)

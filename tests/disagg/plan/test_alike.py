@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from disagg.plan import plan
 from disagg.plan.proof import prove
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
-from tests.oracle import assert_holds, blank, built, fill, move, place
+from tests.oracle import built, hand_off
 from tests.pools import mla
 from tests.verified import verify
 
@@ -64,12 +64,7 @@ def ranks(draw, layers, tokens, count=1):
 def test_whatever_is_alike_the_bytes_are_exact(layers, tokens, count, data):
     sources = data.draw(ranks(layers, tokens, count))
     dest = data.draw(st.sampled_from(data.draw(ranks(layers, tokens))))
-    here, *there = (place(side, tokens, seed) for seed, side in enumerate((dest, *sources)))
-    for source, address in zip(sources, there):
-        fill(source, address)
-    blank(dest)
-    move(sources, dest, there, here)
-    assert_holds(dest, here)
+    hand_off(sources, dest, tokens)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("page", "layer"), ("layer", "page")])

@@ -12,7 +12,7 @@ from disagg.plan import IncompleteTransfer, plan
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.formats import Shard
 from kvpool.pools.typed import MHAPool, MLAPool
-from tests.oracle import assert_holds, blank, fill, move, pages_for, place, write
+from tests.oracle import hand_off, pages_for, place
 from tests.verified import verify
 
 DTYPES = ("uint8", "float8_e4m3fn", "bfloat16", "float32")
@@ -102,14 +102,7 @@ def test_any_geometry_is_byte_exact(geometry, tokens, data):
     seed = data.draw(st.integers(0, 2**16), label="seed")
     pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
     into = dest.pool(model, *where, tokens)
-    addresses = [place(pool, tokens, seed + number) for number, pool in enumerate(pools, 1)]
-    for pool, address in zip(pools, addresses):
-        fill(pool, address)
-    address = place(into, tokens, seed)
-    blank(into)
-    write(into, address, range(prefix), salt=1)
-    move(pools, into, addresses, address, range(prefix, tokens))
-    assert_holds(into, address, range(prefix, tokens), kept=range(prefix))
+    hand_off(pools, into, tokens, prefix=prefix, seed=seed)
 
 
 @settings(max_examples=50)

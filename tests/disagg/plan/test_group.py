@@ -15,7 +15,7 @@ from kvpool.item import Cell, Repeat
 from kvpool.layout.formats import Shard
 from tests.disagg.plan.test_cache import same
 from tests.disagg.plan.test_geometry import geometries
-from tests.oracle import assert_holds, blank, built, fill, move, place
+from tests.oracle import built, hand_off
 from tests.pools import mha, mla, swa
 
 
@@ -60,15 +60,10 @@ def test_every_byte_of_every_member_is_right_and_few_ranks_are_asked(geometry, t
     model, source, dest, _ = geometry
     pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
     into = [dest.pool(model, *rank, tokens) for rank in dest.ranks()]
-    tables = [place(pool, tokens, seed) for seed, pool in enumerate(pools)]
-    for pool, table in zip(pools, tables):
-        fill(pool, table)
-    plans = []
-    for number, pool in enumerate(into):
-        table = place(pool, tokens, 90 + number)
-        blank(pool)
-        plans.append(move(pools, pool, tables, table, group=Group(layouts(into), number)))
-        assert_holds(pool, table)
+    plans = [
+        hand_off(pools, pool, tokens, group=Group(layouts(into), number))[0]
+        for number, pool in enumerate(into)
+    ]
     theirs = [held(model, source, *rank) for rank in source.ranks()]
     ours = [held(model, dest, *rank) for rank in dest.ranks()]
     share = [{s for s, there in enumerate(theirs) if there & here} for here in ours]

@@ -16,7 +16,19 @@ from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
 from disagg.plan.cache import PlanCache
 from kvpool.item import Cell, Repeat, Seq
 from kvpool.layout import Interleave, RequestAddress, Space, Span
-from tests.oracle import apply, assert_holds, blank, built, fill, live, move, packed, place, write
+from tests.oracle import (
+    apply,
+    assert_holds,
+    blank,
+    built,
+    fill,
+    hand_off,
+    live,
+    move,
+    packed,
+    place,
+    write,
+)
 from tests.verified import verify
 
 LAYERS, HEADS, COMPRESSED = 3, 4, 2
@@ -279,11 +291,7 @@ def test_a_source_that_has_computed_less_is_refused_though_it_holds_none_of_the_
 def test_items_that_are_passed_over_are_not_taken_for_their_neighbours():
     """Decode's rank holds entries of some items of prefill's only, and several of one of them."""
     (source,), (dest,) = layouts([(1, 0, 1)], page=4), layouts([(3, 0, 3)], page=1)
-    there, here = place(source, 60), place(dest, 60)
-    fill(source, there)
-    blank(dest)
-    move([source], dest, [there], here)
-    assert_holds(dest, here)
+    hand_off([source], dest, 60)
 
 
 def test_plans_of_other_stretches_are_not_confused_by_the_cache():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool import MHA, HybridLinearPool, Shard, lightning, mamba1, mamba2, short_conv
-from tests.oracle import assert_holds, blank, fill, move, place
+from tests.oracle import hand_off
 from tests.verified import verify
 
 KINDS = {
@@ -40,11 +40,6 @@ def pools(kind: str, order: str, ranks: int, **more: object) -> list[HybridLinea
 @pytest.mark.parametrize("kind", KINDS)
 def test_linear_states_are_resharded(kind, order, prefill, decode):
     sources = pools(kind, order, prefill, placement="page" if prefill == 4 else "layer")
-    addresses = [place(source, 21, seed) for seed, source in enumerate(sources, 1)]
-    for source, address in zip(sources, addresses):
-        fill(source, address)
     for dest in pools(kind, ORDERS[prefill > 1], decode, page_size=8, num_pages=7):
-        into = place(dest, 21)
-        blank(dest)
-        verify(move(sources, dest, addresses, into))
-        assert_holds(dest, into)
+        transfer, _ = hand_off(sources, dest, 21)
+        verify(transfer)

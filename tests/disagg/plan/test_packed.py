@@ -20,7 +20,7 @@ from kvpool.describe import describe, describe_buffer, describe_opaque
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.formats import Shard
 from kvpool.layout.pin import Pin
-from tests.oracle import assert_holds, blank, fill, move, over, place, write
+from tests.oracle import assert_holds, blank, fill, hand_off, move, over, place, write
 from tests.verified import verify
 
 PAGES, HEADS, DIM = 32, 4, 6
@@ -78,16 +78,9 @@ def refusal(sources, dest):
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
 def test_packed_pages_move_whole_and_are_resharded_by_heads(prefill, decode, tokens):
     sources = [cache(shard=Shard(rank, prefill)) for rank in range(prefill)]
-    addresses = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
-    for source, address in zip(sources, addresses):
-        fill(source, address)
     for rank in range(decode):
-        dest = cache(shard=Shard(rank, decode))
-        into = place(dest, tokens)
-        blank(dest)
-        made = move(sources, dest, addresses, into)
-        verify(made)
-        assert_holds(dest, into)
+        transfer, _ = hand_off(sources, cache(shard=Shard(rank, decode)), tokens)
+        verify(transfer)
 
 
 SPACES = st.one_of(

@@ -10,7 +10,7 @@ from disagg.plan import plan
 from disagg.plan.bind import BYTES_PER_RUN
 from kvpool.describe import describe, describe_buffer
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
-from tests.oracle import assert_holds, blank, fill, move, over, place, write
+from tests.oracle import assert_holds, blank, fill, hand_off, move, over, place, write
 from tests.verified import verify
 
 
@@ -43,12 +43,8 @@ def table(tokens, ids, first_item=0):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_partly_filled_page_is_one_run_where_k_is_transposed(tokens, layers):
     source, dest = cache(layers=layers), cache(layers=layers)
-    there, into = place(source, tokens, 1), place(dest, tokens, 2)
-    fill(source, there)
-    blank(dest)
-    made = move([source], dest, [there], into)
+    made, _ = hand_off([source], dest, tokens)
     verify(made)
-    assert_holds(dest, into)
     pages = list(range(1, 2 + (tokens - 1) // 16))
     batch = made.bind(0, table(tokens, pages), table(tokens, pages))
     assert batch.nbytes.tolist() == [len(pages) * 512] * layers
@@ -84,14 +80,7 @@ def test_a_page_whose_first_entries_left_the_window_is_exact():
 
 def test_items_of_other_sizes_are_exact():
     source, dest = cache(), cache(8)
-    tokens = 25
-    there, into = place(source, tokens, 1), place(dest, tokens, 2)
-    fill(source, there)
-    blank(dest)
-    made = move([source], dest, [there], into)
-    assert_holds(dest, into)
-    total = sum(batch.total for batch in made.bind_all([there], into))
-    assert total == 25 * 32
+    assert hand_off([source], dest, 25)[1] == [25 * 32]
 
 
 def test_a_ring_that_is_not_full_is_exact():
@@ -104,24 +93,16 @@ def test_a_ring_that_is_not_full_is_exact():
         return over(PoolLayout(seen.buffers, seen.regions, (space,), 1), raw)
 
     source, dest = ring(), ring()
-    there, into = place(source, 5, 1), place(dest, 5, 2)
-    fill(source, there)
-    blank(dest)
-    made = move([source], dest, [there], into)
-    assert_holds(dest, into)
-    assert made.bind(0, there, into).nbytes.tolist() == [20, 20]
+    made, _ = hand_off([source], dest, 5)
+    assert made.bind(0, place(source, 5, 1), place(dest, 5)).nbytes.tolist() == [20, 20]
 
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_foreign_bytes_of_a_page_that_moves_whole_are_not_touched(padding):
     source, dest = cache(gap=10, padding=padding), cache(gap=10, padding=padding)
-    there, into = place(source, 20, 1), place(dest, 20, 2)
-    fill(source, there)
-    blank(dest)
-    made = move([source], dest, [there], into)
+    made, _ = hand_off([source], dest, 20)
     verify(made)
-    assert_holds(dest, into)
-    batch = made.bind(0, there, into)
+    batch = made.bind(0, place(source, 20, 1), place(dest, 20))
     assert batch.runs == 2 and batch.total == 2 * 512
 
 
