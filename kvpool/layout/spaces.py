@@ -225,13 +225,15 @@ class Space:
 
     def needed_entries(self, tokens: range, total: int) -> range:
         """Entries that move with positions `tokens` of a request of `total` tokens: those that are
-        alive at its end, in the request's numbers, whichever rank holds them.
+        alive at its end, in the request's numbers, whichever rank holds them. Of 20
+        tokens and with a window of 8, tokens 0 to 15 move entries 12 to 15.
         """
         return self.traits.needed_entries(self, tokens, total)
 
     def needed_items(self, tokens: range, total: int) -> range:
         """Items, by number in the request, that move whole with `tokens`: those with live entries
-        whose last position is among them. The last item ends with the request.
+        whose last position is among them. The last item ends with the request. In pages of 4,
+        tokens 0 to 9 of 11 move items 0 and 1, tokens 10 of 11 item 2.
         """
         return self.traits.needed_items(self, tokens, total)
 

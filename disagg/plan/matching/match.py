@@ -58,7 +58,9 @@ class Turn(NamedTuple):
     ranks: int
 
     def of(self, holders: Holders) -> Holders:
-        """The replicas of which this one reads: each is read, by as few destinations as can be."""
+        """The replicas of which this one reads: each is read, by as few destinations as can be. The
+        second of two destinations reads from ranks 2 and 3 of four replicas.
+        """
         low, high = (place * len(holders) // self.ranks for place in (self.place, self.place + 1))
         return holders[low : max(high, low + 1)]
 
@@ -239,8 +241,8 @@ def elect(
     overlaps: Sequence[Overlap], turns: Mapping[Holders, Turn] = MappingProxyType({})
 ) -> Iterator[Part]:
     """One holder for each region of each overlap. Replicas share the layers in contiguous blocks,
-    so that all of them send; `turns` says of which replicas others read too, and of which of them
-    this destination does.
+    so that all of them send: of five layers, two replicas send 0 to 2, and 3 and 4. `turns` says of
+    which replicas others read too, and of which of them this destination does.
     """
     layers: dict[Holders, set[tuple[str, int]]] = {}
     for overlap in overlaps:
