@@ -4,7 +4,6 @@ over items, or blocks of several items over blocks.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import combinations
 
@@ -356,15 +355,6 @@ def test_a_byte_is_foreign_that_no_space_of_the_pool_claims(data):
 def test_a_layout_with_a_block_pool_travels(write, read, encode):
     for found in (hybrid(), layout(cut(), buffer("state", 0, 64), spaces=CUTS)):
         assert read(write(found)) == found
-
-
-@both
-def test_a_space_that_does_not_say_so_has_ids_of_its_own(write, read, encode):
-    plain = json.loads(layout(buffer("kv")).to_json())
-    for space in plain["spaces"]:
-        del space["block_pool"], space["items_per_block"]
-    found = read(encode(plain)).spaces
-    assert {(space.block_pool, space.items_per_block) for space in found} == {(None, 1)}
 
 
 def test_a_merge_keeps_the_block_pool():

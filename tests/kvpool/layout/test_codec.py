@@ -1,4 +1,6 @@
-"""Layouts that travel: exact round trips, and decoders that take nothing on trust."""
+"""Layouts that travel: exact round trips, and decoders that take nothing on trust. The fuzzer's
+targets of layouts mutate them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import MISSING, fields, replace
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_bytes, item_regions
 from kvpool.layout import (
@@ -187,42 +189,18 @@ def test_msgpack_is_read_from_any_bytes():
 
 
 @both
-def test_fields_with_defaults_may_be_left_out(write, read, encode):
-    spare = {"version": VERSION, "buffers": [], "regions": [], "spaces": [], "total_kv_layers": 0}
-    assert read(encode(spare)) == PoolLayout((), (), (), 0)
-
-
-@both
-def test_a_space_that_does_not_say_so_holds_all_positions(write, read, encode):
-    spare = {"version": VERSION, "buffers": [], "regions": [], "total_kv_layers": 0}
-    (space,) = read(encode(spare | {"spaces": [{"name": "s"}]})).spaces
-    assert space.interleave is None and space.alive(9) == range(9)
-
-
-# malformed
-
-
-@both
-def test_a_region_that_names_no_packing_has_none(write, read, encode):
+def test_fields_that_are_left_out_have_their_defaults(write, read, encode):
     buffer = {"name": "b", "space": "s", "base": 0, "item_stride": 8, "item_bytes": 8, "items": 2}
     region = {"owner": "target", "layer": 0, "role": "k", "buffer": "b", "offset": 0}
     region |= {"dtype": "uint8", "axes": [], "width": 8}
-    spaces = [{"name": "s", "entries_per_item": 4}]
-    spare = {"version": VERSION, "buffers": [buffer], "spaces": spaces, "total_kv_layers": 0}
-    packed = read(encode({**spare, "regions": [{**region, "packing": "amx"}]}))
-    assert packed.regions[0].packing == "amx"
-    with pytest.raises(LayoutError, match="1 entries, but an item of space s holds 4"):
-        read(encode({**spare, "regions": [region]}))
-    spaces[0]["entries_per_item"] = 1
-    assert read(encode({**spare, "regions": [region]})).regions[0].packing == ""
+    spare = {"version": VERSION, "buffers": [], "regions": [], "spaces": [], "total_kv_layers": 0}
+    assert read(encode(spare)) == PoolLayout((), (), (), 0)
+    parts = {"buffers": [buffer], "regions": [region], "spaces": [{"name": "s"}]}
+    whole = Buffer("b", "s", 0, 8, 8, 2), Region("target", 0, "k", "b", 0, "uint8", (), 8)
+    assert read(encode(spare | parts)) == PoolLayout(whole[:1], whole[1:], (Space("s"),), 0)
 
 
-@both
-def test_a_buffer_that_does_not_say_so_has_no_padding(write, read, encode):
-    buffer = {"name": "b", "space": "s", "base": 0, "item_stride": 8, "item_bytes": 8, "items": 2}
-    spare = {"version": VERSION, "regions": [], "spaces": [{"name": "s"}], "total_kv_layers": 0}
-    assert read(encode({**spare, "buffers": [buffer]})).buffers[0].padding is False
-    assert read(encode({**spare, "buffers": [{**buffer, "padding": True}]})).buffers[0].padding
+# malformed
 
 
 @both
@@ -466,71 +444,3 @@ def test_text_that_no_codec_can_write_is_no_layout(where):
 def test_a_name_that_no_codec_can_write_is_no_name():
     with pytest.raises(LayoutError, match="space"):
         Space("\ud800")
-
-
-# mutated
-
-EDITS = st.lists(
-    st.tuples(
-        st.sampled_from(["flip", "insert", "delete"]), st.integers(0, 1 << 16), st.integers(0, 255)
-    ),
-    min_size=1,
-    max_size=6,
-)
-
-
-def mutate(data: bytes, edits: list[tuple[str, int, int]]) -> bytes:
-    """Bytes flipped, inserted and deleted."""
-    edited = bytearray(data)
-    for what, place, value in edits:
-        at = place % len(edited)
-        if what == "flip":
-            edited[at] ^= value
-        elif what == "insert":
-            edited.insert(at, value)
-        else:
-            del edited[at]
-    return bytes(edited)
-
-
-@both
-@settings(max_examples=400)
-@given(edits=EDITS)
-def test_mutated_bytes_give_a_layout_or_a_layout_error(write, read, encode, edits):
-    try:
-        back = read(mutate(encode(raw()), edits))
-    except LayoutError as error:
-        assert str(error)
-    else:
-        assert read(write(back)) == back
-
-
-def spots(value: object, path: tuple = ()):
-    """Paths of every value in a tree of maps and lists."""
-    yield path
-    children = value.items() if isinstance(value, dict) else ()
-    children = enumerate(value) if isinstance(value, list) else children
-    for key, child in children:
-        yield from spots(child, (*path, key))
-
-
-SPOTS = list(spots(raw()))[1:]
-LEAVES = st.none() | st.booleans() | st.floats() | st.text(max_size=3)
-LEAVES |= st.integers(-3, 9) | st.integers(-(1 << 63), (1 << 64) - 1)
-TREES = LEAVES | st.lists(LEAVES, max_size=2) | st.dictionaries(st.text(max_size=3), LEAVES)
-
-
-@both
-@settings(max_examples=400)
-@given(where=st.sampled_from(SPOTS), value=TREES)
-def test_a_changed_value_gives_a_layout_or_a_layout_error(write, read, encode, where, value):
-    spoilt = inner = raw()
-    for step in where[:-1]:
-        inner = inner[step]
-    inner[where[-1]] = value
-    try:
-        back = read(encode(spoilt))
-    except LayoutError as error:
-        assert str(error)
-    else:
-        assert read(write(back)) == back
