@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.layout.sentences import nearest
+from kvpool.layout.sentences import nearest, steps
 from kvpool.models.config import Fields, read_config, shipped as shipped, short
 from kvpool.models.drafts import DRAFTS
 from kvpool.models.families import FAMILIES, TARGETS, WRAPPERS
@@ -19,6 +19,7 @@ from kvpool.models.layers import Need
 from kvpool.models.refused import CROSS, REFUSED
 from kvpool.models.rules import refuse_unread
 from kvpool.pools.base import KVPool
+from kvpool.pools.states import State
 
 BY_HAND = (
     "build MHAPool, MLAPool, NSAPool, SWAPool, HybridLinearPool, DSv4Pool or LayeredPool with the "
@@ -39,6 +40,18 @@ class Declaration(Need):
     total_kv_layers: int
     owner: str
     model: str
+
+    def __str__(self) -> str:
+        """The model and its pool, then a line for all layers that keep the same."""
+        others = dict(self.arguments)
+        layers: dict[tuple[State, ...], list[int]] = {}
+        for layer, states in others.pop("states", {}).items():
+            layers.setdefault(states, []).append(layer)
+        rows = [f"{self.model} ({self.owner}): {self.pool.__name__}, {len(self.layers)} layers"]
+        for states, numbers in layers.items():
+            kept = (f"{s.kind}{f', a window of {s.window}' * bool(s.window)}" for s in states)
+            rows.append(f"layers {steps(numbers)}: {'; '.join(kept)}")
+        return "\n".join((*rows, *(f"{name}: {value}" for name, value in others.items())))
 
     def build(self, **common: Any) -> KVPool:
         """The pool. Give a dtype or a packing, and num_pages, num_window_pages and num_slots where

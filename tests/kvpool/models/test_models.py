@@ -61,6 +61,18 @@ def test_a_declared_pool_has_its_own_layout(name):
     assert {region.owner for region in pool.layout.regions} == {"target"}
 
 
+def test_a_declaration_says_in_a_line_what_equal_layers_keep():
+    heads = "MHA(num_kv_heads=8, head_dim=64, v_head_dim=None, order='nhd')"
+    assert str(declare("gpt_oss_120b")) == (
+        "gpt_oss (target): LayeredPool, 36 layers\n"
+        f"layers 0, 2, ..., 34: {heads}, a window of 127\nlayers 1, 3, ..., 35: {heads}"
+    )
+    assert str(declare("deepseek_v3")).splitlines()[1:] == [
+        "layers 0-60: MLA(kv_lora_rank=512, qk_rope_head_dim=64)"
+    ]
+    assert "compress_ratios: (0, 0, 4, 128, " in str(declare("deepseek_v4"))
+
+
 def test_every_fourth_layer_of_qwen3_next_has_full_attention():
     pool = small(declare("qwen3_next_80b"))
     assert layers_with(pool, "k") == tuple(range(3, 48, 4))
