@@ -264,16 +264,6 @@ def test_a_decode_that_needs_nothing_of_prefill_is_told_one_region_of_each_role_
     assert (needed.metadata, unneeded.metadata) == (b"memory", b"")
 
 
-def test_pools_of_different_models_are_refused_with_what_prefill_holds():
-    link = planned(BOTH.layout, CLASSES["mha"](layers=[0]).layout)
-    assert isinstance(link.error, IncompatibleLayouts)
-    reason = (
-        "target layer 0 k: prefill offers no such region (it holds none, but target index_key, "
-        "target index_key.scale, target latent, target rope). Connect pools of the same model"
-    )
-    assert reason in link.refusal
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -300,12 +290,25 @@ def planned(prefill_layout, decode_layout, **options):
     return link
 
 
-def test_reasons_still_say_which_layers_prefill_holds():
-    link = planned(BOTH.layout, MLAPool(layers=[1, 7], total_kv_layers=8, **MLA).layout)
+@pytest.mark.parametrize(
+    ("decode_pool", "reason"),
+    [
+        (
+            CLASSES["mha"](layers=[0]),
+            "target layer 0 k: prefill offers no such region (it holds none, but target index_key, "
+            "target index_key.scale, target latent, target rope). Connect pools of the same model",
+        ),
+        (
+            MLAPool(layers=[1, 7], total_kv_layers=8, **MLA),
+            "target layer 7 latent: prefill offers no such region (it holds layers 0-2)",
+        ),
+    ],
+    ids=["another model", "more layers"],
+)
+def test_a_refusal_says_what_prefill_holds(decode_pool, reason):
+    link = planned(BOTH.layout, decode_pool.layout)
     assert isinstance(link.error, IncompatibleLayouts)
-    assert "target layer 7 latent: prefill offers no such region (it holds layers 0-2)" in (
-        link.refusal
-    )
+    assert reason in link.refusal
 
 
 def test_a_plan_knows_of_regions_that_are_not_sent_only_where_decode_has_their_role():

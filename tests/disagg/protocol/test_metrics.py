@@ -295,17 +295,12 @@ def test_what_a_prefix_cache_found_and_keeps_is_served():
     assert count("kvpool_kept_items", ids="kv") == 4
 
 
-def test_no_endpoints_are_served_as_such():
-    with export({}) as server:
-        assert scrape(server) == {}
-
-
-def test_a_closed_server_gives_its_port_back():
+def test_no_endpoints_are_served_as_such_and_a_closed_server_gives_its_port_back():
     server = export({})
-    port = server.port
+    assert scrape(server) == {}
     server.close()
-    with export({}, port) as again:
-        assert again.port == port
+    with export({}, server.port) as again:
+        assert again.port == server.port
 
 
 def test_a_port_that_is_taken_is_refused_by_number():
