@@ -49,10 +49,10 @@ class Availability:
 def availabilities() -> list[Availability]:
     """Every installed device, engine and command, and what is done outside Python."""
     return [
-        *_check("device", "kvpool.devices", lambda found, name: found(name).availability()),
-        *_check("engine", "disagg.engines", lambda found, _: found.availability()),
+        *_check("device", "kvpool.devices", lambda offered, name: offered(name).availability()),
+        *_check("engine", "disagg.engines", lambda offered, _: offered.availability()),
         Availability("helper", "native copies", "kvpool", _native.availability()),
-        *_check("command", "kvpool.commands", lambda found, _: None),
+        *_check("command", "kvpool.commands", lambda offered, _: None),
     ]
 
 
@@ -69,13 +69,13 @@ def _check(kind: str, group: str, ask: Callable[..., str | None]) -> Iterator[Av
 
 def versions() -> dict[str, str]:
     """Versions of the relevant packages; `-` for those that are not installed."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "-"
-    return found
+            numbers[package] = "-"
+    return numbers
 
 
 def doctor(
@@ -94,20 +94,20 @@ def doctor(
     Example:
       kvpool doctor --json
     """
-    found, packages = availabilities(), versions()
+    offers, packages = availabilities(), versions()
     if as_json:
-        typer.echo(json.dumps({"versions": packages, "found": [asdict(each) for each in found]}))
+        typer.echo(json.dumps({"versions": packages, "found": [asdict(offer) for offer in offers]}))
     else:
-        _print(found, packages)
-    works = {each.kind for each in found if each.problem is None}
+        _print(offers, packages)
+    works = {offer.kind for offer in offers if offer.problem is None}
     lacking = [kind for kind in ("device", "engine") if kind not in works]
     for kind in lacking:
         typer.echo(f"no {kind} works here.", err=True)
-    if lacking or any(each.broken for each in found):
+    if lacking or any(offer.broken for offer in offers):
         raise typer.Exit(1)
 
 
-def _print(found: Sequence[Availability], packages: dict[str, str]) -> None:
+def _print(offers: Sequence[Availability], packages: dict[str, str]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.text import Text
@@ -118,18 +118,20 @@ def _print(found: Sequence[Availability], packages: dict[str, str]) -> None:
     for name in ("", "name", "here"):
         table.add_column(name, no_wrap=True)
     table.add_column("why not", overflow="fold")
-    for each in found:
-        if each.kind == "command" and each.problem is None:
+    for offer in offers:
+        if offer.kind == "command" and offer.problem is None:
             continue
-        package = "" if each.offered_by == "kvpool" else f"of package {each.offered_by}. "
-        state = Text("works", "green") if each.problem is None else Text("not here")
-        if each.broken:
+        package = "" if offer.offered_by == "kvpool" else f"of package {offer.offered_by}. "
+        state = Text("works", "green") if offer.problem is None else Text("not here")
+        if offer.broken:
             state = Text("broken", "red")
-        table.add_row(each.kind, escape(each.name), state, escape(package + (each.problem or "")))
+        table.add_row(
+            offer.kind, escape(offer.name), state, escape(package + (offer.problem or ""))
+        )
     console = Console()
     console.print(table, crop=False)
-    there = " ".join(f"{name}=={number}" for name, number in packages.items() if number != "-")
+    installed = " ".join(f"{name}=={number}" for name, number in packages.items() if number != "-")
     absent = ", ".join(name for name, number in packages.items() if number == "-")
-    console.print(f"installed: {there}", highlight=False, markup=False)
+    console.print(f"installed: {installed}", highlight=False, markup=False)
     if absent:
         console.print(f"optional, not installed: {absent}", highlight=False, markup=False)

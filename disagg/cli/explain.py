@@ -18,39 +18,47 @@ if TYPE_CHECKING:
 BOTH = "one value, or PREFILL:DECODE."
 
 
+_What = Annotated[
+    list[str],
+    typer.Argument(
+        help="Prefill's layout files or model configs, then decode's one; or one model config "
+        "for both sides.",
+        autocompletion=model_names,
+    ),
+]
+_Tp = Annotated[str | None, typer.Option(help=f"Shards of each layer: {BOTH} Default: 1.")]
+_Pp = Annotated[str | None, typer.Option(help=f"Pipeline stages: {BOTH} Default: 1.")]
+_PageSize = Annotated[str | None, typer.Option(help=f"Tokens a page: {BOTH} Default: the model's.")]
+_Packing = Annotated[
+    str | None,
+    typer.Option("--packing", "--dtype", help=f"How entries are stored: {BOTH} Default: bf16."),
+]
+_Draft = Annotated[
+    bool, typer.Option("--draft", help="The draft (MTP) layers of models too, on both sides.")
+]
+_Tokens = Annotated[int, typer.Option(min=1, max=1 << 24, help="Length of the request.")]
+_Link = Annotated[
+    str | None,
+    typer.Option(help="Time on the wire, if each rank has such a link: 400Gb, 50GB."),
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_Html = Annotated[
+    Path | None,
+    typer.Option(help="Draw the items of both sides to a page; what travels is in colour."),
+]
+
+
 def explain(
-    what: Annotated[
-        list[str],
-        typer.Argument(
-            help="Prefill's layout files or model configs, then decode's one; or one model config "
-            "for both sides.",
-            autocompletion=model_names,
-        ),
-    ],
-    tp: Annotated[
-        str | None, typer.Option(help=f"Shards of each layer: {BOTH} Default: 1.")
-    ] = None,
-    pp: Annotated[str | None, typer.Option(help=f"Pipeline stages: {BOTH} Default: 1.")] = None,
-    page_size: Annotated[
-        str | None, typer.Option(help=f"Tokens a page: {BOTH} Default: the model's.")
-    ] = None,
-    packing: Annotated[
-        str | None,
-        typer.Option("--packing", "--dtype", help=f"How entries are stored: {BOTH} Default: bf16."),
-    ] = None,
-    draft: Annotated[
-        bool, typer.Option("--draft", help="The draft (MTP) layers of models too, on both sides.")
-    ] = False,
-    tokens: Annotated[int, typer.Option(min=1, max=1 << 24, help="Length of the request.")] = 2048,
-    link: Annotated[
-        str | None,
-        typer.Option(help="Time on the wire, if each rank has such a link: 400Gb, 50GB."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(help="Draw the items of both sides to a page; what travels is in colour."),
-    ] = None,
+    what: _What,
+    tp: _Tp = None,
+    pp: _Pp = None,
+    page_size: _PageSize = None,
+    packing: _Packing = None,
+    draft: _Draft = False,
+    tokens: _Tokens = 2048,
+    link: _Link = None,
+    as_json: _AsJson = False,
+    html: _Html = None,
 ) -> None:
     """Explain how bytes would travel between two layouts.
 
@@ -109,19 +117,23 @@ def _sides(
     """Prefill and decode. Raises ValueError."""
     from disagg.cli.explanation.sides import MAX_RANKS, Geometry, both, read_side, whole
 
-    values = zip(both(tp), both(pp), both(page_size), both(packing))
-    found = []
-    for name, given, (t, p, size, packed) in zip(
-        ("prefill", "decode"), (whats[:-1] or whats, whats[-1:]), values
+    sides = []
+    for number, (name, of_side) in enumerate(
+        (("prefill", whats[:-1] or whats), ("decode", whats[-1:]))
     ):
-        split = whole("--tp", t, MAX_RANKS), whole("--pp", p, MAX_RANKS)
-        geometry = Geometry(*split, whole("--page-size", size, 1 << 20), packed, draft)
-        found.append(read_side(name, given, geometry))
-    if len(whats) == 1 and found[0].files:
+        geometry = Geometry(
+            tp=whole("--tp", both(tp)[number], MAX_RANKS),
+            pp=whole("--pp", both(pp)[number], MAX_RANKS),
+            page_size=whole("--page-size", both(page_size)[number], 1 << 20),
+            packing=both(packing)[number],
+            draft=draft,
+        )
+        sides.append(read_side(name, of_side, geometry))
+    if len(whats) == 1 and sides[0].files:
         raise ValueError("give at least two layouts: the prefill ranks', then decode's.")
-    if draft and all(side.files for side in found):
+    if draft and all(side.files for side in sides):
         raise ValueError("--draft cannot change layout files. Leave it out, or give a model.")
-    return found
+    return sides
 
 
 def _print(hand_off: HandOff, rate: float | None) -> None:
@@ -132,8 +144,8 @@ def _print(hand_off: HandOff, rate: float | None) -> None:
     for numbers, explanation in hand_off.explained:
         table = explanation.table()
         if len(hand_off.decode.ranks) > 1:
-            each = ", each" if len(numbers) > 1 else ""
-            table.title = f"{escape(hand_off.decode.words(numbers))}{each}: {table.title}"
+            alike = ", each" if len(numbers) > 1 else ""
+            table.title = f"{escape(hand_off.decode.words(numbers))}{alike}: {table.title}"
         console.print(table, "", crop=False)
     if rate is not None:
         console.print(_on_the_wire(hand_off, rate), markup=False, highlight=False)
@@ -157,18 +169,22 @@ def _as_dict(hand_off: HandOff, rate: float | None) -> dict[str, Any]:
     from dataclasses import asdict
 
     plans = []
-    for numbers, told in hand_off.explained:
-        rows = [{**asdict(row), "bytes": row.nbytes} for row in told.rows]
+    for numbers, explanation in hand_off.explained:
+        rows = [{**asdict(row), "bytes": row.nbytes} for row in explanation.rows]
         for row in rows:
             del row["nbytes"]
-        plans.append({"decode": numbers, "rows": rows, "runs": told.runs, "bytes": told.nbytes})
+        counts = {"runs": explanation.runs, "bytes": explanation.nbytes}
+        plans.append({"decode": numbers, "rows": rows, **counts})
     sent, received = hand_off.sent(), hand_off.received()
     most = max((*sent.values(), *received.values()), default=0)
     sides = {
         side.name: [{"of": rank.of, "number": rank.number} for rank in side.ranks]
         for side in (hand_off.prefill, hand_off.decode)
     }
-    refused = [dict(zip(("prefill", "decode", "reason"), each)) for each in hand_off.refusals()]
+    refused = [
+        {"prefill": sources, "decode": dests, "reason": line}
+        for sources, dests, line in hand_off.refusals()
+    ]
     return {
         "tokens": hand_off.tokens,
         **sides,

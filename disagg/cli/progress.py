@@ -21,9 +21,14 @@ def progress_bar(console: Console, total: int) -> Iterator[Callable[..., Any]]:
         TimeElapsedColumn,
     )
 
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    now = TextColumn("{task.description}", markup=False)
-    hidden = not console.is_terminal
-    with Progress(*columns, now, console=console, transient=True, disable=hidden) as progress:
+    with Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
         task = progress.add_task("", total=total)
         yield lambda what, advance=0: progress.update(task, description=what, advance=advance)

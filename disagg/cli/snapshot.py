@@ -48,7 +48,7 @@ def snapshot(
     from rich.console import Console
 
     console, refused = Console(), False
-    found: list[dict[str, Any]] = []
+    headers: list[dict[str, Any]] = []
     for path in files:
         try:
             header = check(path) if action is Action.check else inspect(path)
@@ -58,22 +58,22 @@ def snapshot(
             refused = True
             continue
         if as_json:
-            found.append(_as_dict(path, header))
+            headers.append(_as_dict(path, header))
         elif action is Action.check:
             _line(console, f"{path}: sound, {_summary(header)}")
         else:
             _show(console, path, header)
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(headers))
     if refused:
         raise typer.Exit(1)
 
 
 def _as_dict(path: Path, header: Header) -> dict[str, Any]:
-    held = {"request": header.request, "tokens": header.tokens, "data_bytes": header.data_bytes}
+    sizes = {"request": header.request, "tokens": header.tokens, "data_bytes": header.data_bytes}
     described = {"conventions": dict(header.conventions)}
     layout = json.loads(header.layout.to_json())
-    return {"file": str(path), **held, **described, "layout": layout}
+    return {"file": str(path), **sizes, **described, "layout": layout}
 
 
 def _line(console: Console, text: str) -> None:

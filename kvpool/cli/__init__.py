@@ -47,13 +47,13 @@ class _Commands(TyperGroup):
         return [*commands()]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        found = commands()
-        if cmd_name in found:
-            return _Command(found[cmd_name])
+        known_commands = commands()
+        if cmd_name in known_commands:
+            return _Command(known_commands[cmd_name])
         if not ctx.resilient_parsing:
             from kvpool.layout.sentences import nearest
 
-            ctx.fail(f"No such command {cmd_name!r}.{nearest(cmd_name, found)}")
+            ctx.fail(f"No such command {cmd_name!r}.{nearest(cmd_name, known_commands)}")
         return None
 
 

@@ -17,42 +17,50 @@ from kvpool.render.text import layout_table, space_words
 DTYPE_HELP = "How entries are stored: bf16, fp16, fp32, ..., or fp8, mxfp8. Default: bf16."
 
 
+_What = Annotated[
+    str,
+    typer.Argument(
+        help="File of PoolLayout.to_json or to_msgpack; or a model's config.json, a directory "
+        "holding one, or the name of a shipped config.",
+        autocompletion=model_names,
+    ),
+]
+_Dtype = Annotated[str | None, typer.Option("--dtype", "--packing", help=DTYPE_HELP)]
+_PageSize = Annotated[
+    int | None, typer.Option(min=1, max=1 << 20, help="Tokens a page. Default: the model's.")
+]
+_Tp = Annotated[
+    int | None, typer.Option(min=1, max=1 << 16, help="Shards of each layer. Default: 1.")
+]
+_Rank = Annotated[int | None, typer.Option(min=0, max=1 << 16, help="Which of them. Default: 0.")]
+_Items = Annotated[
+    int | None,
+    typer.Option(min=2, max=1 << 30, help="Pages, window pages and slots. Default: 1024."),
+]
+_Draft = Annotated[
+    bool, typer.Option("--draft", help="The draft (MTP) layers too, and rings for speculation.")
+]
+_AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="The layout as JSON, which `describe` and `explain` read."),
+]
+_Svg = Annotated[Path | None, typer.Option(help="Write a memory map of an item of each kind.")]
+_Html = Annotated[
+    Path | None, typer.Option(help="As --svg, as a page: pan, zoom, look up cells and bytes.")
+]
+
+
 def describe(
-    what: Annotated[
-        str,
-        typer.Argument(
-            help="File of PoolLayout.to_json or to_msgpack; or a model's config.json, a directory "
-            "holding one, or the name of a shipped config.",
-            autocompletion=model_names,
-        ),
-    ],
-    dtype: Annotated[str | None, typer.Option("--dtype", "--packing", help=DTYPE_HELP)] = None,
-    page_size: Annotated[
-        int | None, typer.Option(min=1, max=1 << 20, help="Tokens a page. Default: the model's.")
-    ] = None,
-    tp: Annotated[
-        int | None, typer.Option(min=1, max=1 << 16, help="Shards of each layer. Default: 1.")
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option(min=0, max=1 << 16, help="Which of them. Default: 0.")
-    ] = None,
-    items: Annotated[
-        int | None,
-        typer.Option(min=2, max=1 << 30, help="Pages, window pages and slots. Default: 1024."),
-    ] = None,
-    draft: Annotated[
-        bool, typer.Option("--draft", help="The draft (MTP) layers too, and rings for speculation.")
-    ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="The layout as JSON, which `describe` and `explain` read."),
-    ] = False,
-    svg: Annotated[
-        Path | None, typer.Option(help="Write a memory map of an item of each kind.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="As --svg, as a page: pan, zoom, look up cells and bytes.")
-    ] = None,
+    what: _What,
+    dtype: _Dtype = None,
+    page_size: _PageSize = None,
+    tp: _Tp = None,
+    rank: _Rank = None,
+    items: _Items = None,
+    draft: _Draft = False,
+    as_json: _AsJson = False,
+    svg: _Svg = None,
+    html: _Html = None,
 ) -> None:
     """Print the layout of a pool: regions, sizes, axes and strides.
 
@@ -67,15 +75,15 @@ def describe(
         check_output(option, path)
     options = {"--dtype": dtype, "--page-size": page_size, "--tp": tp, "--rank": rank}
     options |= {"--items": items, "--draft": draft or None}
-    given = {name: value for name, value in options.items() if value is not None}
+    passed = {name: value for name, value in options.items() if value is not None}
     try:
         layout, title = read_file(what) if isfile(what) else None, Path(what).name
         if layout is None:
-            layout, title = model_layout(what, given)
-        elif given:
+            layout, title = model_layout(what, passed)
+        elif passed:
             raise ValueError(
-                f"{what}: {', '.join(given)} cannot change a layout file. Leave "
-                f"{'them' if len(given) > 1 else 'it'} out, or give a model config."
+                f"{what}: {', '.join(passed)} cannot change a layout file. Leave "
+                f"{'them' if len(passed) > 1 else 'it'} out, or give a model config."
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -19,8 +19,8 @@ class Broken(Exception):
 
 def commands() -> dict[str, EntryPoint]:
     """Entry points of the installed commands, by name; none is imported."""
-    found = sorted(entry_points(group="kvpool.commands"), key=lambda entry: entry.name)
-    return {entry.name: entry for entry in found}
+    entries = sorted(entry_points(group="kvpool.commands"), key=lambda entry: entry.name)
+    return {entry.name: entry for entry in entries}
 
 
 def offered_by(entry: EntryPoint) -> str:
@@ -60,10 +60,10 @@ def absent(entry: EntryPoint, error: Exception) -> str:
 def load(entry: EntryPoint) -> Callable[..., Any]:
     """Imports a command. Raises Broken."""
     try:
-        found: Callable[..., Any] = entry.load()
+        command: Callable[..., Any] = entry.load()
     except Exception as error:  # of a package that is not ours
         raise _broken(entry, error) from None
-    return found
+    return command
 
 
 def _broken(entry: EntryPoint, error: Exception) -> Broken:
@@ -75,8 +75,8 @@ def _spec(module: str) -> ModuleSpec:
     """Where a module is; unlike importlib.util.find_spec, without importing its packages."""
     package = module.rpartition(".")[0]
     path = (_spec(package).submodule_search_locations or []) if package else None
-    found = (finder.find_spec(module, path) for finder in sys.meta_path)
-    spec = next((each for each in found if each is not None), None)
+    specs = (finder.find_spec(module, path) for finder in sys.meta_path)
+    spec = next((candidate for candidate in specs if candidate is not None), None)
     if spec is None:
         raise ModuleNotFoundError(f"No module named {module!r}")
     return spec

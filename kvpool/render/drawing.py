@@ -121,8 +121,8 @@ class _Line:
     @property
     def steps(self) -> str:
         """What the row holds."""
-        held = [piece for piece in self.pieces if piece.first]
-        return span(held[0].first, held[-1].last) if held else self.item.unclaimed_name
+        regions = [piece for piece in self.pieces if piece.first]
+        return span(regions[0].first, regions[-1].last) if regions else self.item.unclaimed_name
 
     @property
     def right(self) -> float:
@@ -208,10 +208,10 @@ def _step(piece: ByteRange) -> str:
 def _elided(group: Element, item: ItemMap, start: int, count: int, y: float) -> float:
     row = item.row_bytes
     pieces = item.pieces(start, start + row, MIN_STEP_WIDTH)
-    held = next((piece for piece in pieces if piece.first), None)
-    last = item.find(held.start + (count - 1) * row) if held else None
+    first_piece = next((piece for piece in pieces if piece.first), None)
+    last = item.find(first_piece.start + (count - 1) * row) if first_piece else None
     words = f"… {count:,} more rows like these, every {row:,} bytes"
-    steps = span(held.first, last) if held else item.unclaimed_name
+    steps = span(first_piece.first, last) if first_piece else item.unclaimed_name
     text = f"{words}: {steps}" if steps else words
     add(group, "text", text, x=LEFT, y=y + LINE - 5, class_="small")
     return y + LINE + 4

@@ -48,40 +48,40 @@ def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
 
     Raises KeyError for an unknown buffer and IndexError for a byte outside its items.
     """
-    held = layout.buffer_by_name.get(buffer)
-    if held is None:
+    named = layout.buffer_by_name.get(buffer)
+    if named is None:
         known = ", ".join(layout.buffer_by_name) or "none"
         raise KeyError(f"buffer {buffer!r}: not in this layout (it has {known}).")
-    if not 0 <= byte < held.item_bytes:
-        raise IndexError(f"buffer {buffer}: byte {byte} of items of {held.item_bytes}.")
+    if not 0 <= byte < named.item_bytes:
+        raise IndexError(f"buffer {buffer}: byte {byte} of items of {named.item_bytes}.")
     return _find([region for region in layout.regions if region.buffer == buffer], byte)
 
 
 def _find(regions: Sequence[Region], byte: int) -> ByteLocation | None:
     for region in regions:
         axes = sorted(enumerate(region.axes), key=lambda pair: -pair[1].stride)
-        found = _steps(byte - region.offset, [axis for _, axis in axes], region.width)
-        if found is not None:
-            *steps, inside = found
-            at = {index: step for (index, _), step in zip(axes, steps)}
-            return ByteLocation(region, tuple(at[index] for index in range(len(axes))), inside)
+        numbers = _steps(byte - region.offset, [axis for _, axis in axes], region.width)
+        if numbers is not None:
+            *steps, inside = numbers
+            step_of = {index: step for (index, _), step in zip(axes, steps)}
+            return ByteLocation(region, tuple(step_of[index] for index in range(len(axes))), inside)
     return None
 
 
-def _steps(at: int, axes: Sequence[Axis], width: int) -> tuple[int, ...] | None:
+def _steps(byte: int, axes: Sequence[Axis], width: int) -> tuple[int, ...] | None:
     """Steps of axes, largest stride first, and the byte of the cell; None outside all cells."""
     if not axes:
-        return (at,) if 0 <= at < width else None
+        return (byte,) if 0 <= byte < width else None
     axis, *finer = axes
     if axis.size == 1:
-        only = _steps(at, finer, width)
+        only = _steps(byte, finer, width)
         return None if only is None else (0, *only)
-    last = min(axis.size - 1, at // axis.stride)
-    first = max(0, -((extent(finer, width) - 1 - at) // axis.stride))
+    last = min(axis.size - 1, byte // axis.stride)
+    first = max(0, -((extent(finer, width) - 1 - byte) // axis.stride))
     for step in range(last, first - 1, -1):  # one step, unless axes interlock
-        found = _steps(at - step * axis.stride, finer, width)
-        if found is not None:
-            return step, *found
+        rest = _steps(byte - step * axis.stride, finer, width)
+        if rest is not None:
+            return step, *rest
     return None
 
 
@@ -170,13 +170,13 @@ class ItemMap:
 
     def rows(self) -> Iterator[RowGroup]:
         """All rows, equal neighbours grouped."""
-        found, shape = RowGroup(0, 0), None
+        group, shape = RowGroup(0, 0), None
         for start, count, seen in self._shapes():
             if shape is not None and seen != shape:
-                yield found
-                found = RowGroup(start, 0)
-            found, shape = replace(found, count=found.count + count), seen
-        yield found
+                yield group
+                group = RowGroup(start, 0)
+            group, shape = replace(group, count=group.count + count), seen
+        yield group
 
     def pieces(self, start: int, end: int, smallest: float) -> Iterator[ByteRange]:
         """Boxes of bytes `start` to `end`: runs, cut at the steps of the finest axis with a stride
@@ -270,7 +270,7 @@ def _overlaid(layout: PoolLayout) -> dict[str, dict[str, None]]:
         for buffer in layout.buffers
         if (ids := layout.space_by_name[buffer.space].id_list) in pools
     ]
-    found: dict[str, dict[str, None]] = {buffer.name: {} for buffer in layout.buffers}
+    over: dict[str, dict[str, None]] = {buffer.name: {} for buffer in layout.buffers}
     reached: list[tuple[str, str, Buffer]] = []
     for pool, memory, base, buffer in sorted(pooled, key=lambda each: each[:3]):
         reached = [
@@ -278,11 +278,11 @@ def _overlaid(layout: PoolLayout) -> dict[str, dict[str, None]]:
             for each in reached
             if each[:2] == (pool, memory) and each[2].base + each[2].item_bytes > base
         ]
-        for other in (other for _, _, other in reached if other.space != buffer.space):
-            found[other.name][buffer.space] = None
-            found[buffer.name][other.space] = None
+        for lower in (lower for _, _, lower in reached if lower.space != buffer.space):
+            over[lower.name][buffer.space] = None
+            over[buffer.name][lower.space] = None
         reached.append((pool, memory, buffer))
-    return found
+    return over
 
 
 def span(first: ByteLocation | None, last: ByteLocation | None) -> str:
@@ -290,14 +290,14 @@ def span(first: ByteLocation | None, last: ByteLocation | None) -> str:
     if first is None or last is None:
         return ""
     words = []
-    there = last.numbers
+    numbers = last.numbers
     same = first.region.role == last.region.role
     for name, step in first.numbers.items():
-        other = there.get(name)
-        if other == step:
+        to = numbers.get(name)
+        if to == step:
             words.append(f"{name} {step}")
             continue
-        if same and other is not None:
-            words.append(f"{name} {step}-{other}")
+        if same and to is not None:
+            words.append(f"{name} {step}-{to}")
         break
     return ", ".join(words)

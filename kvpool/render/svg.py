@@ -111,14 +111,14 @@ def palettes(maps: Sequence[ItemMap]) -> list[dict[Region, str]]:
     """A colour for each region of each map, the same for equal roles where possible."""
     roots = dict.fromkeys(_root(region) for item in maps for region in item.regions)
     hue = {root: HUES[number % len(HUES)] for number, root in enumerate(roots)}
-    found = []
+    paints = []
     for item in maps:
         dark = [region.role.endswith(".scale") for region in item.regions]
         colours = [hue[_root(region)][d] for region, d in zip(item.regions, dark)]
         if len(set(colours)) < len(colours):
             colours = [SHADES[n % len(SHADES)] for n in range(len(colours))]
-        found.append(dict(zip(item.regions, colours)))
-    return found
+        paints.append(dict(zip(item.regions, colours)))
+    return paints
 
 
 def _root(region: Region) -> str:

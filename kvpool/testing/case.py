@@ -55,10 +55,10 @@ def fail(sentence: str) -> NoReturn:
     raise CheckFailure(sentence)
 
 
-def equal(what: str, found: object, expected: object) -> None:
+def equal(what: str, actual: object, expected: object) -> None:
     """Fails the check unless both are equal."""
-    if found != expected:
-        fail(f"{what}: {found!r} where {expected!r} is expected.")
+    if actual != expected:
+        fail(f"{what}: {actual!r} where {expected!r} is expected.")
 
 
 def raises(kind: type[Exception], what: str, call: Callable[[], object]) -> str:

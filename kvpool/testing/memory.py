@@ -31,12 +31,12 @@ class PoolMemory:
         self.layout, self._device = pool.layout, pool.device
         # [first pointer, end pointer, bytes on the device, index of the first byte in the array]
         self._parts: list[tuple[int, int, torch.Tensor, int]] = []
-        held: dict[int, tuple[torch.UntypedStorage, list[Buffer]]] = {}
+        storages: dict[int, tuple[torch.UntypedStorage, list[Buffer]]] = {}
         for buffer in pool.layout.buffers:
             storage = pool.item_bytes_view(buffer).untyped_storage()
-            held.setdefault(storage.data_ptr(), (storage, []))[1].append(buffer)
+            storages.setdefault(storage.data_ptr(), (storage, []))[1].append(buffer)
         self.nbytes = 0
-        for start, (storage, buffers) in held.items():
+        for start, (storage, buffers) in storages.items():
             for low, high in _stretches(buffers):
                 if not start <= low < high <= start + storage.nbytes():
                     fail(
@@ -56,8 +56,8 @@ class PoolMemory:
     def put(self, array: Bytes) -> None:
         """Sets every byte."""
         settle(self._device)
-        for low, high, flat, at in self._parts:
-            flat.copy_(torch.from_numpy(array[at : at + high - low].copy()))
+        for low, high, flat, start in self._parts:
+            flat.copy_(torch.from_numpy(array[start : start + high - low].copy()))
 
     def fill(self, random: np.random.Generator) -> Bytes:
         """Sets every byte at random and returns the array."""
@@ -69,11 +69,11 @@ class PoolMemory:
         """Array indices of the bytes at these pointers; fails the check for a pointer outside."""
         low, high = pointers.min(initial=1 << 62), pointers.max(initial=0)
         numbers = np.full(pointers.shape, -1, dtype=np.int64)
-        for first, after, _, at in self._parts:
+        for first, after, _, start in self._parts:
             if first <= low and high < after:  # all in one part: no masks
-                return pointers - first + at
+                return pointers - first + start
             inside = (pointers >= first) & (pointers < after)
-            numbers[inside] = pointers[inside] - first + at
+            numbers[inside] = pointers[inside] - first + start
         if (numbers < 0).any():
             fail(f"pointer {int(pointers[numbers < 0][0]):#x} is outside the pool's memory.")
         return numbers
@@ -83,18 +83,23 @@ class PoolMemory:
         `[N, axes..., width]`, by the formula of kvpool.layout.
         """
         buffer = self.layout.buffer_of(region)
-        at = buffer.base + np.asarray(items, dtype=np.int64) * buffer.item_stride + region.offset
+        pointers = (
+            buffer.base + np.asarray(items, dtype=np.int64) * buffer.item_stride + region.offset
+        )
         for axis in region.axes:
             if axis.name == "entry":
-                at = at + np.asarray(entries).reshape(-1, *[1] * (at.ndim - 1)) * axis.stride
+                pointers = (
+                    pointers
+                    + np.asarray(entries).reshape(-1, *[1] * (pointers.ndim - 1)) * axis.stride
+                )
             else:
-                at = at[..., None] + np.arange(axis.size) * axis.stride
-        return self.number(at[..., None] + np.arange(region.width))
+                pointers = pointers[..., None] + np.arange(axis.size) * axis.stride
+        return self.number(pointers[..., None] + np.arange(region.width))
 
     def items(self, buffer: Buffer, ids: Ints) -> Ints:
         """Array indices of the bytes of whole items `[N]`: `[N, item_bytes]`."""
-        at = buffer.base + np.asarray(ids, dtype=np.int64) * buffer.item_stride
-        return self.number(at[:, None] + np.arange(buffer.item_bytes))
+        pointers = buffer.base + np.asarray(ids, dtype=np.int64) * buffer.item_stride
+        return self.number(pointers[:, None] + np.arange(buffer.item_bytes))
 
     def check(self, expected: Bytes, free: npt.NDArray[np.bool_] | None = None) -> None:
         """Fails the check at the first byte that differs; bytes in `free` may be anything. In
@@ -115,19 +120,21 @@ class PoolMemory:
         )
 
     def _nans(self, actual: Bytes, expected: Bytes) -> npt.NDArray[np.bool_]:
-        both = np.zeros(self.nbytes, dtype=bool)
+        alike = np.zeros(self.nbytes, dtype=bool)
         for region in self.layout.regions:
             if region.dtype != "float8_e4m3fn" and not region.role.endswith(".scale"):
                 continue
             items = self.layout.buffer_of(region).items
-            at = self.cells(region, *every(items, self.layout.space_of(region).steps))
-            one, other = (np.isnan(decode(a[at], region.dtype)) for a in (actual, expected))
-            both[at] = np.repeat(one & other, ITEMSIZE[region.dtype], axis=-1)
-        return both
+            cells = self.cells(region, *every(items, self.layout.space_of(region).steps))
+            in_actual, in_expected = (
+                np.isnan(decode(a[cells], region.dtype)) for a in (actual, expected)
+            )
+            alike[cells] = np.repeat(in_actual & in_expected, ITEMSIZE[region.dtype], axis=-1)
+        return alike
 
     def _name(self, number: int) -> str:
-        low, _, _, at = next(p for p in self._parts if p[3] <= number < p[3] + p[1] - p[0])
-        pointer = low + number - at
+        low, _, _, start = next(p for p in self._parts if p[3] <= number < p[3] + p[1] - p[0])
+        pointer = low + number - start
         for buffer in self.layout.buffers:
             item, byte = divmod(pointer - buffer.base, buffer.item_stride)
             if 0 <= item < buffer.items and byte < buffer.item_bytes:
@@ -164,11 +171,11 @@ def settle(device: Device) -> None:
 
 def on(device: torch.device, raw: Bytes, dtype: str) -> torch.Tensor:
     """Bytes `[..., n * size]` as a tensor `[..., n]` of `dtype`."""
-    made = torch.empty(
+    tensor = torch.empty(
         *raw.shape[:-1], raw.shape[-1] // ITEMSIZE[dtype], dtype=getattr(torch, dtype)
     )
-    made.view(torch.uint8).copy_(torch.from_numpy(raw.copy()))
-    return made.to(device)
+    tensor.view(torch.uint8).copy_(torch.from_numpy(raw.copy()))
+    return tensor.to(device)
 
 
 def off(device: Device, tensor: torch.Tensor) -> Bytes:
@@ -194,11 +201,11 @@ def random_slab(
 
 def same_slab(device: Device, slab: torch.Tensor, expected: Bytes, what: str) -> None:
     """Fails the check at the first byte that differs after `what`."""
-    found = off(device, slab)
-    wrong = np.flatnonzero(found != expected)
+    actual = off(device, slab)
+    wrong = np.flatnonzero(actual != expected)
     if wrong.size:
-        at = int(wrong[0])
+        first = int(wrong[0])
         fail(
-            f"{what}: byte {at} is {int(found[at]):#04x}, expected {int(expected[at]):#04x} "
-            f"({wrong.size:,} of {found.size:,} bytes differ)."
+            f"{what}: byte {first} is {actual[first]:#04x}, expected {expected[first]:#04x} "
+            f"({wrong.size:,} of {actual.size:,} bytes differ)."
         )

@@ -69,8 +69,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def device_name(config: pytest.Config) -> str:
     """The device to check, from our option or the project's own `--device`."""
-    given = config.getoption(DEVICE, default=None) or config.getoption("device", default=None)
-    return str(given or "cpu")
+    option = config.getoption(DEVICE, default=None) or config.getoption("device", default=None)
+    return str(option or "cpu")
 
 
 def pool_names(config: pytest.Config) -> list[str]:

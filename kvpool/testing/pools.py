@@ -39,8 +39,8 @@ class Example:
 
     def __call__(self, **more: Any) -> KVPool:
         build: Any = self.kind
-        made: KVPool = build(**{**self.arguments, **more})
-        return made
+        pool: KVPool = build(**{**self.arguments, **more})
+        return pool
 
     def but(self, **more: Any) -> Example:
         """The same example with other arguments."""

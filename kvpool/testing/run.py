@@ -92,7 +92,9 @@ def cases(device: Device, pools: Sequence[str] = ("*",)) -> list[Case]:
     for pattern in pools:
         if not matching(POOLS, pattern):
             raise ValueError(f"pool {pattern!r}: no such pool. The kit has {', '.join(POOLS)}.")
-    named = {n: pool for n, pool in POOLS.items() if any(fnmatchcase(n, each) for each in pools)}
+    named = {
+        n: pool for n, pool in POOLS.items() if any(fnmatchcase(n, wanted) for wanted in pools)
+    }
     return [Case(device, name, example, example.others) for name, example in named.items()]
 
 

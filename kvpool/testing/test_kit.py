@@ -24,8 +24,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The checks of the device given by `--device`."""
     device = get_device(device_name(metafunc.config))
     if "case" in metafunc.fixturenames:
-        found = cases(device, pool_names(metafunc.config))
-        metafunc.parametrize("case", found, ids=[case.pool for case in found])
+        pools = cases(device, pool_names(metafunc.config))
+        metafunc.parametrize("case", pools, ids=[case.pool for case in pools])
         _parametrize(metafunc, pool_checks(device))
     else:
         metafunc.parametrize("device", [device], ids=[device.name])

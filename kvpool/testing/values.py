@@ -85,7 +85,7 @@ _NUMPY = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 
 
 def quantise(
-    numbers: Floats, blocks: int, scale: str, held: str = "float8_e4m3fn"
+    numbers: Floats, blocks: int, scale: str, code_dtype: str = "float8_e4m3fn"
 ) -> tuple[Bytes, Bytes]:
     """Bytes of dtype `held` (e4m3 or int8) `[..., D]`, and scale bytes, one scale a block, of
     numbers `[..., D]`.
@@ -98,7 +98,7 @@ def quantise(
     cut = numbers.astype(np.float32).reshape(*numbers.shape[:-1], blocks, -1)
     with np.errstate(all="ignore"):
         largest = np.abs(cut).max(axis=-1, initial=0)
-        factor = np.maximum(largest / LARGEST_CODE[held], MIN_SCALE)
+        factor = np.maximum(largest / LARGEST_CODE[code_dtype], MIN_SCALE)
         bad = ~np.isfinite(largest)
         if scale == "float8_e8m0fnu":
             bits = np.where(bad, np.float32(1), factor).astype(np.float32).view(np.uint32)
@@ -110,7 +110,7 @@ def quantise(
             beyond = factor >= (65520.0 if scale == "float16" else np.inf)
             stored = encode(np.where(beyond, np.float32(np.nan), factor), scale)
         quotients = cut / factor[..., None]
-        if held == "int8":
+        if code_dtype == "int8":
             codes = np.where(bad[..., None], 0, np.rint(quotients)).astype(np.int8).view(np.uint8)
         else:
             codes = to_e4m3(quotients)
@@ -118,12 +118,12 @@ def quantise(
 
 
 def dequantise(
-    codes: Bytes, stored: Bytes, scale: str, dtype: str, held: str = "float8_e4m3fn"
+    codes: Bytes, stored: Bytes, scale: str, dtype: str, code_dtype: str = "float8_e4m3fn"
 ) -> Bytes:
     """The floats of quantised values as bytes of `dtype`: float32 products, clipped."""
     factor = decode(stored, scale).astype(np.float32)
     block = codes.shape[-1] // factor.shape[-1]
-    cut = decode(codes, held).reshape(*factor.shape, block)
+    cut = decode(codes, code_dtype).reshape(*factor.shape, block)
     with np.errstate(all="ignore"):
         product = (cut * factor[..., None]).astype(np.float32)
         product = np.clip(product, -MAX_FLOAT[dtype], MAX_FLOAT[dtype]).astype(product.dtype)
@@ -154,6 +154,6 @@ def odd_floats(random: np.random.Generator, shape: tuple[int, ...], dtype: str) 
     picked = random.integers(0, len(rows), shape[:-1])
     if picked.size >= len(rows):
         picked.flat[: len(rows)] = np.arange(len(rows))
-    found = np.stack(rows)[picked]
+    picked_rows = np.stack(rows)[picked]
     with np.errstate(all="ignore"):
-        return decode(encode(found, dtype), dtype).astype(np.float32)
+        return decode(encode(picked_rows, dtype), dtype).astype(np.float32)

@@ -92,21 +92,21 @@ def engine_rows(scope: Scope) -> list[Row]:
 
 def _moved(scope: Scope, prefill: Restarted, engine: str, name: str) -> str:
     """Hands one request over. Raises Inapplicable if the engine refuses the device's memory."""
-    move, other = MOVES[name], prefill()
+    move, process = MOVES[name], prefill()
     tokens = move.small_tokens if scope.small else move.tokens
     dest = move.side("dest", tokens, scope.device.name)
     with closing(_decode(move, engine, dest.pool.layout)) as decode:
-        address, refusal = other.call("open", engine, name, tokens)
+        address, refusal = process.call("open", engine, name, tokens)
         if refusal is not None:
             raise Inapplicable(f"not for this device: {refusal}")
         decode.connect([address], timeout=READER_TIMEOUT)
         decode.receive(ROOM, dest.address)
-        other.call("send")
+        process.call("send")
         if decode.wait(ROOM, READER_TIMEOUT) is not KVPoll.Success:
             fail(f"the hand-off failed: {decode.failure(ROOM)}")
         metrics = decode.metrics(ROOM)
     dest.check()
-    other.call("check")
+    process.call("check")
     way = " through staging buffers" if move.staged else ""
     runs = f"{metrics.runs:,} runs of {human(metrics.bytes_per_run)}{way}"
     return f"{human(metrics.bytes_moved)} in {runs}; every byte of both pools is right"

@@ -21,9 +21,9 @@ def chart_of(report: BenchReport) -> Chart:
     """Two panels: cases bounded by a plain copy, and those with another reference."""
     rows = [row for row in report.rows if row.ratio is not None]
     panels = [
-        Panel(heading, _axis(found), list(_rows(found)), "right is better")
+        Panel(heading, _axis(of_kind), list(_rows(of_kind)), "right is better")
         for heading, moves in ((COPIES, True), (HOST_WORK, False))
-        if (found := [row for row in rows if row.moves is moves])
+        if (of_kind := [row for row in rows if row.moves is moves])
     ]
     groups = [group for group in GROUPS if any(row.case.group == group for row in rows)]
     legend: list[tuple[Kind, str, str]] = [("dot", _colour(group), group) for group in groups]
@@ -39,9 +39,9 @@ def _axis(rows: Sequence[Measurement]) -> Axis:
 
 
 def _rows(rows: Sequence[Measurement]) -> Iterator[Row | str]:
-    for group, found in groupby(rows, lambda row: row.case.group):
+    for group, measurements in groupby(rows, lambda row: row.case.group):
         yield group
-        for row in found:
+        for row in measurements:
             yield _row(row)
 
 

@@ -21,26 +21,32 @@ def _engine_names() -> list[str]:
     return engine_names()
 
 
+_Device = Annotated[str, typer.Option(help="Device: cpu, cuda:0, npu:0, ...")]
+_Only = Annotated[list[str] | None, typer.Option(help="Group of cases; repeatable.")]
+_Engine = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Of transfers (default: all), hand-offs (default: local); repeatable.",
+        autocompletion=_engine_names,
+    ),
+]
+_Quick = Annotated[
+    bool,
+    typer.Option("--quick", help="Small sizes, a few seconds: shows what runs, not how fast."),
+]
+_AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object; the table on stderr.")
+]
+_Chart = Annotated[Path | None, typer.Option(help="Draw the ratios to a .html or .svg file.")]
+
+
 def bench(
-    device: Annotated[str, typer.Option(help="Device: cpu, cuda:0, npu:0, ...")] = "cpu",
-    only: Annotated[list[str] | None, typer.Option(help="Group of cases; repeatable.")] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Of transfers (default: all), hand-offs (default: local); repeatable.",
-            autocompletion=_engine_names,
-        ),
-    ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Small sizes, a few seconds: shows what runs, not how fast."),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; the table on stderr.")
-    ] = False,
-    chart: Annotated[
-        Path | None, typer.Option(help="Draw the ratios to a .html or .svg file.")
-    ] = None,
+    device: _Device = "cpu",
+    only: _Only = None,
+    engine: _Engine = None,
+    quick: _Quick = False,
+    as_json: _AsJson = False,
+    chart: _Chart = None,
 ) -> None:
     """Time pools and transfers on a device, beside plain copies.
 

@@ -38,20 +38,20 @@ def plain_copy(device: Device, nbytes: int) -> Callable[[], object]:
     """The reference: a copy of `nbytes` contiguous bytes."""
     src, dst = (device.allocate(nbytes) for _ in range(2))
     if src.device.type == "cpu":  # memcpy is faster than torch's copy
-        there, here = src.numpy(), dst.numpy()
-        return lambda: np.copyto(here, there)
+        source, dest = src.numpy(), dst.numpy()
+        return lambda: np.copyto(dest, source)
     return lambda: dst.copy_(src)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random bytes on the host."""
-    made = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
-    return torch.from_numpy(made)
+    bytes_ = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return torch.from_numpy(bytes_)
 
 
-def need_equal(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+def need_equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
     """Raises WrongBytes where two uint8 tensors `[N, byte]` differ."""
-    wrong = (found.cpu() != expected.cpu()).flatten(1).any(1)
+    wrong = (actual.cpu() != expected.cpu()).flatten(1).any(1)
     if wrong.any():
         first = int(wrong.nonzero()[0])
         raise WrongBytes(f"{what}: {int(wrong.sum())} of {len(wrong)} differ, the first: {first}.")

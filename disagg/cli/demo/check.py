@@ -17,14 +17,14 @@ class ByteCount(NamedTuple):
     wrong: int = 0
     checked: int = 0
 
-    def plus(self, found: torch.Tensor, expected: torch.Tensor) -> ByteCount:
+    def plus(self, actual: torch.Tensor, expected: torch.Tensor) -> ByteCount:
         """Adds those of two tensors of equal shape and dtype."""
-        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
             raise ValueError(
-                f"cannot compare {found.shape} {found.dtype} with {expected.shape} "
+                f"cannot compare {actual.shape} {actual.dtype} with {expected.shape} "
                 f"{expected.dtype}."
             )
-        pair = [x.contiguous().view(torch.uint8) for x in (found, expected)]
+        pair = [x.contiguous().view(torch.uint8) for x in (actual, expected)]
         return ByteCount(
             self.wrong + int((pair[0] != pair[1]).sum()), self.checked + pair[0].numel()
         )
@@ -38,31 +38,33 @@ def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarr
 
 
 def same_as_pool(
-    pool: Any, address: RequestAddress, other: Any, other_at: RequestAddress
+    pool: Any, address: RequestAddress, single: Any, single_address: RequestAddress
 ) -> ByteCount:
     """Compares all live bytes of a request in two pools of equal layout."""
-    found = ByteCount()
+    count = ByteCount()
     for region in pool.layout.regions:
-        space, there = pool.layout.space_of(region), other.layout.space_of(region)
+        space, other_space = pool.layout.space_of(region), single.layout.space_of(region)
         alive = space.alive(address.num_tokens)
-        held = pool.gather(region.role, region.layer, locations(space, address, alive))
-        truth = other.gather(region.role, region.layer, locations(there, other_at, alive))
-        found = found.plus(held, truth)
-    return found
+        values = pool.gather(region.role, region.layer, locations(space, address, alive))
+        truth = single.gather(
+            region.role, region.layer, locations(other_space, single_address, alive)
+        )
+        count = count.plus(values, truth)
+    return count
 
 
 def same_as_transformers(pool: Any, address: RequestAddress, own: Any) -> ByteCount:
     """Compares the pool with all bytes that transformers' cache holds of the same tokens."""
-    found = ByteCount()
+    count = ByteCount()
     for layer in pool.layers:
         for roles, entries, expected in _held(pool, layer, own.layers[layer], address.num_tokens):
             parts = []
             for role in roles:
                 region = pool.layout.region_by_key[pool.owner, layer, role]
-                where = locations(pool.layout.space_of(region), address, entries)
-                parts.append(pool.gather(role, layer, where).flatten(1))
-            found = found.plus(torch.cat(parts, dim=1)[:, : expected.shape[1]], expected)
-    return found
+                rows = locations(pool.layout.space_of(region), address, entries)
+                parts.append(pool.gather(role, layer, rows).flatten(1))
+            count = count.plus(torch.cat(parts, dim=1)[:, : expected.shape[1]], expected)
+    return count
 
 
 def _held(
@@ -78,7 +80,7 @@ def _held(
             yield main, last, keys
         else:
             yield [main[0]], last, keys
-            kind = next(kind for kind, at in pool.kinds if layer in at.layers)
+            kind = next(kind for kind, placed in pool.kinds if layer in placed.layers)
             if getattr(kind, "rope_pairs", False):  # transformers has the halves of each pair apart
                 values = values.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
             yield [main[1]], last, values

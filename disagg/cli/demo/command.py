@@ -34,42 +34,49 @@ PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, Val
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
+_Model = Annotated[
+    str,
+    typer.Option(help=f"Model family: {', '.join(MODELS)}.", autocompletion=lambda: [*MODELS]),
+]
+_Engine = Annotated[
+    str,
+    typer.Option(
+        help=f"Transfer engine: {', '.join(engine_names())}.", autocompletion=engine_names
+    ),
+]
+_PromptTokens = Annotated[list[int], typer.Option(min=1, help="Length of a prompt; repeatable.")]
+_NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to decode.")]
+_ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per prefill chunk.")]
+_PrefillPage = Annotated[
+    int, typer.Option(min=0, help="Tokens per page on prefill (0: the family's default).")
+]
+_DecodePage = Annotated[int, typer.Option(min=0, help="Tokens per page on decode.")]
+_Dtype = Annotated[str, typer.Option(help=f"Dtype of the model: {', '.join(MODEL_DTYPES)}.")]
+_Packing = Annotated[
+    str, typer.Option(help="Packing of the pool: a dtype, fp8 or mxfp8 (default: the dtype).")
+]
+_Device = Annotated[str, typer.Option(help="Device of models and pools: cpu, cuda:0, npu:0.")]
+_Seed = Annotated[int, typer.Option(help="Seed of weights and prompt.")]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; all else on stderr.")]
+_Timeline = Annotated[
+    Path | None, typer.Option(help="Draw the hand-offs in time to a .html or .svg file.")
+]
+
+
 def demo(
-    model: Annotated[
-        str,
-        typer.Option(help=f"Model family: {', '.join(MODELS)}.", autocompletion=lambda: [*MODELS]),
-    ] = "llama",
-    engine: Annotated[
-        str,
-        typer.Option(
-            help=f"Transfer engine: {', '.join(engine_names())}.", autocompletion=engine_names
-        ),
-    ] = "local",
-    prompt_tokens: Annotated[
-        list[int], typer.Option(min=1, help="Length of a prompt; repeatable.")
-    ] = [2000],  # noqa: B006
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode.")] = 64,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prefill chunk.")] = 512,
-    prefill_page: Annotated[
-        int, typer.Option(min=0, help="Tokens per page on prefill (0: the family's default).")
-    ] = 0,
-    decode_page: Annotated[int, typer.Option(min=0, help="Tokens per page on decode.")] = 0,
-    dtype: Annotated[
-        str, typer.Option(help=f"Dtype of the model: {', '.join(MODEL_DTYPES)}.")
-    ] = "float32",
-    packing: Annotated[
-        str, typer.Option(help="Packing of the pool: a dtype, fp8 or mxfp8 (default: the dtype).")
-    ] = "",
-    device: Annotated[
-        str, typer.Option(help="Device of models and pools: cpu, cuda:0, npu:0.")
-    ] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of weights and prompt.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object; all else on stderr.")
-    ] = False,
-    timeline: Annotated[
-        Path | None, typer.Option(help="Draw the hand-offs in time to a .html or .svg file.")
-    ] = None,
+    model: _Model = "llama",
+    engine: _Engine = "local",
+    prompt_tokens: _PromptTokens = [2000],  # noqa: B006
+    new_tokens: _NewTokens = 64,
+    chunk_tokens: _ChunkTokens = 512,
+    prefill_page: _PrefillPage = 0,
+    decode_page: _DecodePage = 0,
+    dtype: _Dtype = "float32",
+    packing: _Packing = "",
+    device: _Device = "cpu",
+    seed: _Seed = 0,
+    as_json: _AsJson = False,
+    timeline: _Timeline = None,
 ) -> None:
     """Prefill in one process, decode in another, and compare.
 
@@ -88,17 +95,7 @@ def demo(
 
     from kvpool.render.chart import SUFFIXES
 
-    for option, value, known in (
-        ("--model", model, MODELS),
-        ("--engine", engine, engine_names()),
-        ("--dtype", dtype, MODEL_DTYPES),
-        ("--packing", packing or dtype, (dtype, *PACKINGS)),
-    ):
-        if value not in known:
-            names = ", ".join(known)
-            raise typer.BadParameter(
-                f"must be one of {names}, got {value!r}.{nearest(value, known)}", param_hint=option
-            )
+    _need_known(model, engine, dtype, packing or dtype)
     if find_spec("transformers") is None:
         raise typer.BadParameter(f"the demo {needs('transformers')}")
     check_output("--timeline", timeline, SUFFIXES)
@@ -118,6 +115,21 @@ def demo(
     )
     if not _played(settings, Console(stderr=as_json), as_json, timeline):
         raise typer.Exit(1)
+
+
+def _need_known(model: str, engine: str, dtype: str, packing: str) -> None:
+    """Raises typer.BadParameter for a value that no list has."""
+    for option, value, known in (
+        ("--model", model, MODELS),
+        ("--engine", engine, engine_names()),
+        ("--dtype", dtype, MODEL_DTYPES),
+        ("--packing", packing, (dtype, *PACKINGS)),
+    ):
+        if value not in known:
+            names = ", ".join(known)
+            raise typer.BadParameter(
+                f"must be one of {names}, got {value!r}.{nearest(value, known)}", param_hint=option
+            )
 
 
 def _played(settings: DemoSettings, console: Console, as_json: bool, timeline: Path | None) -> bool:

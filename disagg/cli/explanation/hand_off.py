@@ -26,59 +26,59 @@ class HandOff:
     @cached_property
     def outcomes(self) -> list[TransferPlan | IncompatibleLayouts]:
         """Of each decode rank its plan, or why there is none."""
-        cache, found = PlanCache(), list[TransferPlan | IncompatibleLayouts]()
+        cache, outcomes = PlanCache(), list[TransferPlan | IncompatibleLayouts]()
         for rank in self.decode.ranks:
             try:
-                found.append(cache.plan(self.prefill.layouts, rank.layout))
+                outcomes.append(cache.plan(self.prefill.layouts, rank.layout))
             except IncompatibleLayouts as error:
-                found.append(error)
-        return found
+                outcomes.append(error)
+        return outcomes
 
     @property
     def plans(self) -> dict[int, TransferPlan]:
         """By decode rank."""
-        return {n: made for n, made in enumerate(self.outcomes) if isinstance(made, TransferPlan)}
+        return {n: plan for n, plan in enumerate(self.outcomes) if isinstance(plan, TransferPlan)}
 
     @cached_property
     def explained(self) -> list[tuple[list[int], Explanation]]:
         """Each explanation that differs, and the decode ranks that it is of."""
-        found: dict[Explanation, list[int]] = {}
-        for number, made in self.plans.items():
-            found.setdefault(made.explain(self.tokens), []).append(number)
-        return [(numbers, explanation) for explanation, numbers in found.items()]
+        alike: dict[Explanation, list[int]] = {}
+        for number, plan in self.plans.items():
+            alike.setdefault(plan.explain(self.tokens), []).append(number)
+        return [(numbers, explanation) for explanation, numbers in alike.items()]
 
     def received(self) -> dict[int, int]:
         """Bytes by decode rank."""
-        return {n: told.nbytes for numbers, told in self.explained for n in numbers}
+        return {n: explanation.nbytes for ranks, explanation in self.explained for n in ranks}
 
     def sent(self) -> dict[int, int]:
         """Bytes by prefill rank, to all decode ranks."""
-        found = dict.fromkeys(range(len(self.prefill.ranks)), 0)
-        for made in self.plans.values():
-            for source in made.contributors():
-                routes = [route for route in made.routes if route.source == source]
-                told = explain_routes(made.sources, made.dest, routes, self.tokens)
-                found[source] += told.nbytes
-        return found
+        sent = dict.fromkeys(range(len(self.prefill.ranks)), 0)
+        for plan in self.plans.values():
+            for source in plan.contributors():
+                routes = [route for route in plan.routes if route.source == source]
+                explanation = explain_routes(plan.sources, plan.dest, routes, self.tokens)
+                sent[source] += explanation.nbytes
+        return sent
 
     def refusals(self) -> list[tuple[str, str, str]]:
         """Reasons why decode ranks cannot be filled: prefill ranks, decode ranks, sentence. A
         reason that no prefill rank is about names the whole side.
         """
-        found: dict[tuple[tuple[int, ...], str], list[int]] = {}
+        refused: dict[tuple[tuple[int, ...], str], list[int]] = {}
         for number, error in enumerate(self.outcomes):
             if isinstance(error, IncompatibleLayouts):
-                about: dict[tuple[int, ...], list[Reason]] = {}
+                by_sources: dict[tuple[int, ...], list[Reason]] = {}
                 for reason in error.reasons:
-                    about.setdefault(reason.sources, []).append(reason)
-                for sources, reasons in about.items():
+                    by_sources.setdefault(reason.sources, []).append(reason)
+                for sources, reasons in by_sources.items():
                     keyed = (((r.owner, r.layer, r.role), f": {r.sentence}") for r in reasons)
                     for line in by_layers(keyed):
-                        found.setdefault((sources, line), []).append(number)
+                        refused.setdefault((sources, line), []).append(number)
         every = range(len(self.prefill.ranks))
         return [
             (self.prefill.words(sources or every), self.decode.words(numbers), line)
-            for (sources, line), numbers in found.items()
+            for (sources, line), numbers in refused.items()
         ]
 
 

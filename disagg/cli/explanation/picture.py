@@ -39,7 +39,7 @@ def page(hand_off: HandOff) -> str:
     that it reads from.
     """
     plans = hand_off.plans
-    keys = dict.fromkeys(key for made in plans.values() for part in made.parts for key in part.keys)
+    keys = dict.fromkeys(key for plan in plans.values() for part in plan.parts for key in part.keys)
     names = dict.fromkeys((owner, role) for owner, _, role in keys)
     colours = {name: SHADES[n % len(SHADES)] for n, name in enumerate(names)}
     sections = [
@@ -62,14 +62,14 @@ def page(hand_off: HandOff) -> str:
     )
 
 
-def travelling(made: TransferPlan, source: int | None = None) -> Travels:
+def travelling(plan: TransferPlan, source: int | None = None) -> Travels:
     """What travels of the regions of a source rank, or of the destination."""
-    found: Travels = {}
-    for part in made.parts:
+    boxes: Travels = {}
+    for part in plan.parts:
         if source in (None, part.source):
             for key in part.keys:
-                found.setdefault(key, []).append(part.box)
-    return found
+                boxes.setdefault(key, []).append(part.box)
+    return boxes
 
 
 def pieces(region: Region, boxes: Sequence[Box]) -> Iterator[tuple[Region, bool]]:
@@ -112,7 +112,7 @@ def _steps(region: Region, axis: Axis, low: int, high: int) -> Region:
 
 def _section(
     hand_off: HandOff,
-    made: TransferPlan,
+    plan: TransferPlan,
     numbers: Sequence[int],
     nbytes: int,
     colours: dict[tuple[str, str], str],
@@ -120,15 +120,15 @@ def _section(
     alike = f" Filled alike: {hand_off.decode.words(numbers[1:])}." if numbers[1:] else ""
     yield f"<h2>{escape(hand_off.decode.words(numbers[:1]))}</h2>"
     yield f"<p>{nbytes:,} bytes of a request of {hand_off.tokens:,} tokens.{escape(alike)}</p>"
-    sources = made.contributors()
+    sources = plan.contributors()
     for source in sources[:MOST_SOURCES]:
         yield from _rank(
-            hand_off.prefill, source, made.sources[source], travelling(made, source), colours
+            hand_off.prefill, source, plan.sources[source], travelling(plan, source), colours
         )
     if sources[MOST_SOURCES:]:
         more = hand_off.prefill.words(sources[MOST_SOURCES:])
         yield f"<p>And {escape(more)}, which are not drawn.</p>"
-    yield from _rank(hand_off.decode, numbers[0], made.dest, travelling(made), colours)
+    yield from _rank(hand_off.decode, numbers[0], plan.dest, travelling(plan), colours)
 
 
 def _rank(

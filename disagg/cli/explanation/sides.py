@@ -15,7 +15,7 @@ ITEMS = 1024  # of each kind: how many there are changes no plan
 MAX_RANKS = 4096  # of a model
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
     """How a side splits and stores models: None for what is not asked, the model's default. With
     `draft`, its models have their draft layers, and its layout files what they have.
@@ -29,7 +29,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class SideRank:
     """A rank's layout, and the file or model that it is of; `number` counts a model's ranks, those
     of a stage after one another. None for the only one.
     """
@@ -45,7 +45,7 @@ class Side:
     """`name` is prefill or decode."""
 
     name: str
-    ranks: tuple[Rank, ...]
+    ranks: tuple[SideRank, ...]
 
     @property
     def files(self) -> bool:
@@ -59,13 +59,13 @@ class Side:
 
     def words(self, numbers: Iterable[int]) -> str:
         """Ranks by number, as text: `prefill a.json, b.json`, `decode deepseek_v3 ranks 0-3`."""
-        found: dict[str, list[int]] = {}
+        ranks_of: dict[str, list[int]] = {}
         for number in numbers:
             rank = self.ranks[number]
-            found.setdefault(rank.of, []).extend([] if rank.number is None else [rank.number])
+            ranks_of.setdefault(rank.of, []).extend([] if rank.number is None else [rank.number])
         words = [
-            f"{of} rank{'s' if len(held) > 1 else ''} {ranges(held)}" if held else of
-            for of, held in found.items()
+            f"{of} rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}" if ranks else of
+            for of, ranks in ranks_of.items()
         ]
         return " ".join([self.name, ", ".join(words)]).strip()
 
@@ -95,13 +95,13 @@ def read_side(name: str, whats: Sequence[str], geometry: Geometry) -> Side:
     """The ranks of a side: of each layout file one, of each model config all. Raises ValueError for
     a file or config that cannot be read, or split and stored so.
     """
-    ranks: list[Rank] = []
+    ranks: list[SideRank] = []
     for what in whats:
         layout = read_file(what) if isfile(what) else None
         if layout is None:
             ranks += _of_model(what, geometry)
         else:
-            ranks.append(Rank(what, None, layout, is_file=True))
+            ranks.append(SideRank(what, None, layout, is_file=True))
     side = Side(name, tuple(ranks))
     if side.files and geometry != Geometry(draft=geometry.draft):
         raise ValueError(
@@ -111,7 +111,7 @@ def read_side(name: str, whats: Sequence[str], geometry: Geometry) -> Side:
     return side
 
 
-def _of_model(config: str, geometry: Geometry) -> list[Rank]:
+def _of_model(config: str, geometry: Geometry) -> list[SideRank]:
     from kvpool.cli.budget import draft_of, storage
     from kvpool.layout.formats import Shard
     from kvpool.models import declare
@@ -131,4 +131,4 @@ def _of_model(config: str, geometry: Geometry) -> list[Rank]:
         for pools in stage
     ]
     numbers = range(len(layouts)) if len(layouts) > 1 else [None]
-    return [Rank(config, number, layout) for number, layout in zip(numbers, layouts)]
+    return [SideRank(config, number, layout) for number, layout in zip(numbers, layouts)]

@@ -48,17 +48,17 @@ def a_device_that_is_not_there_is_refused_by_name(device: Device) -> None:
 
 def memory_is_zero_aligned_and_its_own(device: Device) -> None:
     """Odd sizes, alignments up to 2 MiB, and memory that is reused."""
-    held: list[torch.Tensor] = []
+    in_use: list[torch.Tensor] = []
     for nbytes in (1, 63, 4096, 100_003, 3 << 20):
         for alignment in (None, 1, 512, 4096, 2 << 20):
             memory = _allocated(device, nbytes, alignment)
-            for other in held:
-                low, high = other.data_ptr(), other.data_ptr() + other.numel()
+            for block in in_use:
+                low, high = block.data_ptr(), block.data_ptr() + block.numel()
                 if memory.data_ptr() < high and low < memory.data_ptr() + nbytes:
                     fail(f"allocate({nbytes}): overlaps memory in use at {low:#x}.")
             memory.fill_(0xA5)
-            held = [*held[-3:], memory]
-    held.clear()
+            in_use = [*in_use[-3:], memory]
+    in_use.clear()
     for nbytes in (63, 4096, 3 << 20):  # memory that was just freed
         _allocated(device, nbytes, None)
 
@@ -107,8 +107,8 @@ def runs_are_copied_to_the_byte(device: Device) -> None:
         dst[order] = half + 1 + np.cumsum(nbytes[order]) - nbytes[order]
         for columns in ((src, dst), (dst, src)):
             device.copy_runs(base + columns[0], base + columns[1], nbytes)
-            for one, other, count in zip(*columns, nbytes):
-                raw[other : other + count] = raw[one : one + count]
+            for read, write, count in zip(*columns, nbytes):
+                raw[write : write + count] = raw[read : read + count]
         same_slab(device, slab, raw, f"copy_runs of {nbytes.size} runs")
     none = np.zeros(0, dtype=np.int64)
     device.copy_runs(none, none, none)
@@ -143,14 +143,14 @@ def work_waits_for_an_event(device: Device) -> None:
     random = random_of()
     raw, slab = random_slab(device, random, 4096)
     event = device.record()
-    for other in (event, event, CompletedEvent()):
-        device.wait(other)
+    for awaited in (event, event, CompletedEvent()):
+        device.wait(awaited)
         values = random.integers(0, 256, (3, 64), dtype=np.uint8)
-        where = random.permutation(64)[:3]
+        places = random.permutation(64)[:3]
         view = slab.view(8, 8, 64)
         rows = [WriteRow(view, on(slab.device, values, "uint8"))]
-        device.store_rows(rows, ids_on(slab.device, where))
-        raw.reshape(64, 64)[where] = values
+        device.store_rows(rows, ids_on(slab.device, places))
+        raw.reshape(64, 64)[places] = values
     same_slab(device, slab, raw, "store_rows after an event")
 
 
@@ -170,8 +170,8 @@ def _allocated(device: Device, nbytes: int, alignment: int | None) -> torch.Tens
     equal(f"{call}: dtype, shape", (memory.dtype, tuple(memory.shape)), (torch.uint8, (nbytes,)))
     step = alignment or device.alignment
     if memory.data_ptr() % step:
-        at = memory.data_ptr()
-        fail(f"{call}: at {at:#x}, {at % step} bytes past a multiple of {step}.")
+        pointer = memory.data_ptr()
+        fail(f"{call}: at {pointer:#x}, {pointer % step} bytes past a multiple of {step}.")
     raw = off(device, memory)
     if raw.any():
         first = int(np.flatnonzero(raw)[0])

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from kvpool.layout import PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
-from kvpool.pools.base import KVPool
-from kvpool.testing.case import Case, equal, random_of
-from kvpool.testing.memory import PoolMemory, ids_on
-from kvpool.testing.values import Bytes
+from kvpool.testing.case import Case, equal
+from kvpool.testing.groups import Trial
+from kvpool.testing.memory import ids_on
 
 
 def copied_items_arrive_whole(case: Case) -> None:
@@ -29,9 +27,8 @@ def saved_items_come_back_elsewhere(case: Case) -> None:
     """A request's items are saved to host memory, and loaded into other items after the pool is
     overwritten.
     """
-    pool, random = case.make(), random_of(case.pool)
-    memory = PoolMemory(pool)
-    held = memory.fill(random)
+    trial = Trial(case)
+    pool, memory, random = trial.pool, trial.memory, trial.random
     for tokens in sorted({1, capacity(pool.layout) // 2 + 1, capacity(pool.layout)}):
         before, after = (place(pool.layout, tokens, random) for _ in range(2))
         saved = pool.save(before)
@@ -46,14 +43,13 @@ def saved_items_come_back_elsewhere(case: Case) -> None:
             if not space.per_request:
                 size = space.entries_per_item
                 numbers = [*range(alive.start // size, (alive.stop - 1) // size + 1)]
-            there, here = (a.spans[space.id_list].ids[numbers] for a in (before, after))
-            rows = held[memory.items(buffer, there)]
-            expected[memory.items(buffer, here)] = rows
-            found = saved.items[buffer.name]
-            equal(f"buffer {buffer.name}: where saved items are", found.device.type, "cpu")
-            equal(f"buffer {buffer.name}: saved bytes", found.numpy().tobytes(), rows.tobytes())
+            src, dst = (a.spans[space.id_list].ids[numbers] for a in (before, after))
+            rows, items = trial.bytes[memory.items(buffer, src)], saved.items[buffer.name]
+            expected[memory.items(buffer, dst)] = rows
+            equal(f"buffer {buffer.name}: where saved items are", items.device.type, "cpu")
+            equal(f"buffer {buffer.name}: saved bytes", items.numpy().tobytes(), rows.tobytes())
         memory.check(expected)
-        held = memory.fill(random)
+        trial.bytes = memory.fill(random)
 
 
 ITEM_CHECKS = (
@@ -74,14 +70,14 @@ def capacity(layout: PoolLayout) -> int:
 
 def usable_items(layout: PoolLayout) -> dict[str, Ints]:
     """Ids that requests can use, by id list; those of a block pool are dealt out to its lists."""
-    found: dict[str, Ints] = {}
+    usable: dict[str, Ints] = {}
     for name, items in layout.items_by_space.items():
         lender = layout.space_by_name[layout.space_by_name[name].id_list]
         lists = layout.block_pools.get(lender.block_pool or "", (lender.name,))
         first = lender.reserved + lists.index(lender.name)
         ids = np.arange(first, items, len(lists), dtype=np.int64)
-        found[lender.name] = min(found.get(lender.name, ids), ids, key=len)
-    return found
+        usable[lender.name] = min(usable.get(lender.name, ids), ids, key=len)
+    return usable
 
 
 def place(layout: PoolLayout, tokens: int, random: np.random.Generator) -> RequestAddress:
@@ -101,35 +97,27 @@ def chain(random: np.random.Generator, ids: Ints) -> tuple[Ints, Ints]:
 
 
 def _copies(case: Case, chains: bool) -> None:
-    pool, random = case.make(), random_of(case.pool, chains)
-    memory = PoolMemory(pool)
-    expected = memory.fill(random)
-    for id_list, ids in _all_items(pool.layout).items():
+    trial = Trial(case, chains)
+    for id_list, ids in _all_items(trial.pool.layout).items():
         for on_device in (False, True):
-            mixed = random.permutation(ids)
+            mixed = trial.random.permutation(ids)
             half = mixed.size // 2
             src, dst = mixed[:half], mixed[half : 2 * half]
             if chains:  # a cycle of all items, and a swap below
-                src, dst = chain(random, mixed)
-            _move(pool, id_list, (src, dst), on_device)
-            _expect(memory, expected, id_list, src, dst)
+                src, dst = chain(trial.random, mixed)
+            _move(trial, id_list, src, dst, on_device)
         if chains and ids.size > 1:
-            src, dst = ids[:2], ids[1::-1]
-            _move(pool, id_list, (src, dst), False)
-            _expect(memory, expected, id_list, src, dst)
-        _move(pool, id_list, (ids[:0], ids[:0]), False)
-    memory.check(expected)
+            _move(trial, id_list, ids[:2], ids[1::-1])
+        _move(trial, id_list, ids[:0], ids[:0])
+    trial.check()
 
 
-def _move(pool: KVPool, id_list: str, pair: tuple[Ints, Ints], on_device: bool) -> None:
-    given: list[Any] = [ids.tolist() for ids in pair]
+def _move(trial: Trial, id_list: str, src: Ints, dst: Ints, on_device: bool = False) -> None:
+    passed: list[Any] = [src.tolist(), dst.tolist()]
     if on_device:
-        device: torch.device = pool.item_bytes_view(pool.layout.buffers[0]).device
-        given = [ids_on(device, ids) for ids in pair]
-    pool.copy_items(id_list, *given)
-
-
-def _expect(memory: PoolMemory, expected: Bytes, id_list: str, src: Ints, dst: Ints) -> None:
+        passed = [ids_on(trial.device, ids) for ids in (src, dst)]
+    trial.pool.copy_items(id_list, *passed)
+    memory, expected = trial.memory, trial.bytes
     for buffer in memory.layout.buffers:
         if memory.layout.space_by_name[buffer.space].id_list == id_list:
             expected[memory.items(buffer, dst)] = expected[memory.items(buffer, src)].copy()
@@ -137,9 +125,9 @@ def _expect(memory: PoolMemory, expected: Bytes, id_list: str, src: Ints, dst: I
 
 def _all_items(layout: PoolLayout) -> dict[str, Ints]:
     """All ids of each id list, including reserved ones."""
-    found: dict[str, Ints] = {}
+    ids_of: dict[str, Ints] = {}
     for buffer in layout.buffers:
         name = layout.space_by_name[buffer.space].id_list
-        items = min(buffer.items, found[name].size if name in found else buffer.items)
-        found[name] = np.arange(items, dtype=np.int64)
-    return found
+        items = min(buffer.items, ids_of[name].size if name in ids_of else buffer.items)
+        ids_of[name] = np.arange(items, dtype=np.int64)
+    return ids_of

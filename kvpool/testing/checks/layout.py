@@ -33,8 +33,8 @@ def two_pools_share_no_byte(case: Case) -> None:
     """A write to one pool does not change the other."""
     pools = case.make(), case.make()
     memories = [PoolMemory(pool) for pool in pools]
-    held = [memory.fill(random_of(case.pool, n)) for n, memory in enumerate(memories)]
-    for memory, expected in zip(memories, held):
+    contents = [memory.fill(random_of(case.pool, n)) for n, memory in enumerate(memories)]
+    for memory, expected in zip(memories, contents):
         memory.check(expected)
 
 
@@ -47,14 +47,14 @@ def views_show_the_bytes_of_the_layout(case: Case) -> None:
     """Every byte of every region is the same through its view and by the layout's formula."""
     pool = case.make()
     memory = PoolMemory(pool)
-    held = memory.fill(random_of(case.pool))
+    contents = memory.fill(random_of(case.pool))
     for region in pool.layout.regions:
         items = pool.layout.buffer_of(region).items
-        at = every(items, pool.layout.space_of(region).steps)
+        places = every(items, pool.layout.space_of(region).steps)
         raw = off(case.device, pool.view(region.role, region.layer))
         if region.axis("entry") is not None:
             raw = raw.reshape(-1, *raw.shape[2:])
-        wrong = np.argwhere(raw != held[memory.cells(region, *at)])
+        wrong = np.argwhere(raw != contents[memory.cells(region, *places)])
         if wrong.size:
             fail(
                 f"{region}: the view has another byte than the layout's formula at location "
@@ -70,12 +70,12 @@ def contiguous_lists_agree_with_the_layout(case: Case) -> None:
         return
     main, states = pool.get_contiguous_buf_infos(), pool.get_state_buf_infos()
     listed = _listed(pool, "contiguous", *main)
-    sizes, at = pool.kv_buf_group_sizes, 0
+    sizes, first = pool.kv_buf_group_sizes, 0
     equal("kv_buf_group_sizes, in all", sum(sizes), len(main.layer_ids))
     for size in sizes:
-        held = main.layer_ids[at : at + size]
-        equal(f"layers of the group from buffer {at} on, ascending", held, sorted({*held}))
-        at += size
+        layers = main.layer_ids[first : first + size]
+        equal(f"layers of the group from buffer {first} on, ascending", layers, sorted({*layers}))
+        first += size
     for number, state in enumerate(states):
         what = f"state {number} ({state.state_type.value})"
         listed += _listed(pool, what, *state[1:5])
@@ -97,12 +97,12 @@ def layers_are_the_models(case: Case) -> None:
 
 def sizes_without_memory_are_the_same(case: Case) -> None:
     """A pool on the meta device has the same layout, without pointers."""
-    here, there = case.make().layout, case.build(device="meta").layout
-    equal("regions on meta", there.regions, here.regions)
-    equal("spaces on meta", there.spaces, here.spaces)
-    for one, other in zip(there.buffers, here.buffers):
-        same = replace(one, base=other.base, memory=other.memory)
-        equal(f"buffer {one.name} on meta", same, other)
+    layout, meta = case.make().layout, case.build(device="meta").layout
+    equal("regions on meta", meta.regions, layout.regions)
+    equal("spaces on meta", meta.spaces, layout.spaces)
+    for sized, placed in zip(meta.buffers, layout.buffers):
+        same = replace(sized, base=placed.base, memory=placed.memory)
+        equal(f"buffer {sized.name} on meta", same, placed)
 
 
 LAYOUT_CHECKS = (
@@ -120,12 +120,12 @@ def _listed(
     pool: KVPool, what: str, ptrs: list[int], lens: list[int], items: list[int], layers: list[int]
 ) -> list[Buffer]:
     """The buffers of a list, each compared with the layout."""
-    held = {(buffer.base, buffer.end): buffer for buffer in pool.layout.buffers}
+    by_range = {(buffer.base, buffer.end): buffer for buffer in pool.layout.buffers}
     of_layer = {(region.buffer, region.layer) for region in pool.layout.regions}
     equal(f"{what}: lengths of its columns", {len(lens), len(items), len(layers)}, {len(ptrs)})
-    found = []
+    buffers = []
     for ptr, length, item, layer in zip(ptrs, lens, items, layers):
-        buffer = held.get((ptr, ptr + length))
+        buffer = by_range.get((ptr, ptr + length))
         if buffer is None:
             fail(
                 f"{what}, layer {layer}: the layout has no buffer of {length:,} bytes at {ptr:#x}."
@@ -135,5 +135,5 @@ def _listed(
             fail(
                 f"{what}: buffer {buffer.name} is listed for layer {layer}, but has no such region."
             )
-        found.append(buffer)
-    return found
+        buffers.append(buffer)
+    return buffers

@@ -11,9 +11,8 @@ from kvpool.layout import Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
 from kvpool.layout.formats import scale_role
 from kvpool.pools.base import KVPool
-from kvpool.testing.case import Case, equal, random_of
-from kvpool.testing.groups import blocks, device_of, groups, same, shape
-from kvpool.testing.memory import PoolMemory, on
+from kvpool.testing.case import Case, equal
+from kvpool.testing.groups import Trial, blocks, shape
 from kvpool.testing.values import (
     Bytes,
     Floats,
@@ -44,33 +43,31 @@ def write_packs_extremes(case: Case) -> None:
 
 def read_unpacks_as_the_formats_say(case: Case) -> None:
     """Floats from bytes set by the check: each role alone, and all of a layer in one call."""
-    pool, random = case.make(), random_of(case.pool)
-    memory = PoolMemory(pool)
-    held = memory.fill(random)
-    for group in groups(pool):  # one by one: those of a block pool lie over one another
-        meant: list[tuple[Region, Bytes, str]] = []
-        where = group.pick(random)
+    trial = Trial(case)
+    pool = trial.pool
+    for group in trial.groups:  # one by one: those of a block pool lie over one another
+        expected: list[tuple[Region, Bytes, str]] = []
+        locations = group.pick(trial.random)
         for region, scales in group.inputs():
-            at = memory.cells(region, *group.split(where))
-            if scales is None:
-                if not _has_scales(pool, region):
-                    meant.append((region, held[at], region.dtype))
-                continue
-            numbers = plain_floats(random, shape(region, where.size), "float32")
-            kinds = scales.dtype, region.dtype
-            raw, factors = quantise(numbers, blocks(scales), *kinds)
-            held[at] = raw
-            held[memory.cells(scales, *group.split(where))] = factors
-            floats = dequantise(raw, factors, kinds[0], pool.dtype, kinds[1])
-            meant.append((region, floats, pool.dtype))
-        memory.put(held)
-        roles = [region.role for region, _, _ in meant]
-        alone = [pool.read(role, group.layer, where) for role in roles]
-        for found in (alone, pool.read_roles(roles, group.layer, where)):
-            for (region, expected, dtype), tensor in zip(meant, found, strict=True):
+            cells = trial.cells(group, region, locations)
+            if scales is not None:
+                size = shape(region, locations.size)
+                numbers = plain_floats(trial.random, size, "float32")
+                codes, factors = quantise(numbers, blocks(scales), scales.dtype, region.dtype)
+                trial.bytes[cells] = codes
+                trial.bytes[trial.cells(group, scales, locations)] = factors
+                floats = dequantise(codes, factors, scales.dtype, pool.dtype, region.dtype)
+                expected.append((region, floats, pool.dtype))
+            elif scale_role(region.role) not in group.by_role:
+                expected.append((region, trial.bytes[cells], region.dtype))
+        trial.memory.put(trial.bytes)
+        roles = [region.role for region, _, _ in expected]
+        alone = [pool.read(role, group.layer, locations) for role in roles]
+        for read in (alone, pool.read_roles(roles, group.layer, locations)):
+            for (region, floats, dtype), tensor in zip(expected, read, strict=True):
                 equal(f"{region}: dtype", tensor.dtype, getattr(torch, dtype))
-                same(case, region, tensor, expected)
-    memory.check(held)
+                trial.same(region, tensor, floats)
+    trial.check()
 
 
 def values_may_have_any_strides(case: Case) -> None:
@@ -97,33 +94,33 @@ def _write(
     """Writes floats of `dtype`, or stored values if the pool takes no such floats, laid out by
     `lay`.
     """
-    pool, random = case.make(), random_of(case.pool, dtype, how)
-    memory = PoolMemory(pool)
-    expected = memory.fill(random)
-    for group in groups(pool):
-        where, values = group.pick(random), {}
+    trial = Trial(case, dtype, how)
+    for group in trial.groups:
+        locations, values = group.pick(trial.random), {}
         for region, scales in group.inputs():
-            size, stored = shape(region, where.size), region.dtype
-            given = dtype if scales is not None or _converts(pool, dtype, region) else stored
-            if given == stored:
-                raw = random.integers(0, 256, size, dtype=np.uint8)
+            size, stored = shape(region, locations.size), region.dtype
+            converts = scales is not None or _converts(trial.pool, dtype, region)
+            passed = dtype if converts else stored
+            if passed == stored:
+                raw = trial.stored(region, locations.size)
             else:
                 size = (*size[:-1], size[-1] // ITEMSIZE[stored])
-                numbers = (plain_floats if scales is None else floats)(random, size, given)
-                raw = encode(numbers, given)
+                numbers = (plain_floats if scales is None else floats)(trial.random, size, passed)
+                raw = encode(numbers, passed)
             if how == "one row for all":
                 raw = np.broadcast_to(raw[:1], raw.shape)
-            values[region.role] = lay(on(device_of(pool), raw, given))
-            cells = memory.cells(region, *group.split(where))
+            values[region.role] = lay(trial.on_device(raw, passed))
+            cells = trial.cells(group, region, locations)
             if scales is not None:
-                expected[cells], factors = quantise(
-                    decode(raw, given), blocks(scales), scales.dtype, stored
+                trial.bytes[cells], factors = quantise(
+                    decode(raw, passed), blocks(scales), scales.dtype, stored
                 )
-                expected[memory.cells(scales, *group.split(where))] = factors
+                trial.bytes[trial.cells(group, scales, locations)] = factors
             else:
-                expected[cells] = raw if given == stored else encode(decode(raw, given), stored)
-        pool.write(group.layer, where, values)
-    memory.check(expected)
+                same = passed == stored
+                trial.bytes[cells] = raw if same else encode(decode(raw, passed), stored)
+        trial.pool.write(group.layer, locations, values)
+    trial.check()
 
 
 def _converts(pool: KVPool, dtype: str, region: Region) -> bool:
@@ -133,10 +130,6 @@ def _converts(pool: KVPool, dtype: str, region: Region) -> bool:
     if region.dtype not in FLOATS or dtype == region.dtype:
         return False
     return region.dtype == "float32" or pool.packing in PACKINGS
-
-
-def _has_scales(pool: KVPool, region: Region) -> bool:
-    return (region.owner, region.layer, scale_role(region.role)) in pool.layout.region_by_key
 
 
 def _spaced(values: torch.Tensor) -> torch.Tensor:

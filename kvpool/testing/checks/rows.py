@@ -52,14 +52,14 @@ def many_entries_are_stored_and_loaded(device: Device) -> None:
     random, items, count = random_of(), 250, 1111
     raw, slab = random_slab(device, random, items * ENTRIES * 48)
     view = slab.view(torch.bfloat16).view(items, ENTRIES, 24)
-    where = random.permutation(items * ENTRIES)[:count]
+    places = random.permutation(items * ENTRIES)[:count]
     values = random.integers(0, 256, (count, 48), dtype=np.uint8)
-    locations = ids_on(slab.device, where)
+    locations = ids_on(slab.device, places)
     device.store_rows([WriteRow(view, on(slab.device, values, "bfloat16"))], locations)
-    raw.reshape(-1, 48)[where] = values
+    raw.reshape(-1, 48)[places] = values
     same_slab(device, slab, raw, "store_rows of 1,111 entries")
-    (found,) = device.load_rows([ReadRow(view)], locations)
-    if not np.array_equal(off(device, found), values):
+    (loaded,) = device.load_rows([ReadRow(view)], locations)
+    if not np.array_equal(off(device, loaded), values):
         fail("load_rows of 1,111 entries: the bytes differ from the memory.")
 
 
@@ -68,8 +68,8 @@ def rows_of_all_kinds_are_loaded_in_one_call(device: Device) -> None:
     random, items = random_of(), 9
     raw, slab = random_slab(device, random, items * ENTRIES * 4096)
     rows = raw.reshape(items * ENTRIES, 4096)
-    held, scales = quantise(plain_floats(random, (len(rows), 128), "float32"), 4, "float32")
-    rows[:, 1024:1152], rows[:, 1152:1168] = held, scales
+    codes, scales = quantise(plain_floats(random, (len(rows), 128), "float32"), 4, "float32")
+    rows[:, 1024:1152], rows[:, 1152:1168] = codes, scales
     slab.copy_(torch.from_numpy(raw))
 
     def view(dtype: str, first: int, count: int) -> torch.Tensor:
@@ -84,18 +84,18 @@ def rows_of_all_kinds_are_loaded_in_one_call(device: Device) -> None:
         ReadRow(view("bfloat16", 0, 2048)),
     ]
     for count in (0, 1, 31):
-        where = random.permutation(len(rows))[:count]
-        there, parts = rows[where], (held[where], scales[where], "float32")
+        places = random.permutation(len(rows))[:count]
+        stored, parts = rows[places], (codes[places], scales[places], "float32")
         expected = [
-            there[:, :512],
+            stored[:, :512],
             dequantise(*parts, "float16"),
-            there[:, 1031:1038],
+            stored[:, 1031:1038],
             dequantise(*parts, "float32"),
-            there,
+            stored,
         ]
-        found = device.load_rows(asked, ids_on(slab.device, where))
-        equal("load_rows: tensors", len(found), len(asked))
-        for number, (tensor, wanted) in enumerate(zip(found, expected)):
+        loaded = device.load_rows(asked, ids_on(slab.device, places))
+        equal("load_rows: tensors", len(loaded), len(asked))
+        for number, (tensor, wanted) in enumerate(zip(loaded, expected)):
             if not np.array_equal(off(device, tensor), wanted):
                 fail(f"load_rows of {count} entries: other values for row {number} than are there.")
     same_slab(device, slab, raw, "load_rows")
@@ -104,32 +104,33 @@ def rows_of_all_kinds_are_loaded_in_one_call(device: Device) -> None:
 def floats_are_quantised_into_every_format(device: Device) -> None:
     """e4m3 and int8 with scales of every dtype, one or four a token; hard roundings too."""
     random, items, width = random_of(), 7, 64
-    for held, scale, count in product(LARGEST_CODE, SCALE_FORMATS, (1, 4)):
+    for code_dtype, scale, count in product(LARGEST_CODE, SCALE_FORMATS, (1, 4)):
         row = width + 4 * ITEMSIZE[scale]
         raw, slab = random_slab(device, random, items * ENTRIES * row)
         rows = raw.reshape(items * ENTRIES, row)
         entries = slab.view(items, ENTRIES, row)
-        view = entries[..., :width].view(getattr(torch, held))
+        view = entries[..., :width].view(getattr(torch, code_dtype))
         scales = entries[..., width:].view(getattr(torch, scale))[..., :count]
         for floats, dtype in product((plain_floats, odd_floats), ("float32", "bfloat16")):
-            where = random.permutation(len(rows))[:19]
-            numbers = floats(random, (where.size, width), dtype)
-            given = on(slab.device, encode(numbers, dtype), dtype)
-            device.store_rows([WriteRow(view, given, scales)], ids_on(slab.device, where))
-            codes, factors = quantise(numbers, count, scale, held)
+            places = random.permutation(len(rows))[:19]
+            numbers = floats(random, (places.size, width), dtype)
+            values = on(slab.device, encode(numbers, dtype), dtype)
+            device.store_rows([WriteRow(view, values, scales)], ids_on(slab.device, places))
+            codes, factors = quantise(numbers, count, scale, code_dtype)
             end = width + factors.shape[-1]
-            rows[where, :width], rows[where, width:end] = codes, factors
-            found = off(device, slab).reshape(rows.shape)
-            for first, last, kind in ((0, width, held), (width, end, scale)):
-                both = found[:, first:last], rows[:, first:last]
-                nan = np.logical_and(*(np.isnan(decode(each, kind)) for each in both))
-                np.copyto(*both, where=np.repeat(nan, ITEMSIZE[kind], axis=-1))
-            wrong = np.argwhere(found != rows)
+            rows[places, :width], rows[places, width:end] = codes, factors
+            actual = off(device, slab).reshape(rows.shape)
+            for first, last, kind in ((0, width, code_dtype), (width, end, scale)):
+                columns = actual[:, first:last], rows[:, first:last]
+                nan = np.logical_and(*(np.isnan(decode(column, kind)) for column in columns))
+                np.copyto(*columns, where=np.repeat(nan, ITEMSIZE[kind], axis=-1))
+            wrong = np.argwhere(actual != rows)
             if wrong.size:
-                at = tuple(wrong[0])
+                entry, byte = wrong[0]
                 fail(
-                    f"store_rows of {dtype} as {held} with {count} of {scale}: entry {at[0]}, "
-                    f"byte {at[1]} is {int(found[at]):#04x}, expected {int(rows[at]):#04x}."
+                    f"store_rows of {dtype} as {code_dtype} with {count} of {scale}: "
+                    f"entry {entry}, byte {byte} is {actual[entry, byte]:#04x}, expected "
+                    f"{rows[entry, byte]:#04x}."
                 )
 
 
@@ -159,14 +160,14 @@ def _entries(device: Device, dtype: str, heads_first: bool, width: int) -> None:
         [*(step * size for step in strides[:3]), 1],
     )
     what = f"{dtype} rows of {width}, {'heads' if heads_first else 'entries'} first"
-    where = random.permutation(items * ENTRIES)[:17]
-    item, entry = np.divmod(where, ENTRIES)
-    locations = ids_on(slab.device, where)
-    (found,) = device.load_rows([ReadRow(view)], locations)
-    equal(f"load_rows of {what}: dtype", found.dtype, view.dtype)
-    if not np.array_equal(off(device, found), rows[item, entry]):
+    places = random.permutation(items * ENTRIES)[:17]
+    item, entry = np.divmod(places, ENTRIES)
+    locations = ids_on(slab.device, places)
+    (loaded,) = device.load_rows([ReadRow(view)], locations)
+    equal(f"load_rows of {what}: dtype", loaded.dtype, view.dtype)
+    if not np.array_equal(off(device, loaded), rows[item, entry]):
         fail(f"load_rows of {what}: the bytes differ from the memory.")
-    values = random.integers(0, 256, (where.size, heads, width * size), dtype=np.uint8)
+    values = random.integers(0, 256, (places.size, heads, width * size), dtype=np.uint8)
     device.store_rows([WriteRow(view, on(slab.device, values, dtype))], locations)
     rows[item, entry] = values
     same_slab(device, slab, raw, f"store_rows of {what}")

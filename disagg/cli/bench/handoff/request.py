@@ -74,11 +74,11 @@ def fill(pool: KVPool, table: RequestAddress) -> None:
     """Writes a request's bytes."""
     tokens = range(table.num_tokens)
     for region, space, entries in _live(pool.layout, tokens):
-        where = _locations(space, table, entries)
-        kind = pool.gather(region.role, region.layer, where[:0])
+        locations = _locations(space, table, entries)
+        kind = pool.gather(region.role, region.layer, locations[:0])
         rows = _rows(region, entries).view(kind.dtype).view(-1, *kind.shape[1:])
         written = rows.to(kind.device)
-        pool.scatter(region.layer, where, {region.role: written})
+        pool.scatter(region.layer, locations, {region.role: written})
 
 
 def clear(pool: KVPool) -> None:
@@ -90,8 +90,8 @@ def clear(pool: KVPool) -> None:
 def need_request(pool: KVPool, table: RequestAddress, start: int = 0) -> None:
     """Raises WrongBytes unless a request's positions from `start` on are what `fill` writes."""
     for region, space, entries in _live(pool.layout, range(start, table.num_tokens)):
-        found = pool.gather(region.role, region.layer, _locations(space, table, entries))
-        flat = found.flatten(1).view(torch.uint8)
+        values = pool.gather(region.role, region.layer, _locations(space, table, entries))
+        flat = values.flatten(1).view(torch.uint8)
         need_equal(f"entries of {region}", flat, _rows(region, entries))
 
 
