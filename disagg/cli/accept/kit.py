@@ -45,7 +45,8 @@ def conformance_rows(scope: Scope) -> list[Row]:
 def _of_subject(subject: str, checks: list[Row]) -> list[Row]:
     passed = [row.seconds for row in checks if row.state == PASSED]
     others = [row for row in checks if row.state != PASSED]
-    return [Row(subject, PASSED, f"{len(passed):,} checks", sum(passed))] * bool(passed) + others
+    summary = Row(subject, PASSED, f"{len(passed):,} checks", sum(passed))
+    return [summary, *others] if passed else others
 
 
 class Kit:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from kvpool.render.page import page
+from kvpool.render.page import TABLE, Cell, page, printable, table, text
 
 FORMAT = "kvpool-accept-2"
 
@@ -18,27 +16,6 @@ PASSED: State = "passed"
 FAILED: State = "failed"
 NOT_HERE: State = "not here"
 STATES = PASSED, FAILED, NOT_HERE
-UNPRINTABLE = re.compile(r"[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What a page, or a file in UTF-8, cannot hold."""
-CSS = """
-:root { --passed: #1a7f37; }
-@media (prefers-color-scheme: dark) { :root { --passed: #57ab5a; } }
-table { border-collapse: collapse; width: 100%; margin: 6px 0; }
-tr { border-bottom: 1px solid var(--line); }
-td { vertical-align: top; padding: 3px 12px 3px 0; }
-.number { text-align: right; padding: 3px 0 3px 12px; font-variant-numeric: tabular-nums; }
-.state, .number { white-space: nowrap; }
-.counts { width: auto; }
-.sentence { width: 60%; overflow-wrap: anywhere; }
-.passed { color: var(--passed); } .quiet, .not-here { color: var(--quiet); }
-.failed { color: var(--found); font-weight: 600; }
-@media (max-width: 700px) {
-  .rows tr, .rows td:first-child { display: block; } .rows tr { padding: 5px 0; }
-  .rows td { display: inline; padding: 0 8px 0 0; } .rows td:first-child { font-weight: 600; }
-}
-"""
-Cell = tuple[str, str]
-"""Words, and the class that they are shown as."""
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -141,42 +118,25 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def as_html(self) -> str:
         """One page: verdict, what failed, the sections, and the machine."""
         version, source = self.versions.get("kvpool", ""), self.commit or "an installed package"
-        body = [f"<p>{_text(f'kvpool {version}, {source}, {self.date}')}</p>"]
+        body = [f"<p>{text(f'kvpool {version}, {source}, {self.date}')}</p>"]
         failed = [
             ((f"{section.name}: {row.name}", "failed"), (row.sentence, "sentence"))
             for section in self.sections
             for row in section.failed
         ]
         if failed:
-            body += ["<h2>What failed</h2>", _table(failed, "rows")]
+            body += ["<h2>What failed</h2>", table(failed, "rows")]
         titles: list[Cell] = [
             ("", ""),
             *((words, "number quiet") for words in (*STATES, "seconds")),
         ]
         counts = [titles, *(section.counts for section in self.sections)]
-        body += ["<h2>Sections</h2>", _table(counts, "counts")]
+        body += ["<h2>Sections</h2>", table(counts, "counts")]
         for section in self.sections:
-            body += [f"<h2>{_text(f'{section.name}: {section.title}')}</h2>"]
-            body += [_table((row.cells for row in section.rows), "rows")]
+            body += [f"<h2>{text(f'{section.name}: {section.title}')}</h2>"]
+            body += [table((row.cells for row in section.rows), "rows")]
         for title, facts in (("The machine", self.machine), ("Packages", self.versions)):
             lines = (((name, ""), (value, "sentence")) for name, value in facts.items())
-            body += [f"<h2>{title}</h2>", _table(lines)]
-        style = f"{CSS}h1 {{ color: var(--{'passed' if self.passed else 'found'}); }}\n"
-        return page(_printable(f"kvpool accept: {self.verdict}"), *body, style=style)
-
-
-def _table(lines: Iterable[Iterable[Cell]], kind: str = "") -> str:
-    rows = (
-        "".join(f'<td class="{shown}">{_text(words)}</td>' for words, shown in line)
-        for line in lines
-    )
-    written = "".join(f"<tr>{row}</tr>\n" for row in rows)
-    return f'<table class="{kind}">\n{written}</table>'
-
-
-def _text(words: str) -> str:
-    return escape(_printable(words))
-
-
-def _printable(words: str) -> str:
-    return UNPRINTABLE.sub("\ufffd", words)
+            body += [f"<h2>{title}</h2>", table(lines)]
+        style = f"{TABLE}h1 {{ color: var(--{'passed' if self.passed else 'found'}); }}\n"
+        return page(printable(f"kvpool accept: {self.verdict}"), *body, style=style)

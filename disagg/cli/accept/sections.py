@@ -8,11 +8,10 @@ from functools import partial
 from typing import NamedTuple
 
 from disagg.cli.accept.bench import bench_rows
-from disagg.cli.accept.engines import engine_rows
 from disagg.cli.accept.kit import conformance_rows, hardware_rows
-from disagg.cli.accept.models import model_rows
 from disagg.cli.accept.report import FAILED, Row, SectionResult
 from disagg.cli.accept.scope import Scope
+from disagg.cli.accept.trials import engine_rows, model_rows
 from kvpool.testing.run import HARDWARE_CHECKS
 
 

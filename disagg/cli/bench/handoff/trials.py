@@ -6,15 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from disagg.cli.accept.report import NOT_HERE, Row
-from disagg.cli.accept.scope import Scope
 from disagg.cli.bench.peer import READER_TIMEOUT, REFUSED
-from disagg.engines.base import TransferError, create_engine, engine_class, engine_names
+from disagg.engines.base import TransferError, create_engine
 from disagg.protocol.status import KVPoll
 from disagg.runtime.decode_endpoint import STAGING_BYTES, DecodeEndpoint
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
@@ -27,7 +24,7 @@ from kvpool.process import Restarted
 from kvpool.render.text import human
 from kvpool.testing.case import Inapplicable, fail
 
-ROOM = "accept"
+ROOM = "trial"
 
 
 class TrialMove(NamedTuple):
@@ -75,26 +72,13 @@ MOVES = {
 }
 
 
-def engine_rows(scope: Scope) -> list[Row]:
-    """A row for each engine that does not work here, and for each hand-off of the others."""
-    rows = []
-    with closing(Restarted(TrialPrefill, scope.device.name)) as prefill:
-        for engine in engine_names():
-            reason = engine_class(engine).availability()
-            if reason is not None:
-                rows.append(Row(engine, NOT_HERE, reason))
-                continue
-            for move in MOVES:
-                moved = partial(_moved, scope, prefill, engine, move)
-                rows.append(scope.tried(f"{engine}, {move}", moved))
-    return rows
-
-
-def _moved(scope: Scope, prefill: Restarted, engine: str, name: str) -> str:
-    """Hands one request over. Raises Inapplicable if the engine refuses the device's memory."""
+def moved(prefill: Restarted, device: str, engine: str, name: str, small: bool) -> str:
+    """Hands one request over from a `TrialPrefill`; what was moved, in words. Raises CheckFailure,
+    and Inapplicable if the engine refuses the device's memory.
+    """
     move, process = MOVES[name], prefill()
-    tokens = move.small_tokens if scope.small else move.tokens
-    dest = move.side("dest", tokens, scope.device.name)
+    tokens = move.small_tokens if small else move.tokens
+    dest = move.side("dest", tokens, device)
     with closing(_decode(move, engine, dest.pool.layout)) as decode:
         address, refusal = process.call("open", engine, name, tokens)
         if refusal is not None:

@@ -1,6 +1,4 @@
-"""The demo of every family: prefill in another process, decode in this one, compared with one
-process and with transformers' own cache.
-"""
+"""Hand-offs of every engine, and the demo of every family, each with its prefill in one process."""
 
 from __future__ import annotations
 
@@ -13,30 +11,45 @@ from rich.console import Console
 
 from disagg.cli.accept.report import FAILED, NOT_HERE, Row
 from disagg.cli.accept.scope import Scope
+from disagg.cli.bench.handoff.trials import MOVES, TrialPrefill, moved
 from disagg.cli.demo.decode import decoded_prompts
 from disagg.cli.demo.models import MODELS, DemoSettings
 from disagg.cli.demo.prefill import PrefillSide
+from disagg.engines.base import engine_class, engine_names
 from kvpool.extras import needs
 from kvpool.process import Restarted
 from kvpool.testing.case import fail
 
-DTYPE = "bfloat16"
-PACKINGS = (DTYPE, "fp8")
-QUICK_MODEL = "llama"
+DTYPE, QUICK_MODEL = "bfloat16", "llama"
+
+
+def engine_rows(scope: Scope) -> list[Row]:
+    """A row for each engine that does not work here, and for each hand-off of the others."""
+    rows = []
+    with closing(Restarted(TrialPrefill, scope.device.name)) as prefill:
+        for engine in engine_names():
+            reason = engine_class(engine).availability()
+            if reason is not None:
+                rows.append(Row(engine, NOT_HERE, reason))
+                continue
+            for move in MOVES:
+                trial = partial(moved, prefill, scope.device.name, engine, move, scope.small)
+                rows.append(scope.tried(f"{engine}, {move}", trial))
+    return rows
 
 
 def model_rows(scope: Scope) -> list[Row]:
     """A row for each family and packing."""
     if find_spec("transformers") is None:
         return [Row("demo", NOT_HERE, f"the demo {needs('transformers')}")]
-    wanted = [(QUICK_MODEL, DTYPE)] if scope.quick else [(m, p) for m in MODELS for p in PACKINGS]
+    wanted = [(model, packing) for model in MODELS for packing in (DTYPE, "fp8")]
     rows = []
     with closing(Restarted(PrefillSide)) as prefill:
-        for model, packing in wanted:
+        for model, packing in [(QUICK_MODEL, DTYPE)] if scope.quick else wanted:
             played = partial(_played, scope, prefill, model, packing)
             rows.append(scope.tried(f"{model}, {packing}", played))
             if rows[-1].state == FAILED:
-                prefill.close()
+                prefill.close()  # another process for the next
     return rows
 
 
