@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
-from kvpool.render.chart import COLOURS, Chart, Kind, Mark, Panel, Row, linear_axis
+from kvpool.render.chart import COLOURS, Chart, ChartRow, Kind, Mark, Panel, linear_axis
 from kvpool.render.text import human
 
 MAX_CHUNKS = 100
@@ -37,7 +37,7 @@ def _panel(name: str, metrics: RoomMetrics) -> Panel:
     end = max(metrics.total_seconds, *(read.ended for read in metrics.reads), 1e-6)
     chunks = list(_chunks(metrics.reads))
     drawn, hidden = chunks[:MAX_CHUNKS], len(chunks[MAX_CHUNKS:])
-    rows: list[Row | str] = []
+    rows: list[ChartRow | str] = []
     if metrics.asked_seconds:
         rows += [_step("prefill is asked", 0.0, metrics.asked_seconds)]
     many = len({read.source for read in metrics.reads} | metrics.released.keys()) > 1
@@ -68,7 +68,7 @@ def _chunks(reads: Sequence[ReadTimes]) -> Iterator[list[ReadTimes]]:
         yield list(of_chunk)
 
 
-def _chunk(reads: Sequence[ReadTimes]) -> Row:
+def _chunk(reads: Sequence[ReadTimes]) -> ChartRow:
     first = reads[0]
     name = f"tokens {first.start:,}-{first.stop - 1:,}" if first.start < first.stop else "states"
     if len(reads) > 1:
@@ -86,10 +86,10 @@ def _chunk(reads: Sequence[ReadTimes]) -> Row:
         if read.begun is not None:
             marks.append(Mark("bar", begun, read.ended, READS, words))
     marks += [Mark("tick", read.ready, read.ready, READY) for read in reads]
-    return Row(name, seconds_of(max(read.ended for read in reads) - first.ready), marks)
+    return ChartRow(name, seconds_of(max(read.ended for read in reads) - first.ready), marks)
 
 
-def _last_steps(metrics: RoomMetrics, many: bool) -> Iterator[Row]:
+def _last_steps(metrics: RoomMetrics, many: bool) -> Iterator[ChartRow]:
     """What comes after the last read, of a room that got so far."""
     if metrics.done_seconds and metrics.verify_seconds:
         begun = max((read.ended for read in metrics.reads), default=0.0)
@@ -99,6 +99,6 @@ def _last_steps(metrics: RoomMetrics, many: bool) -> Iterator[Row]:
         yield _step(name, metrics.done_seconds, seconds)
 
 
-def _step(name: str, begun: float, ended: float) -> Row:
+def _step(name: str, begun: float, ended: float) -> ChartRow:
     words = f"from {seconds_of(begun)} to {seconds_of(ended)}"
-    return Row(name, seconds_of(ended - begun), [Mark("bar", begun, ended, OTHER, words)])
+    return ChartRow(name, seconds_of(ended - begun), [Mark("bar", begun, ended, OTHER, words)])

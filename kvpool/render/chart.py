@@ -65,7 +65,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ChartRow:
     """What it is, its figure, and its marks."""
 
     name: str
@@ -74,7 +74,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class ChartAxis:
     """From `low` to `high`. `ticks` are values and their words; a line in ink is at `bound`."""
 
     low: float
@@ -96,8 +96,8 @@ class Panel:
     """Rows, and headings between them. `better` says what the right end of the axis means."""
 
     heading: str
-    axis: Axis
-    rows: Sequence[Row | str]
+    axis: ChartAxis
+    rows: Sequence[ChartRow | str]
     better: str = ""
 
 
@@ -112,7 +112,7 @@ class Chart:
     notes: Sequence[str] = ()
 
 
-def log_axis(low: float, high: float, *, bound: float = 1.0) -> Axis:
+def log_axis(low: float, high: float, *, bound: float = 1.0) -> ChartAxis:
     """An axis with a tick at each power of ten from `low` to `high`, some without words."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = math.ceil((last - first + 1) / MAX_TICKS)
@@ -120,16 +120,16 @@ def log_axis(low: float, high: float, *, bound: float = 1.0) -> Axis:
         (10.0**power, "" if power % every else f"{10.0**power:,g}")
         for power in range(first, last + 1)
     ]
-    return Axis(low, high, ticks, log=True, bound=bound)
+    return ChartAxis(low, high, ticks, log=True, bound=bound)
 
 
-def linear_axis(high: float, words: Callable[[float], str], *, at_most: int = 5) -> Axis:
+def linear_axis(high: float, words: Callable[[float], str], *, at_most: int = 5) -> ChartAxis:
     """An axis from 0 with a few round ticks."""
     high = high or 1.0
     power = 10.0 ** math.floor(math.log10(high / at_most))
     step = next(n * power for n in (1, 2, 5, 10) if high / (n * power) <= at_most)
     many = math.floor(high / step + 1e-9)
-    return Axis(0.0, high, [(n * step, words(n * step)) for n in range(many + 1)])
+    return ChartAxis(0.0, high, [(n * step, words(n * step)) for n in range(many + 1)])
 
 
 def write_chart(chart: Chart, path: Path, details: str = "") -> None:
@@ -200,11 +200,11 @@ def _drawn(panel: Panel) -> tuple[Element, float]:
         add(root, "text", f"{panel.better} →", class_="quiet", **place)
         y += LINE
     top = y + LINE
-    names = [wrap(row.name, NAME) if isinstance(row, Row) else [row] for row in panel.rows]
+    names = [wrap(row.name, NAME) if isinstance(row, ChartRow) else [row] for row in panel.rows]
     starts = list(accumulate((ROW + LINE * (len(name) - 1) for name in names), initial=top))
     _grid(root, axis, top, starts[-1])
     for y, name, row in zip(starts, names, panel.rows):
-        if isinstance(row, Row):
+        if isinstance(row, ChartRow):
             _row(root, axis, row, name, y)
         else:
             add(root, "text", row, x=f"{FIRST:g}%", y=y + 24, class_="head")
@@ -213,7 +213,7 @@ def _drawn(panel: Panel) -> tuple[Element, float]:
     return root, height
 
 
-def _grid(root: Element, axis: Axis, top: float, bottom: float) -> None:
+def _grid(root: Element, axis: ChartAxis, top: float, bottom: float) -> None:
     """Lines at the ticks and at the bound, and words above and below."""
     lines = [("rule", axis.at(value)) for value, _ in axis.ticks]
     lines += [] if axis.bound is None else [("bound", axis.at(axis.bound))]
@@ -227,7 +227,7 @@ def _grid(root: Element, axis: Axis, top: float, bottom: float) -> None:
             add(root, "text", words, class_="quiet number", **place)
 
 
-def _row(root: Element, axis: Axis, row: Row, name: Sequence[str], y: float) -> None:
+def _row(root: Element, axis: ChartAxis, row: ChartRow, name: Sequence[str], y: float) -> None:
     """Draws a row at `y`: the lines of its name, its figure, its marks."""
     y += 14 - LINE
     for line in name:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from disagg.cli.accept.report import Report
-    from disagg.cli.accept.sections import Section
+    from disagg.cli.accept.sections import AcceptSection
     from kvpool.device import Device
 
 JSON_NAME, HTML_NAME = "accept.json", "accept.html"
@@ -72,7 +72,7 @@ def accept(
         raise typer.Exit(130 if report.interrupted else 1)
 
 
-def _sections(only: list[str] | None) -> list[Section]:
+def _sections(only: list[str] | None) -> list[AcceptSection]:
     """The sections of --only, in their order. Raises typer.BadParameter."""
     from disagg.cli.accept import sections
     from kvpool.layout.sentences import nearest
@@ -86,7 +86,7 @@ def _sections(only: list[str] | None) -> list[Section]:
 
 
 def _run(
-    device: Device, chosen: Sequence[Section], quick: bool, out: Path, console: Console
+    device: Device, chosen: Sequence[AcceptSection], quick: bool, out: Path, console: Console
 ) -> Report:
     """Runs sections, prints a line for each and one for each failure, and writes the report: before
     each section, so that it names one that ends the process, and at the end.

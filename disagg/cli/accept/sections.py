@@ -15,7 +15,7 @@ from disagg.cli.accept.trials import engine_rows, model_rows
 from kvpool.testing.run import HARDWARE_CHECKS
 
 
-class Section(NamedTuple):
+class AcceptSection(NamedTuple):
     """A section of the report: `run` tries everything in it."""
 
     name: str
@@ -34,9 +34,16 @@ class Section(NamedTuple):
 
 
 SECTIONS = (
-    Section("conformance", "the kit that every device must pass, byte for byte", conformance_rows),
-    *(Section(group.name, group.title, partial(hardware_rows, group)) for group in HARDWARE_CHECKS),
-    Section("engines", "every engine moves the device's memory between processes", engine_rows),
-    Section("models", "real models prefill in one process and decode in another", model_rows),
-    Section("bench", "every operation beside the plain copy that bounds it", bench_rows),
+    AcceptSection(
+        "conformance", "the kit that every device must pass, byte for byte", conformance_rows
+    ),
+    *(
+        AcceptSection(group.name, group.title, partial(hardware_rows, group))
+        for group in HARDWARE_CHECKS
+    ),
+    AcceptSection(
+        "engines", "every engine moves the device's memory between processes", engine_rows
+    ),
+    AcceptSection("models", "real models prefill in one process and decode in another", model_rows),
+    AcceptSection("bench", "every operation beside the plain copy that bounds it", bench_rows),
 )

@@ -230,7 +230,7 @@ def in_place(monkeypatch):
     """Puts other functions in the place of the sections."""
 
     def put(**runs):
-        made = [sections.Section(name, "", run) for name, run in runs.items()]
+        made = [sections.AcceptSection(name, "", run) for name, run in runs.items()]
         monkeypatch.setattr(sections, "SECTIONS", tuple(made))
 
     return put

@@ -10,9 +10,9 @@ from hypothesis import given, strategies as st
 
 from kvpool.render.chart import (
     Chart,
+    ChartRow,
     Mark,
     Panel,
-    Row,
     chart_html,
     chart_svg,
     linear_axis,
@@ -24,7 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def one(*marks, axis=None, name="a row", figure="7"):
     """A chart of one row."""
-    panel = Panel("heading", axis or linear_axis(100.0, str), [Row(name, figure, marks)])
+    panel = Panel("heading", axis or linear_axis(100.0, str), [ChartRow(name, figure, marks)])
     return Chart("title", [("bar", "#123456", "a bar")], [panel])
 
 
