@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -127,8 +127,37 @@ def peer_readers(device: Device, nbytes: int) -> OneOpen[PeerReader]:
     return OneOpen(processes, partial(PeerReader, memory))
 
 
-class PeerMemory:
-    """The peer process: memory that holds `pattern`, served by one engine at a time."""
+class BareServer:
+    """Called by the other process: it serves memory by one bare engine at a time."""
+
+    bare: Engine | None = None
+
+    @property
+    def progress_seconds(self) -> float | None:
+        """How often the engine is to make progress."""
+        return None if self.bare is None else self.bare.progress_seconds
+
+    def progress(self) -> None:
+        """Lets reads proceed."""
+        if self.bare is not None:
+            self.bare.progress()
+
+    def stop(self) -> None:
+        """Closes the engine, before its memory goes."""
+        if self.bare is not None:
+            self.bare.close()
+            self.bare = None
+
+    def serve(self, engine: str, slabs: Sequence[Slab]) -> bytes:
+        """Metadata of an engine of that name over this memory, which replaces the one before."""
+        self.stop()
+        self.bare = create_engine(engine)
+        self.bare.register(slabs)
+        return self.bare.metadata()
+
+
+class PeerMemory(BareServer):
+    """Memory that holds `pattern`."""
 
     def __init__(self, device: str, nbytes: int) -> None:
         torch.set_num_threads(1)
@@ -136,29 +165,14 @@ class PeerMemory:
         self._memory = peer_device.allocate(nbytes)
         self._memory.copy_(pattern(nbytes))
         peer_device.record().synchronize()
-        self._engine: Engine | None = None
-
-    @property
-    def progress_seconds(self) -> float | None:
-        """How often the engine is to make progress."""
-        return None if self._engine is None else self._engine.progress_seconds
-
-    def progress(self) -> None:
-        """Lets reads proceed."""
-        if self._engine is not None:
-            self._engine.progress()
 
     def base(self) -> int:
         """The memory's pointer."""
         return self._memory.data_ptr()
 
     def metadata(self, engine: str) -> bytes:
-        """Metadata of an engine of that name, which replaces the one before."""
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = create_engine(engine)
-        self._engine.register([slab_of(self._memory)])
-        return self._engine.metadata()
+        """Metadata of an engine of that name."""
+        return self.serve(engine, [slab_of(self._memory)])
 
 
 def pattern(nbytes: int) -> torch.Tensor:
