@@ -12,16 +12,17 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+import typer
 from rich.console import Console
 
 from disagg.cli.bench.case import QUICK, sizes_for
-from disagg.cli.bench.cases import all_cases, context_on, measurable
+from disagg.cli.bench.cases import all_cases, context_on
 from disagg.cli.bench.machine import machine, now, packages
 from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import BenchReport
 from disagg.cli.bench.transfers import transfer_cases
+from disagg.cli.common import device_to_measure
 from disagg.engines.base import engine_class, engine_names
-from kvpool.device import DeviceUnavailable
 from tests.bench.host import host_cases
 
 PAIRS: list[tuple[str, float, float, float]] = []
@@ -38,8 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def device_of(config: pytest.Config):
     """The device of the option; `cpu` if the option is not defined."""
     try:
-        return measurable(config.getoption("--device", "cpu") or "cpu")
-    except DeviceUnavailable as error:
+        return device_to_measure(config.getoption("--device", "cpu") or "cpu")
+    except typer.BadParameter as error:
         raise pytest.UsageError(str(error)) from None
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from functools import partial
 
 from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row, State
 from disagg.cli.accept.scope import Scope
-from disagg.cli.bench.case import COPY, MIB, QUICK, BenchCase, BenchContext, sizes_for
+from disagg.cli.bench.case import TINY, BenchCase, BenchContext, sizes_for
 from disagg.cli.bench.cases import HANDOFF_ENGINES, all_cases, context_on
 from disagg.cli.bench.machine import machine
 from disagg.cli.bench.measure import UNABLE, Measurement, measured, one_thread, opened
-from disagg.cli.bench.report import as_dict, time_of
+from disagg.cli.bench.report import as_dict, sentence_of
 from disagg.cli.bench.targets import TARGET_GPU, target_of
 from disagg.cli.bench.work import WrongBytes
 from disagg.engines.base import engine_names
@@ -20,14 +19,6 @@ from kvpool.testing.case import CheckFailure, Inapplicable
 
 OTHER_PROCESSES = ("transfer", "handoff")
 """Groups that `quick` leaves to the sections that compare their bytes."""
-TINY = replace(
-    QUICK,
-    entry_bytes=MIB // 32,
-    pages=1,
-    run_bytes=MIB // 4,
-    handoff_tokens=(1, 128),
-    handoff_chunk=64,
-)
 
 
 def bench_rows(scope: Scope) -> list[Row]:
@@ -68,12 +59,8 @@ def bench_row(row: Measurement, gpu: str, seconds: float) -> Row:
     figures = {**as_dict(row), "target": target}
     state: State = FAILED if row.failed else NOT_HERE
     sentence = " ".join((row.reason or "not timed").split())
-    if row.reason is None and row.seconds is not None and row.ratio is not None:
-        rate = f", {row.rate:.2f} GiB/s" if row.rate else ""
-        bound = "a plain copy" if case.bound == COPY else case.bound
-        times = f"{row.ratio:,.0f}" if row.ratio >= 10 else f"{row.ratio:.2g}"
-        state = PASSED
-        sentence = f"{time_of(row.seconds)}{rate}, {times} times as fast as {bound}"
+    if row.ratio is not None:
+        state, sentence = PASSED, sentence_of(row)
         if target is not None and TARGET_GPU in gpu:
             state = PASSED if row.ratio >= target else FAILED
             sentence += f"; target {target:.2f}: {'met' if state == PASSED else 'not met'}"

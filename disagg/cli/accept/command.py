@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from disagg.cli.common import device_to_measure, need_known, progress_bar
 from kvpool.cli.output import check_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from rich.console import Console
 
@@ -51,38 +51,24 @@ def accept(
     """
     from rich.console import Console
 
-    from disagg.cli.bench.cases import measurable
-    from kvpool.device import DeviceUnavailable
+    from disagg.cli.accept.sections import SECTIONS
 
-    sections = _sections(only)
+    names = [section.name for section in SECTIONS]
+    need_known("--only", only or (), names)
+    tried = device_to_measure(device)
     try:
-        tried = measurable(device)
         out.mkdir(parents=True, exist_ok=True)
-    except DeviceUnavailable as error:
-        raise typer.BadParameter(str(error)) from None
     except OSError as error:
         raise typer.BadParameter(f"--out {out}: {error.strerror}.") from None
     for name in (JSON_NAME, HTML_NAME):
         check_output("--out", out / name)
-    report = _run(tried, sections, quick, out, Console(stderr=as_json))
+    chosen = [section for section in SECTIONS if section.name in (only or names)]
+    report = _run(tried, chosen, quick, out, Console(stderr=as_json))
     typer.echo(f"{report.verdict}: {out / HTML_NAME}, {out / JSON_NAME}", err=as_json)
     if as_json:
         typer.echo(report.as_json(), nl=False)
     if not report.passed:
         raise typer.Exit(130 if report.interrupted else 1)
-
-
-def _sections(only: list[str] | None) -> list[AcceptSection]:
-    """The sections of --only, in their order. Raises typer.BadParameter."""
-    from disagg.cli.accept import sections
-    from kvpool.layout.sentences import nearest
-
-    names = [section.name for section in sections.SECTIONS]
-    for name in only or ():
-        if name not in names:
-            known = ", ".join(names)
-            raise typer.BadParameter(f"--only {name}: one of {known}.{nearest(name, names)}")
-    return [section for section in sections.SECTIONS if section.name in (only or names)]
 
 
 def _run(
@@ -96,7 +82,6 @@ def _run(
     from disagg.cli.accept import report, sections
     from disagg.cli.accept.scope import Scope
     from disagg.cli.bench.machine import commit, detailed, now, packages
-    from disagg.cli.progress import progress_bar
 
     began, results = time.monotonic(), list[report.SectionResult]()
     date, facts, source = now(), detailed(device), commit()
@@ -126,13 +111,9 @@ def _run(
             running = section.name
             write(running)
             tell(f"{section.name}: {section.title}")
-            results.append(section.result(Scope(device, quick, partial(_told, tell, section.name))))
+            results.append(section.result(Scope(device, quick, section.name, tell)))
             tell("", advance=1)
             for line in results[-1].lines():
                 console.print(Text(line), soft_wrap=True)
         running = None
     return write(running)
-
-
-def _told(tell: Callable[[str], object], section: str, what: str) -> None:
-    tell(f"{section}: {what}")

@@ -13,16 +13,21 @@ from kvpool.testing.case import CheckFailure, Inapplicable
 
 @dataclass(frozen=True)
 class Scope:
-    """The device; whether little is to be tried of everything; and who is told what runs now."""
+    """The device, whether little is to be tried of everything, and what shows what runs now."""
 
     device: Device
     quick: bool
-    tell: Callable[[str], None] = lambda _: None
+    section: str = ""
+    show: Callable[[str], object] = lambda _: None
 
     @property
     def small(self) -> bool:
         """Whether sizes are minimal and nothing is timed: if `quick`, and on emulated devices."""
         return self.quick or self.device.emulated
+
+    def tell(self, what: str) -> None:
+        """Shows what runs now."""
+        self.show(f"{self.section}: {what}")
 
     def tried(self, name: str, work: Callable[[], str]) -> Row:
         """The row of one thing that is tried. `work` returns what it found, or raises Inapplicable

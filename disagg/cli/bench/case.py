@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from disagg.cli.bench.handoff.decode import TimedHandOffs
@@ -80,6 +80,14 @@ QUICK = Sizes(
     least_rounds=3,
     seconds=0.0,
     batch_seconds=0.0,
+)
+TINY = replace(
+    QUICK,
+    entry_bytes=MIB // 32,
+    pages=1,
+    run_bytes=MIB // 4,
+    handoff_tokens=(1, 128),
+    handoff_chunk=64,
 )
 HOST_SIZES = Sizes(entry_bytes=22 * MIB, pages=8, run_bytes=32 * MIB, transfer_bytes=32 * MIB)
 ACCELERATOR = Sizes(entry_bytes=256 * MIB, pages=128, run_bytes=256 * MIB, transfer_bytes=64 * MIB)

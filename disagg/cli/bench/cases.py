@@ -12,7 +12,7 @@ from disagg.cli.bench.moves import move_cases, run_cases
 from disagg.cli.bench.peer import peer_readers
 from disagg.cli.bench.stores import load_cases, store_cases
 from disagg.cli.bench.transfers import memory_bytes, transfer_cases
-from kvpool.device import Device, DeviceUnavailable, get_device
+from kvpool.device import Device
 
 GROUPS = ("store", "load", "move", "gather", "scatter", "transfer", "handoff")
 HANDOFF_ENGINES = ("local",)
@@ -43,13 +43,3 @@ def context_on(device: Device, sizes: Sizes) -> Iterator[BenchContext]:
     handoffs = timed_hand_offs(device, max(sizes.handoff_tokens))
     with closing(readers), closing(handoffs):
         yield BenchContext(device, readers, handoffs)
-
-
-def measurable(name: str) -> Device:
-    """The device by name. Raises DeviceUnavailable if it is missing or has no memory."""
-    device = get_device(name)
-    if device.memory_kind == "meta":
-        raise DeviceUnavailable(
-            f"device {name!r} has no memory to measure. Choose a device with memory, such as cpu."
-        )
-    return device

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from disagg.cli.common import device_to_measure, need_known, progress_bar
 from kvpool.cli.output import check_output
 
 if TYPE_CHECKING:
@@ -96,13 +97,9 @@ def _groups(only: Sequence[str] | None, engines: Sequence[str] | None) -> Sequen
     """The groups of --only. Raises typer.BadParameter for a wrong group or engine."""
     from disagg.cli.bench.cases import GROUPS
     from disagg.engines.base import EngineUnavailable, engine_class
-    from kvpool.layout.sentences import nearest
 
     groups = only or GROUPS
-    for group in groups:
-        if group not in GROUPS:
-            known = ", ".join(GROUPS)
-            raise typer.BadParameter(f"--only {group}: one of {known}.{nearest(group, GROUPS)}")
+    need_known("--only", groups, GROUPS)
     if engines and not {"transfer", "handoff"} & {*groups}:
         raise typer.BadParameter(
             "--engine selects transfers and hand-offs: add --only transfer or --only handoff, or "
@@ -125,18 +122,13 @@ def _report(
     from rich.console import Console
 
     from disagg.cli.bench.case import QUICK, sizes_for
-    from disagg.cli.bench.cases import HANDOFF_ENGINES, all_cases, context_on, measurable
+    from disagg.cli.bench.cases import HANDOFF_ENGINES, all_cases, context_on
     from disagg.cli.bench.machine import machine, now, packages
     from disagg.cli.bench.measure import measured
     from disagg.cli.bench.report import BenchReport
-    from disagg.cli.progress import progress_bar
     from disagg.engines.base import engine_names
-    from kvpool.device import DeviceUnavailable
 
-    try:
-        device = measurable(device_name)
-    except DeviceUnavailable as error:
-        raise typer.BadParameter(str(error)) from None
+    device = device_to_measure(device_name)
     sizes = sizes_for(device, quick)
     every = all_cases(sizes, engines or engine_names(), engines or HANDOFF_ENGINES)
     cases = [case for case in every if case.group in groups]

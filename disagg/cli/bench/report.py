@@ -126,6 +126,15 @@ def as_dict(row: Measurement) -> dict[str, Any]:
     }
 
 
+def sentence_of(row: Measurement) -> str:
+    """What a measurement has found."""
+    ratio = row.ratio or 0.0
+    rate = f", {row.rate:.2f} GiB/s" if row.rate else ""
+    bound = "a plain copy" if row.moves else row.case.bound
+    times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
+    return f"{time_of(row.seconds or 0.0)}{rate}, {times} times as fast as {bound}"
+
+
 def time_of(seconds: float) -> str:
     """In milliseconds or microseconds."""
     return f"{1e3 * seconds:,.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.1f} µs"

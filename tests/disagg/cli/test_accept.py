@@ -22,12 +22,12 @@ import typer
 from typer.testing import CliRunner
 
 from disagg.cli.accept import sections
-from disagg.cli.accept.bench import TINY, bench_row, bench_rows
+from disagg.cli.accept.bench import bench_row, bench_rows
 from disagg.cli.accept.command import accept
 from disagg.cli.accept.kit import conformance_rows
 from disagg.cli.accept.report import FORMAT, Report, Row, SectionResult
 from disagg.cli.accept.scope import Scope
-from disagg.cli.bench.case import HOST_SIZES
+from disagg.cli.bench.case import HOST_SIZES, TINY
 from disagg.cli.bench.cases import GROUPS, all_cases
 from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.targets import TARGETS, target_of
