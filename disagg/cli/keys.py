@@ -19,7 +19,7 @@ def keys(
     days: Annotated[int, typer.Option(min=1, help="How long they are valid.")] = SIDE_DAYS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """Write the files with which endpoints use TLS: an authority's, and one a side.
+    """Write TLS files for endpoints: an authority's, and one a side.
 
     JSON: a list of side, file, fingerprint (SHA-256 of its certificate) and expires.
 
