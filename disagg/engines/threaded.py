@@ -1,7 +1,7 @@
 """Engines whose package blocks in its calls: each peer is read in a thread of its own.
 
 Bytes of a failed read may land until the package's object that made it is destroyed. So a peer's
-thread has an object of its own, a `PeerReader`, and ends it before it reports a failure.
+thread has an object of its own, a `BlockingReader`, and ends it before it reports a failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("disagg")
 GIVEN_UP = "the peer was given up."
 
 
-class PeerReader(ABC):
+class BlockingReader(ABC):
     """Reads from one peer by an object of the package. One thread calls it, in `scope`."""
 
     scope: AbstractContextManager[Any] = nullcontext()
@@ -68,7 +68,7 @@ class ThreadedTransfer:
 class PeerThread:
     """Reads from one peer, in order, in a thread. `tell` is called when a read has ended."""
 
-    def __init__(self, name: str, reader: PeerReader, tell: Callable[[], None]) -> None:
+    def __init__(self, name: str, reader: BlockingReader, tell: Callable[[], None]) -> None:
         self._reader, self._tell = reader, tell
         self._queue: deque[ThreadedTransfer] = deque()
         self._changed = threading.Condition()
@@ -229,7 +229,7 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
         except ValueError as error:
             raise TransferError(f"slabs: {error}") from None
 
-    def _connected(self, name: str, reader: PeerReader, ranges: Ranges) -> ThreadedPeer:
+    def _connected(self, name: str, reader: BlockingReader, ranges: Ranges) -> ThreadedPeer:
         peer = ThreadedPeer(ranges, PeerThread(name, reader, self._waker.wake))
         self._peers.append(peer)
         return peer

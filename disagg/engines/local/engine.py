@@ -140,8 +140,7 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         if self._is_here(peer):
             self._copy(transfer, batch)
         else:
-            columns = batch.src, batch.dst, batch.nbytes
-            transfer.batch = CopyBatch(*(column.copy() for column in columns))
+            transfer.batch = CopyBatch(batch.src.copy(), batch.dst.copy(), batch.nbytes.copy())
         return transfer
 
     def _copy(self, transfer: LocalTransfer, batch: CopyBatch) -> None:

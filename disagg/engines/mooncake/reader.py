@@ -13,7 +13,7 @@ import numpy as np
 
 from disagg.engines.base import TransferError
 from disagg.engines.mooncake.package import fetch, hasten, register_ranges
-from disagg.engines.threaded import PeerReader
+from disagg.engines.threaded import BlockingReader
 from kvpool.layout.grid import Ints
 from kvpool.layout.types import MAX_INT
 
@@ -38,7 +38,7 @@ class MooncakeMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class MooncakeReader(PeerReader):
+class MooncakeReader(BlockingReader):
     """`obtain` returns the `TransferEngine`; with `shared` other peers use it too, and it is not
     destroyed. With `polls` it leaves the core to others while Mooncake's threads read. `scratch`
     receives the peer's token and must live as long as the `TransferEngine`.

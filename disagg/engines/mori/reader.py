@@ -12,7 +12,7 @@ import numpy as np
 from disagg.engines.base import TransferError
 from disagg.engines.mori.package import TOKEN_BYTES, MoriIO, MoriRuns, mori_io
 from disagg.engines.ranges import Ranges
-from disagg.engines.threaded import GIVEN_UP, PeerReader
+from disagg.engines.threaded import GIVEN_UP, BlockingReader
 from kvpool.layout.grid import Ints
 
 MAX_REGIONS = 1 << 16
@@ -32,7 +32,7 @@ class MoriMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(eq=False, kw_only=True)
-class MoriReader(PeerReader):
+class MoriReader(BlockingReader):
     """`obtain` makes the `IOEngine`; `own` are its registrations, `ranges` the peer's, whose
     `MemoryDesc`s are in `memory` by base. `proven` are the bases of both sides between which the
     peer was read and no other process.
@@ -71,8 +71,12 @@ class MoriReader(PeerReader):
         for src_number, dst_number in np.unique(numbers, axis=1).T:
             src_base, dst_base = self.ranges.starts[src_number], self.own.starts[dst_number]
             runs = (numbers[0] == src_number) & (numbers[1] == dst_number)
-            offsets = rows[:, runs] - np.array([[src_base], [dst_base], [0]])
-            call.append(MoriRuns(int(src_base), int(dst_base), *offsets.tolist()))
+            src, dst, nbytes = (rows[:, runs] - [[src_base], [dst_base], [0]]).tolist()
+            call.append(
+                MoriRuns(
+                    src_base=int(src_base), dst_base=int(dst_base), src=src, dst=dst, nbytes=nbytes
+                )
+            )
         return [call]
 
     def fetch(self, call: list[MoriRuns]) -> None:
@@ -88,8 +92,14 @@ class MoriReader(PeerReader):
                 break  # nothing is posted behind it
         else:
             if unproven:
-                nbytes = [TOKEN_BYTES]
-                token = MoriRuns(self.token_base, self.io.token_base, [0], nbytes, nbytes)
+                nbytes = [TOKEN_BYTES]  # the peer's token lies behind this side's own
+                token = MoriRuns(
+                    src_base=self.token_base,
+                    dst_base=self.io.token_base,
+                    src=[0],
+                    dst=nbytes,
+                    nbytes=nbytes,
+                )
                 statuses.append(self.io.post(self.memory[self.token_base], token))
         for status in statuses:
             while status.InProgress() and not self.given_up:
