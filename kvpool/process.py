@@ -38,6 +38,7 @@ class OtherProcess:
         self._name = name
         self._pipe, theirs = Pipe()
         with theirs:
+            # not multiprocessing's spawn, which runs the main module of the caller again
             self.process = subprocess.Popen(
                 [sys.executable, "-c", CODE, str(theirs.fileno())],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -50,8 +50,8 @@ def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
     """
     named = layout.buffer_by_name.get(buffer)
     if named is None:
-        known = ", ".join(layout.buffer_by_name) or "none"
-        raise KeyError(f"buffer {buffer!r}: not in this layout (it has {known}).")
+        names = ", ".join(layout.buffer_by_name) or "none"
+        raise KeyError(f"buffer {buffer!r}: not in this layout (it has {names}).")
     if not 0 <= byte < named.item_bytes:
         raise IndexError(f"buffer {buffer}: byte {byte} of items of {named.item_bytes}.")
     return _find([region for region in layout.regions if region.buffer == buffer], byte)

@@ -119,16 +119,17 @@ def demo(
 
 def _need_known(model: str, engine: str, dtype: str, packing: str) -> None:
     """Raises typer.BadParameter for a value that no list has."""
-    for option, value, known in (
+    for option, value, choices in (
         ("--model", model, MODELS),
         ("--engine", engine, engine_names()),
         ("--dtype", dtype, MODEL_DTYPES),
         ("--packing", packing, (dtype, *PACKINGS)),
     ):
-        if value not in known:
-            names = ", ".join(known)
+        if value not in choices:
+            names = ", ".join(choices)
             raise typer.BadParameter(
-                f"must be one of {names}, got {value!r}.{nearest(value, known)}", param_hint=option
+                f"must be one of {names}, got {value!r}.{nearest(value, choices)}",
+                param_hint=option,
             )
 
 
@@ -161,5 +162,5 @@ def run(
     reason = engine_class(settings.engine).availability()
     if reason is not None:
         raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")
-    with OtherProcess(PrefillSide, name="prefill") as other:
-        yield from decoded_prompts(other, settings, console, timeline)
+    with OtherProcess(PrefillSide, name="prefill") as process:
+        yield from decoded_prompts(process, settings, console, timeline)

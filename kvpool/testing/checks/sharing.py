@@ -55,8 +55,8 @@ def _mapped(device: Device, start: int, nbytes: int) -> None:
     memory.copy_(torch.from_numpy(contents))
     settle(device)
     handle = cast("Sharing", device).share(memory.data_ptr() + start, nbytes)
-    with OtherProcess(Mapper, device.name) as other:
-        mapped = np.frombuffer(other.call("read", handle, nbytes), dtype=np.uint8)
+    with OtherProcess(Mapper, device.name) as process:
+        mapped = np.frombuffer(process.call("read", handle, nbytes), dtype=np.uint8)
     wrong = np.flatnonzero(mapped != contents[start : start + nbytes])
     if wrong.size:
         fail(f"byte {wrong[0]:,} of {nbytes:,} is another ({wrong.size:,} differ).")
