@@ -261,7 +261,7 @@ class World(MemoryNetwork):
                     conn.identity = self.identity()
             self.sweep()
         else:
-            fresh = Decode(self, node.build, node.timeout, node.number, *node.options)
+            fresh = Decode(self, node.build, node.timeout, node.number, **node.settings)
             fresh.engine.eager = node.engine.eager
             self.decodes[node.number] = fresh
             for service in {prefill.service: 0 for prefill in self.prefills.values()}:
@@ -447,12 +447,14 @@ class Decode(Node):
         build,
         timeout,
         number: int,
+        *,
         readers: int | Group,
-        verify,
+        verify: bool,
         asks: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(world, build, timeout)
-        self.number, self.options = number, (readers, verify, asks)
+        self.number, self.readers, self.asks = number, readers, asks
+        self.settings = {"readers": readers, "verify": verify, "asks": asks}
         self.links: dict[int, Link] = {}
         stage = (
             WatchedBuffers(self, 4 * self.engine.max_bytes) if self.life % 2 else StagingBuffers()
@@ -476,8 +478,11 @@ class Decode(Node):
 
     def asked(self, link: Link, service: int) -> list[str]:
         """Addresses of the ranks that it asks, as the test says and not as the table does."""
-        asks = self.options[2]
-        return [*link.addresses] if asks is None else [link.addresses[n] for n in asks[service]]
+        return (
+            [*link.addresses]
+            if self.asks is None
+            else [link.addresses[n] for n in self.asks[service]]
+        )
 
     def disconnect(self, service: int) -> None:
         link = self.links.pop(service)

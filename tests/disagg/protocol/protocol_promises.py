@@ -224,12 +224,12 @@ def work_again(world: World) -> None:
             if service not in node.links:
                 node.connect(service)
     world.pass_time(max(node.timeout for node in world.decodes), True)
-    readers = [node.options[0] for node in world.decodes]
+    readers = [node.readers for node in world.decodes]
     for service in services:
         if all(count != 1 for count in readers):
             succeed("together", service, world.decodes)
         for node in world.decodes:
-            if node.options[0] == 1:
+            if node.readers == 1:
                 succeed(f"alone {node.number}", service, [node])
 
 

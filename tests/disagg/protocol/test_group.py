@@ -67,7 +67,8 @@ def world_of(sources, dests, table=None, verify=False, greeted=True) -> Counting
     layouts = tuple(build().layout for build in dests)
     for number, build in enumerate(dests):
         asks = table and [table[number]]
-        node = Decode(world, build, TIMEOUT, number, Group(layouts, number), verify, asks)
+        group = Group(layouts, number)
+        node = Decode(world, build, TIMEOUT, number, readers=group, verify=verify, asks=asks)
         if asks is None:
             node.asked = lambda link, service: [link.addresses[n] for n in link.asks]
         world.decodes.append(node)

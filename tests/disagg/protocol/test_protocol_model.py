@@ -118,7 +118,9 @@ class Protocol(RuleBasedStateMachine):
             if readers == "group":
                 readers = Group(layouts, number)
             asks = ASKED[topology][number] if topology in ASKED else None
-            node = Decode(self.world, build, DECODE_TIMEOUT, number, readers, verify, asks)
+            node = Decode(
+                self.world, build, DECODE_TIMEOUT, number, readers=readers, verify=verify, asks=asks
+            )
             node.engine.eager, node.engine.patient = eager, patient
             self.world.decodes.append(node)
             for service in range(len(services)):
@@ -175,7 +177,8 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(service=SERVICE, name=NAMES, one=PICK, start=START, spare=SPARE)
     def hand_over_in_peace(self, service, name, one, start, spare) -> None:
-        self.hand_over(service, name, one, 2, start, spare, None, 25, ALL, "", 0)
+        always = {"who": 2, "layer": None, "rounds": 25, "pace": ALL, "then": "", "pick": 0}
+        self.hand_over(service=service, name=name, one=one, start=start, spare=spare, **always)
 
     @rule(service=SERVICE, name=NAMES, who=WHO, start=START, spare=SPARE)
     def want(self, service, name, who, start, spare) -> None:
