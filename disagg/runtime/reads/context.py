@@ -71,4 +71,5 @@ class ReadContext:
     def _report_moved(self, read: Read) -> None:
         # before the read ends: that may end its room, whose bytes are counted then
         if read in self._moved:
-            self.events.append(ReadMoved(read, *self._moved.pop(read)))
+            nbytes, seconds = self._moved.pop(read)
+            self.events.append(ReadMoved(read, nbytes, seconds))
