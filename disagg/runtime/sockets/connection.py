@@ -9,6 +9,7 @@ import socket
 import struct
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from disagg.host import brief
 from disagg.protocol.codec import MAX_MESSAGE
@@ -33,6 +34,7 @@ _PIECE = 64 << 10
 """Bytes that are sent at once, and that are read at once from TLS, whose buffers grow to that."""
 
 
+@dataclass(eq=False, slots=True)
 class Connection:
     """A stream to one peer. `dial` is what this side dials; None for a peer that has dialled in.
 
@@ -40,46 +42,32 @@ class Connection:
     without a word, the next one that answers there gets it too.
     """
 
-    __slots__ = (
-        "_piece",
-        "_queued_bytes",
-        "age",
-        "dial",
-        "heard",
-        "mask",
-        "more",
-        "opening",
-        "peer",
-        "problem",
-        "session",
-        "stream",
-        "unread",
-        "unsent",
-        "up",
-    )
+    peer: Peer
+    dial: DialledAddress | None = None
+    stream: socket.socket | None = None
+    session: Session | None = None
+    """TLS, once the stream is connected."""
+    up: bool = False
+    """Whether messages can go: the stream is connected, and TLS if it has that."""
+    heard: bool = False
+    """Whether a message has come."""
+    problem: str | None = None
+    """Why it has ended."""
+    mask: int = 0
+    """What epoll watches it for."""
+    age: int = 0
+    """Seconds for which a message is unfinished."""
+    more: bool = False
+    """Whether `unread` may hold another whole message."""
+    unread: bytearray = field(default_factory=bytearray)
+    unsent: deque[bytes | memoryview] = field(default_factory=deque)
+    opening: list[bytes] | None = field(default_factory=list)
+    _queued_bytes: int = 0
+    _piece: bytes = b""
 
-    def __init__(self, peer: Peer, dial: DialledAddress | None = None) -> None:
-        self.peer, self.dial = peer, dial
-        self.stream: socket.socket | None = None
-        self.session: Session | None = None
-        """TLS, once the stream is connected."""
-        self.up = False
-        """Whether messages can go: the stream is connected, and TLS if it has that."""
-        self.heard = False
-        """Whether a message has come."""
-        self.problem: str | None = None
-        """Why it has ended."""
-        self.mask = 0
-        """What epoll watches it for."""
-        self.age = 0
-        """Seconds for which a message is unfinished."""
-        self.more = False
-        """Whether `unread` may hold another whole message."""
-        self.unread = bytearray()
-        self.unsent: deque[bytes | memoryview] = deque()
-        self._queued_bytes = 0
-        self.opening: list[bytes] | None = None if dial is None else []
-        self._piece = b""
+    def __post_init__(self) -> None:
+        if self.dial is None:
+            self.opening = None
 
     @property
     def unsent_bytes(self) -> int:
