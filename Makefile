@@ -103,7 +103,7 @@ LOWEST_TORCH ?= $(TORCH)
 LOWEST_EXTRAS := cli,metrics,test
 LOWEST_TESTS ?= tests/test_imports.py tests/test_floors.py tests/test_document_commands.py tests/kvpool/layout tests/kvpool/render tests/kvpool/cli \
 	tests/disagg/plan tests/disagg/snapshot tests/disagg/protocol/test_metrics.py tests/disagg/protocol/test_handshakes.py \
-	tests/disagg/runtime/test_keys.py tests/disagg/runtime/test_strangers.py \
+	tests/disagg/runtime/test_keys.py tests/disagg/runtime/test_tls.py tests/disagg/runtime/test_strangers.py \
 	tests/fuzz/test_hostile.py
 LOWEST_BIN := $(LOWEST_VENV)/bin
 LOWEST_STAMP := $(LOWEST_VENV)/.installed
