@@ -84,7 +84,8 @@ def export(
     registry.register(_Endpoints(endpoints))
     registry.register(_Allocators({} if allocators is None else allocators))
     try:
-        return Server(*start_http_server(port, addr, registry))
+        server, thread = start_http_server(port, addr, registry)
+        return Server(server, thread)
     except (OSError, OverflowError) as error:
         raise ValueError(f"export at {addr}, port {port}: {error}.") from None
 

@@ -86,7 +86,9 @@ def explain(
     check_output("--html", html)
     try:
         rate = None if link is None else parse_link(link)
-        prefill, decode = _sides(what, tp, pp, page_size, packing, draft)
+        prefill, decode = _sides(
+            what, tp=tp, pp=pp, page_size=page_size, packing=packing, draft=draft
+        )
         hand_off = HandOff(prefill, decode, tokens)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -108,6 +110,7 @@ def explain(
 
 def _sides(
     whats: list[str],
+    *,
     tp: str | None,
     pp: str | None,
     page_size: str | None,

@@ -148,9 +148,9 @@ class _Side(NamedTuple):
                 merge_intervals(low, high),
                 merge_intervals(starts[chosen], ends[chosen]),
             )
-            edges = np.concatenate(wanted), np.concatenate(moved)
-            if not np.array_equal(*edges):
-                first, end = np.setxor1d(*edges)[:2].tolist()
+            wanted_edges, moved_edges = np.concatenate(wanted), np.concatenate(moved)
+            if not np.array_equal(wanted_edges, moved_edges):
+                first, end = np.setxor1d(wanted_edges, moved_edges)[:2].tolist()
                 self._refuse(first, end, "are left out, or moved and in none of its regions")
         if nbytes.sum() != sum(cell.starts.size * cell.width for cell in cells):
             self._refuse(int(starts.min()), int(ends.max()), "are moved twice")

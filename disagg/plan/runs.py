@@ -285,8 +285,8 @@ def _dense(src: Item, dst: Item, whole: Runs) -> bool:
     if whole.size != 1 or src.stride != dst.stride or not src.several:
         return False
     for item, start in ((src, whole.src), (dst, whole.dst)):
-        tail = start + whole.nbytes, np.full(1, item.stride)
-        head = np.zeros(1, dtype=np.int64), start
-        if not (item.is_padding(*tail).all() and item.is_padding(*head).all()):
+        tail = item.is_padding(start + whole.nbytes, np.full(1, item.stride))
+        head = item.is_padding(np.zeros(1, dtype=np.int64), start)
+        if not (tail.all() and head.all()):
             return False
     return bool(whole.src[0] == whole.dst[0])

@@ -69,7 +69,7 @@ def drawn(item: ItemMap, colours: dict[Region, str]) -> tuple[Element, float, fl
             pieces = list(
                 item.pieces(start, min(start + row, item.item_bytes), MIN_STEP_WIDTH / scale)
             )
-            line = _Line(group, item, pieces, colours, scale, y)
+            line = _Line(group=group, item=item, pieces=pieces, colours=colours, scale=scale, y=y)
             if number == 0:
                 line.ruler()
             line.cells()
@@ -92,7 +92,7 @@ def add(parent: Element, tag: str, text: str = "", /, **attributes: object) -> E
     return child
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
     """A row of a map, `y` pixels from its top."""
 

@@ -137,8 +137,9 @@ class EventLoop(Generic[M]):
                 # here, because only the thread of the turn may use the engine
                 self._telemetry_at, self.telemetry = now, dict(self.engine.telemetry())
         happened: list[Any] = [*self.reader.step(waits)]
-        if waits and (digests := self.digester.step()):
-            happened.append(events.DigestComputed(*digests))
+        if waits and (answer := self.digester.step()):
+            key, values, problem = answer
+            happened.append(events.DigestComputed(key=key, values=values, problem=problem))
         with self.lock:
             for event in happened:
                 self.handle(event)

@@ -85,12 +85,16 @@ def rows_of_all_kinds_are_loaded_in_one_call(device: Device) -> None:
     ]
     for count in (0, 1, 31):
         places = random.permutation(len(rows))[:count]
-        stored, parts = rows[places], (codes[places], scales[places], "float32")
+        stored = rows[places]
+        float16, float32 = (
+            dequantise(codes[places], scales[places], "float32", dtype)
+            for dtype in ("float16", "float32")
+        )
         expected = [
             stored[:, :512],
-            dequantise(*parts, "float16"),
+            float16,
             stored[:, 1031:1038],
-            dequantise(*parts, "float32"),
+            float32,
             stored,
         ]
         loaded = device.load_rows(asked, ids_on(slab.device, places))
@@ -121,9 +125,9 @@ def floats_are_quantised_into_every_format(device: Device) -> None:
             rows[places, :width], rows[places, width:end] = codes, factors
             actual = off(device, slab).reshape(rows.shape)
             for first, last, kind in ((0, width, code_dtype), (width, end, scale)):
-                columns = actual[:, first:last], rows[:, first:last]
-                nan = np.logical_and(*(np.isnan(decode(column, kind)) for column in columns))
-                np.copyto(*columns, where=np.repeat(nan, ITEMSIZE[kind], axis=-1))
+                stored, expected = actual[:, first:last], rows[:, first:last]
+                nan = np.isnan(decode(stored, kind)) & np.isnan(decode(expected, kind))
+                np.copyto(stored, expected, where=np.repeat(nan, ITEMSIZE[kind], axis=-1))
             wrong = np.argwhere(actual != rows)
             if wrong.size:
                 entry, byte = wrong[0]
