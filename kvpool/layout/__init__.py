@@ -39,7 +39,6 @@ __all__ = [
     "Slab",
     "Space",
     "Span",
-    "need_layouts",
 ]
 
 MEMORY_PAGE_BYTES = 4096

@@ -263,9 +263,11 @@ def test_what_is_known_is_kept_if_a_section_ends_the_process(in_place, tmp_path)
     assert f"kvpool accept: {report.verdict}" in words_of((tmp_path / "accept.html").read_text())
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "statuses"), [(signal.SIGINT, (130, -2)), (signal.SIGKILL, (-9,))]
+)
 def test_an_interrupted_run_has_not_passed_and_keeps_the_sections_that_have_ended(
-    tmp_path, number, status
+    tmp_path, number, statuses
 ):
     command = [sys.executable, "-m", "kvpool", "accept", "--only=streams", "--only=engines"]
     command += ["--out", str(tmp_path)]
@@ -277,7 +279,8 @@ def test_an_interrupted_run_has_not_passed_and_keeps_the_sections_that_have_ende
         os.killpg(process.pid, number)  # as Ctrl-C of a terminal does
         text = process.stdout.read()
     report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)
-    assert process.returncode == status and not report.passed, text
+    # Python ends by the signal where it once left exec() of a text (a shell shows 130 for either)
+    assert process.returncode in statuses and not report.passed, text
     assert [section.name for section in report.sections] == ["streams"]
     assert report.interrupted == "engines" and "interrupted in engines" in report.verdict
     if number == signal.SIGINT:
