@@ -77,8 +77,8 @@ def prefill_of(pool, engine="local"):
     return PrefillEndpoint(pool.layout, create_engine(engine))
 
 
-def decode_of(pool, engine="local", ranks=1):
-    return DecodeEndpoint(pool.layout, create_engine(engine), ranks=ranks)
+def decode_of(pool, engine="local", **options):
+    return DecodeEndpoint(pool.layout, create_engine(engine), **options)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -95,7 +95,7 @@ def test_one_prefill_serves_decodes_of_tp4_and_of_tp8_at_once(engine):
                 more = {"num_pages": 40, "page_size": page, "shard": Shard(rank, tp)}
                 dest = MHAPool(**MHA, **more, order="hnd" if tp == 8 else "nhd")
                 blank(dest)
-                decode = stack.enter_context(decode_of(dest, engine, tp))
+                decode = stack.enter_context(decode_of(dest, engine, ranks=tp))
                 decode.connect([prefill.address])
                 ranks.append((tp, decode, dest, requests(dest, lengths)))
         # every other room is one group's
@@ -243,8 +243,10 @@ def test_hostile_decodes_and_prefills_do_not_affect_others():
     source, dest = (MLAPool(**MLA, num_pages=40, page_size=4) for _ in range(2))
     given, into = requests(source, (50, 30)), requests(dest, (50, 30, 20))
     hold(source, zip(given, range(len(given))))
-    with prefill_of(source) as prefill, decode_of(dest) as decode:
-        with overheard(prefill.address) as (address, said), decode_of(dest) as other:
+    # strangers listen at TCP
+    with prefill_of(source) as prefill, decode_of(dest, insecure=True) as decode:
+        overhearing = overheard(prefill.address)
+        with overhearing as (address, said), decode_of(dest, insecure=True) as other:
             other.connect([address], timeout=30)
             other.receive("overheard", into[0])
             prefill.send("overheard", given[0])
