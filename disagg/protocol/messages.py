@@ -103,7 +103,14 @@ class Refuse(Struct, frozen=True, tag="refuse", forbid_unknown_fields=True, omit
     """Left out where it is true, so that an endpoint of any protocol reads why it is refused."""
 
     def __post_init__(self) -> None:
-        force_setattr(self, "reasons", [one_line(reason, MAX_TEXT) for reason in self.reasons])
+        # `why` shows no more, and escaping costs the receiver more than sending costs the peer
+        lines, left = [], MAX_TEXT
+        for reason in self.reasons:
+            if left <= 0:
+                break
+            lines.append(one_line(reason, left))
+            left -= len(lines[-1]) + 1
+        force_setattr(self, "reasons", lines)
 
     @property
     def why(self) -> str:

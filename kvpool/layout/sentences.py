@@ -35,7 +35,7 @@ Unicode version: what one side takes for a name must be one on the other.
 _CLASS = "".join(f"\\U{low:08x}-\\U{high:08x}" for low, high in UNPRINTABLE)
 PRINTABLE = rf"\A[^{_CLASS}]*\Z"
 """A regular expression for texts without these."""
-_printable, _unprintable = re.compile(PRINTABLE), re.compile(f"[{_CLASS}]")
+_printable, _unprintable = re.compile(PRINTABLE), re.compile(f"[{_CLASS}]+")
 
 
 def ranges(numbers: Iterable[int]) -> str:

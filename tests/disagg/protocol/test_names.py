@@ -111,6 +111,12 @@ def test_reasons_of_a_refusal_are_one_line_without_escape_codes():
     assert len(sent("Refuse", reasons=["x" * 65_536] * 9).why) == 65_536
 
 
+def test_of_a_refusal_no_more_is_kept_than_is_shown():
+    refusal = sent("Refuse", reasons=["\x1b" * 65_536] * 9 + ["first", ""] * 1000)
+    assert len(" ".join(refusal.reasons)) <= 65_536 and len(refusal.reasons) == 1
+    assert len(sent("Refuse", reasons=["reason"] * 50_000).reasons) == 65_536 // 7 + 1
+
+
 def test_a_reason_reaches_failures_and_logs_of_either_side_as_one_line(caplog):
     caplog.set_level("INFO", "disagg")
     pair = Pair()
