@@ -187,9 +187,11 @@ def test_a_pool_that_wants_more_than_a_window_is_refused_by_name(
 ) -> None:
     """Of a window of 128 vLLM keeps what the next token sees, 127."""
     side = transformer("gpt_oss")
+    states = side.pool.by_layer
+    windowed = [layer for layer, (state,) in states.items() if state.window is not None]
     wide = SWAPool(
-        full=side.pool.full,
-        window_layers=side.pool.window_layers,
+        full=states[windowed[0]][0].kind,
+        window_layers=windowed,
         window=128,
         layers=side.pool.layers,
         num_pages=40,
