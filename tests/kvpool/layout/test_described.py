@@ -10,10 +10,13 @@ from kvpool.layout import LayoutError, PoolLayout, Space
 
 DIMS = ("item", "entry", "dim")
 PAGES = Space("kv", entries_per_item=4)
+KEPT = []
 
 
 def rows(role="latent", layer=0, width=6, **options):
     tensor = torch.zeros(5, 4, width)
+    # a tensor that is freed may give its address to the next one, and the two would overlap
+    KEPT.append(tensor)
     return tensor, describe(tensor, DIMS, role=role, layer=layer, **options)
 
 
@@ -69,8 +72,8 @@ def test_a_draft_beside_its_target_does_not_count():
 
 
 HOMES = [
-    describe_buffer(torch.zeros(5, 4, 6), DIMS, name="same", space=space)
-    for space in ("kv", "state")
+    describe_buffer(tensor, DIMS, name="same", space=space)
+    for tensor, space in zip(torch.zeros(2, 5, 4, 6), ("kv", "state"))
 ]
 WRONG = {
     "a state twice": (
