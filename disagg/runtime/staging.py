@@ -99,9 +99,9 @@ class StagingBuffers:
 def coalesce(
     batch: CopyBatch, source: PoolLayout, run_overhead_bytes: int
 ) -> CoalescedBatch | None:
-    """Runs that lie close together at the source as one, with the bytes between them where none of
-    those is foreign; None if that takes more than half as long, where a run costs as much as
-    `run_overhead_bytes` bytes.
+    """Runs that lie close together at the source as one, with the bytes between them where the
+    buffers have no foreign bytes; None if that takes more than half as long, where a run costs as
+    much as `run_overhead_bytes` bytes.
     """
     total = batch.total
     if total >= batch.runs * run_overhead_bytes:
@@ -110,7 +110,7 @@ def coalesce(
     src, dst, nbytes = (column[order] for column in batch)
     ends: Ints = src + nbytes
     gaps: Ints = src[1:] - ends[:-1]
-    near = (gaps >= 0) & ~source.foreign_bytes.among(ends[:-1], src[1:])
+    near = (gaps == 0) | (gaps > 0) & source.covers(ends[:-1], src[1:])
     joined = None
     least = (batch.runs * run_overhead_bytes + total) // 2
     for most in (0, run_overhead_bytes):

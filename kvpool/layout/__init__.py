@@ -14,8 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from kvpool.layout.described import Described, join, total_layers
-from kvpool.layout.foreign import ForeignBytes
+from kvpool.layout.grid import Ints, merge_intervals
 from kvpool.layout.pin import Holder, Pin, RequestPinned
 from kvpool.layout.request_address import RequestAddress, Span
 from kvpool.layout.spaces import Interleave, Space
@@ -123,10 +126,30 @@ class PoolLayout:
                 groups.append([buffer])
         return groups
 
+    def covers(self, starts: Ints, ends: Ints) -> npt.NDArray[np.bool_]:
+        """For each range of pointers `[N]` whether it lies in buffers that have no foreign bytes:
+        described or declared padding throughout. No pointer may be in two memories.
+        """
+        first, end = self._stretches
+        stretch = np.searchsorted(first, starts, side="right") - 1
+        covered: npt.NDArray[np.bool_] = ends <= end[stretch]
+        return covered
+
     @cached_property
-    def foreign_bytes(self) -> ForeignBytes:
-        """Where the bytes are that no region claims and nobody has declared padding."""
-        return ForeignBytes(self)
+    def _stretches(self) -> tuple[Ints, Ints]:
+        """Sorted intervals of pointers, all of whose bytes are in regions or declared padding."""
+        described = dict.fromkeys(self.buffer_by_name, 0)
+        for region in self.regions:
+            described[region.buffer] += region.nbytes
+        stretches = [(-1, -1)]  # before all pointers
+        for group in self.adjacent_buffers:
+            first, last = group[0], group[-1]
+            sizes = [b.item_bytes for b in group if b.padding or described[b.name] == b.item_bytes]
+            reach = last.base + last.item_bytes - first.base
+            if sum(sizes) == (first.item_stride if first.items > 1 else reach):
+                stretches.append((first.base, last.end))
+        starts, ends = np.array(stretches, dtype=np.int64).T
+        return merge_intervals(starts, ends)
 
     def share(self, other: PoolLayout) -> None:
         """Keeps the regions and spaces of another layout in place of its own, which are equal: of

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from kvpool.layout.foreign import interleaved
 from kvpool.layout.grid import region_runs, run_count
 from kvpool.layout.sentences import is_printable
 from kvpool.layout.spaces import Space
@@ -21,16 +19,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAX_RUNS = 1 << 18
-"""Contiguous runs of all shapes of items, or of blocks of several, together: a small layout can
-describe very many.
-"""
-
-MAX_LISTED = 1 << 20
-"""Runs of all blocks that are not alike, of buffers that interleave."""
-MAX_ENDS = 16
-"""Different numbers of items of buffers that interleave: what lies between them is listed from each
-end to the next.
-"""
+"""Contiguous runs of all shapes of items together: a small layout can describe very many."""
 
 
 def check_layout(layout: PoolLayout) -> None:
@@ -69,13 +58,8 @@ def check_layout(layout: PoolLayout) -> None:
             raise LayoutError(f"{region}: buffer {region.buffer!r} is not declared.")
         _check_entries(region, layout.space_of(region))
         inside[region.buffer].append(region)
-    shapes = _Shapes()
-    for name, regions in inside.items():
-        buffer = layout.buffer_by_name[name]
-        _check_item(buffer, layout.items_per_block(buffer), regions, shapes)
-    blocks = [layout.by_blocks(buffer) for buffer in layout.buffers]  # refuses strides too large
-    _check_apart(layout, blocks)
-    _check_together(blocks, shapes)
+    _check_items(layout, inside)
+    _check_apart(layout)
 
 
 def _check_unique(
@@ -180,38 +164,35 @@ def _check_entries(region: Region, space: Space) -> None:
         )
 
 
-@dataclass(slots=True)
-class _Shapes:
-    """Shapes of items, or of blocks of several, that were checked: the number and the runs of each,
-    which each buffer has, and all runs. Shapes are encoded: hashes of tuples of numbers can be made
-    to collide.
+def _check_items(layout: PoolLayout, inside: Mapping[str, Sequence[Region]]) -> None:
+    """Checks that the regions of each buffer lie in its item and do not overlap; items of one shape
+    once.
     """
-
-    known: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    of: dict[str, tuple[int, int]] = field(default_factory=dict)
-    runs: int = 0
-
-
-def _check_item(buffer: Buffer, per_block: int, regions: Sequence[Region], shapes: _Shapes) -> None:
-    """Checks that the regions of an item do not overlap, and adds its shape to `shapes`."""
-    for region in regions:
-        if region.end > buffer.item_bytes:
+    shapes: set[bytes] = set()  # encoded: hashes of tuples of numbers can be made to collide
+    runs = 0
+    for name, regions in inside.items():
+        size = layout.buffer_by_name[name].item_bytes
+        for region in regions:
+            if region.end > size:
+                raise LayoutError(
+                    f"{region}: ends at byte {region.end} of an item of {size} (buffer {name})."
+                )
+        grids = [(r.offset, r.width, [(a.size, a.stride) for a in r.axes]) for r in regions]
+        shape = msgspec.msgpack.encode(grids)
+        if shape in shapes:
+            continue
+        shapes.add(shape)
+        own = sum(run_count(region) for region in regions)
+        runs += own
+        if runs > MAX_RUNS:
             raise LayoutError(
-                f"{region}: ends at byte {region.end} of an item of {buffer.item_bytes} (buffer "
-                f"{buffer.name})."
+                f"buffer {name}: an item of {own} separate runs, at most {MAX_RUNS} are supported "
+                "in all."
             )
-    grids = [(r.offset, r.width, tuple((a.size, a.stride) for a in r.axes)) for r in regions]
-    shape = msgspec.msgpack.encode((buffer.item_bytes, per_block, grids))
-    if shape in shapes.known:
-        shapes.of[buffer.name] = shapes.known[shape]
-        return
-    runs = per_block * sum(run_count(region) for region in regions)
-    if shapes.runs + runs > MAX_RUNS:
-        what = "an item" if per_block == 1 else f"a block of {per_block} items"
-        raise LayoutError(
-            f"buffer {buffer.name}: {what} of {runs} separate runs, at most {MAX_RUNS} "
-            "are supported in all."
-        )
+        _check_disjoint(name, regions)
+
+
+def _check_disjoint(buffer: str, regions: Sequence[Region]) -> None:
     parts = [region_runs(region) for region in regions]
     starts = np.concatenate([offsets for offsets, _ in parts])
     ends = np.concatenate([offsets + width for offsets, width in parts])
@@ -223,48 +204,16 @@ def _check_item(buffer: Buffer, per_block: int, regions: Sequence[Region], shape
         first, second = regions[whose[low]], regions[whose[high]]
         what = "overlaps itself" if first is second else f"overlaps {second}"
         raise LayoutError(
-            f"{first}: {what} in an item of buffer {buffer.name}: "
+            f"{first}: {what} in an item of buffer {buffer}: "
             f"bytes {starts[low]} to {ends[low]} and {starts[high]} to {ends[high]}."
         )
-    shapes.runs += runs
-    shapes.of[buffer.name] = shapes.known[shape] = len(shapes.known), runs
 
 
-def _check_together(blocks: Sequence[Buffer], shapes: _Shapes) -> None:
-    """Checks that it takes bounded work to list what lies between the regions of buffers that
-    interleave. That is done once for all groups of them that are alike.
-    """
-    seen: set[bytes] = set()
-    listed = ends = 0
-    for group, before, items in interleaved(blocks):
-        first, parts, runs = group[0], [], 0
-        ends = ends + 1 if before else 1
-        if ends > MAX_ENDS:
-            raise LayoutError(
-                f"buffer {first.name}: the buffers that interleave with it have more than "
-                f"{MAX_ENDS} different numbers of items. Give them all the same."
-            )
-        for buffer in group:
-            number, count = shapes.of.get(buffer.name, (-1, 1))
-            parts.append((buffer.base - first.base, buffer.padding, number))
-            runs += count
-        shape = msgspec.msgpack.encode((first.item_stride, items > 1, parts))
-        if shape in seen:
-            continue
-        seen.add(shape)
-        listed += runs
-        if runs > MAX_RUNS or listed > MAX_LISTED:
-            raise LayoutError(
-                f"buffer {first.name}: a block of it and of the buffers that interleave with it is "
-                f"{runs} separate runs, at most {MAX_RUNS} are supported; {listed} with the blocks "
-                f"of others, at most {MAX_LISTED}."
-            )
-
-
-def _check_apart(layout: PoolLayout, blocks: Sequence[Buffer]) -> None:
+def _check_apart(layout: PoolLayout) -> None:
     """Checks that buffers, by blocks, lie apart, or interleave at one stride from block to block.
     Those that interleave may overlap within a block if their ids are two lists of one block pool.
     """
+    blocks = [layout.by_blocks(buffer) for buffer in layout.buffers]  # refuses strides too large
     solid = [buffer for buffer in blocks if buffer.memory != "meta"]
     first = last = None  # of buffers that interleave: the first, and where their blocks reach
     by_list: dict[str, Buffer] = {}

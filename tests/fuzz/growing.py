@@ -11,6 +11,7 @@ from itertools import permutations
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from disagg.digest.digest import digests
 from disagg.plan import IncompatibleLayouts, plan
@@ -89,7 +90,7 @@ def read_layout(read: Callable[[bytes], PoolLayout], data: bytes) -> None:
     layout.slabs()
     layout.live_bytes(1 << 40)
     layout.to_json()
-    str(layout.foreign_bytes)
+    layout.covers(np.arange(9), np.arange(9))
     for source, dest in ((layout, OWN), (OWN, layout), (layout, layout)):
         with suppress(IncompatibleLayouts):
             str(plan([source], dest).explain(64))

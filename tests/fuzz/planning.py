@@ -76,16 +76,10 @@ def check(
     own: PoolLayout,
     dest: RequestAddress,
 ) -> None:
-    """Raises Finding if a run leaves the request's items on either side, covers bytes of them that
-    nobody described, or overlaps another.
-    """
+    """Raises Finding if a run leaves the request's items on either side or overlaps another."""
     runs = list(zip(*(column.tolist() for column in batch)))
     _inside([(src, src + size) for src, _, size in runs], items(theirs, source), "the source's")
     _inside([(dst, dst + size) for _, dst, size in runs], items(own, dest), "the destination's")
-    for layout, first, whose in ((theirs, batch.src, "source"), (own, batch.dst, "destination")):
-        one_memory = len({buffer.memory for buffer in layout.buffers}) == 1  # or pointers coincide
-        if one_memory and layout.foreign_bytes.among(first, first + batch.nbytes).any():
-            raise Finding(f"a run covers bytes of the {whose} that nobody described.")
     ordered = sorted((dst, dst + size) for _, dst, size in runs)
     if any(one[1] > two[0] for one, two in pairwise(ordered)):
         raise Finding("a byte of the destination is written twice.")

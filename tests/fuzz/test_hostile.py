@@ -155,32 +155,6 @@ def test_the_most_runs_that_a_layout_may_have_fit_the_bounds():
     assert guarded(lambda: TARGETS["layout"].run(halves), len(halves)) == "read"
 
 
-def side_by_side(count, items=lambda number: 2, size=2):
-    """An encoded layout of buffers that interleave, every second byte of theirs foreign."""
-    raw = msgspec.msgpack.decode(
-        layout([size] * count, [(n, 0, [(size // 2, 2)], 1) for n in range(count)])
-    )
-    for number, buffer in enumerate(raw["buffers"]):
-        buffer["base"], buffer["item_stride"] = number * size, count * size
-        buffer["items"], buffer["padding"] = items(number), False
-    return build.packed(raw)
-
-
-def test_buffers_side_by_side_that_end_at_many_items_are_refused():
-    data = side_by_side(16, lambda number: number + 1)
-    assert str(PoolLayout.from_msgpack(data).foreign_bytes)
-    with pytest.raises(LayoutError, match="more than 16 different numbers of items"):
-        PoolLayout.from_msgpack(side_by_side(17, lambda number: number + 1))
-
-
-def test_buffers_side_by_side_have_no_more_runs_together_than_one_may_have():
-    data = side_by_side(1 << 8, size=1 << 11)
-    layout = PoolLayout.from_msgpack(data)
-    assert guarded(lambda: str(layout.foreign_bytes) and "read", len(data)) == "read"
-    with pytest.raises(LayoutError, match="is 263168 separate runs, at most 262144"):
-        PoolLayout.from_msgpack(side_by_side((1 << 8) + 1, size=1 << 11))
-
-
 def test_item_shapes_with_colliding_hashes_take_no_longer_than_others():
     pairs, reading, plans = colliding(5000), [], []
     assert len({hash((*pair, ())) for pair in pairs}) == 1
