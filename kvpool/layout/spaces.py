@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from kvpool.layout.kinds.kind import Ints
+    from kvpool.layout.kinds import Ints
 
 MAX_RANKS = 1 << 10
 """Ranks over which a space's positions are interleaved."""

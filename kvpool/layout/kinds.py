@@ -1,0 +1,205 @@
+"""Kinds of spaces: how positions of a request lie in items. A kind is a class here and its name in
+`KINDS`; other code asks for its traits and calls its functions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.layout.types import need, need_int
+
+if TYPE_CHECKING:
+    from kvpool.layout.spaces import Space
+
+Ints = npt.NDArray[np.int64]
+KindName = Literal["paged", "slot", "ring"]
+RING_OF_PAGES = (
+    "of the entries of a page, which one rank holds all of: leave it out of slots, rings and "
+    "interleaved spaces."
+)
+
+
+class SpaceKind:
+    """A kind of which a request has one item. It moves whole, with the last position: it changes
+    until that is written.
+
+    Entries are numbered in the request, but for `place` and `entries_of` on this rank. `needed_*`
+    take the positions of a chunk, and how many tokens the request has in all.
+    """
+
+    per_request = True
+    """A request has one item, which changes as the request grows."""
+    has_entries = True
+    """An item has entries, which follow positions."""
+
+    def check(self, space: Space) -> None:
+        """Raises LayoutError for fields that a space of this kind cannot have."""
+        need(
+            space.interleave is None,
+            f"space {space.name} interleave",
+            f"a {space.kind} is one request's whole state, of which a rank cannot hold some "
+            "positions. Only paged spaces are interleaved.",
+        )
+        need(space.ring is None, f"space {space.name} ring", RING_OF_PAGES)
+
+    def wraps(self, space: Space) -> bool:
+        """Whether entries of an item are overwritten by later ones."""
+        return False
+
+    def words(self, space: Space) -> str:
+        """What its items are, for tables: `pages of 64 entries`."""
+        return "one item a request"
+
+    def alive(self, space: Space, tokens: int) -> range:
+        """Live entries of a request of so many tokens; here, where entries follow positions."""
+        entries = tokens // space.tokens_per_entry
+        if space.window is None:
+            return range(entries)
+        first = entries // space.window_step * space.window_step - space.window
+        return range(max(0, first), entries)
+
+    def alive_items(self, space: Space, tokens: int) -> range:
+        """Items with live entries on this rank, by number in the request."""
+        return range(min(len(self.alive(space, tokens)), 1))
+
+    def place(self, space: Space, entries: Ints) -> tuple[Ints, Ints]:
+        """For each entry the number of its item in the request, and its step there."""
+        return np.zeros_like(entries), entries % space.steps
+
+    def needed_entries(self, space: Space, tokens: range, total: int) -> range:
+        """Live entries that move with a chunk, whichever rank holds them."""
+        return self.alive(space, total) if tokens.stop == total else range(0)
+
+    def needed_items(self, space: Space, tokens: range, total: int) -> range:
+        """Items with live entries that move whole with a chunk."""
+        return self.alive_items(space, total) if tokens.stop == total else range(0)
+
+    def entries_of(self, space: Space, items: range, total: int) -> range:
+        """Live entries that lie in these items, of a request of so many tokens."""
+        return self.alive(space, total) if items else range(0)
+
+
+class Slot(SpaceKind):
+    """One state a request, such as that of linear attention: the state after its last token, which
+    counts as one entry.
+    """
+
+    has_entries = False
+
+    def check(self, space: Space) -> None:
+        numbers = space.entries_per_item, space.tokens_per_entry, space.window_step
+        need(
+            numbers == (1, 1, 1) and space.window is None,
+            f"space {space.name}",
+            "a slot has no entries: entries_per_item, tokens_per_entry and window_step are 1, "
+            "window None.",
+        )
+        super().check(space)
+
+    def alive(self, space: Space, tokens: int) -> range:
+        return range(min(tokens, 1))
+
+
+class Ring(SpaceKind):
+    """One item a request, whose entries are overwritten by later ones: entry e is at step
+    `e % entries_per_item`. The window's entries are alive. In a ring of 8, entry 13 is at step 5.
+    """
+
+    def check(self, space: Space) -> None:
+        super().check(space)
+        _check_window_in_ring(space)
+
+    def wraps(self, space: Space) -> bool:
+        return True
+
+    def words(self, space: Space) -> str:
+        return f"one ring of {_entries(space)} a request"
+
+
+class Paged(SpaceKind):
+    """Items that a request has one after the other: entry e is in item `ids[e //
+    entries_per_item]`. In pages of 4, entry 13 is at step 1 of item 3. A page with a `ring` of 2
+    has room for its last two entries: there, entry 13 is at step 1 of 2.
+    """
+
+    per_request = False
+
+    def check(self, space: Space) -> None:
+        subject, size = f"space {space.name}", space.entries_per_item
+        if space.interleave is not None:
+            need(
+                space.interleave.size % space.tokens_per_entry == 0,
+                f"{subject} interleave",
+                f"stretches of {space.interleave.size} positions would cut entries of "
+                f"{space.tokens_per_entry}: a multiple of {space.tokens_per_entry} is needed.",
+            )
+        if space.ring is None:
+            return
+        need_int(space.ring, 1, f"{subject} ring")
+        need(space.interleave is None, f"{subject} ring", RING_OF_PAGES)
+        need(
+            size % space.ring == size % space.window_step == 0,
+            f"{subject} ring",
+            f"{space.ring} entries, in steps of {space.window_step}, do not divide an item of "
+            f"{size}.",
+        )
+        _check_window_in_ring(space)
+
+    def wraps(self, space: Space) -> bool:
+        return space.ring is not None
+
+    def words(self, space: Space) -> str:
+        room = (
+            "" if space.ring is None else f", of which an item has room for the last {space.ring:,}"
+        )
+        return f"pages of {_entries(space)}{room}"
+
+    def alive_items(self, space: Space, tokens: int) -> range:
+        alive, size = space.alive(tokens), space.entries_per_item
+        return range(alive.start // size, (alive.stop - 1) // size + 1) if alive else range(0)
+
+    def place(self, space: Space, entries: Ints) -> tuple[Ints, Ints]:
+        items, steps = np.divmod(entries, space.entries_per_item)
+        return items, steps if space.ring is None else steps % space.ring
+
+    def needed_entries(self, space: Space, tokens: range, total: int) -> range:
+        first = tokens.start // space.tokens_per_entry
+        stop = tokens.stop // space.tokens_per_entry
+        # a row of a ring may change until its window closes: it moves with the last position of its
+        # window_step, or of the request
+        step = space.window_step if space.wraps else 1
+        if tokens.stop != total:
+            stop = stop // step * step
+        return range(max(self.alive(space, total).start, first // step * step), stop)
+
+    def needed_items(self, space: Space, tokens: range, total: int) -> range:
+        alive, size = self.alive_items(space, total), space.tokens_per_item
+        # an item moves with its last position; the last item ends with the request
+        stop = alive.stop if tokens.stop == total else min(alive.stop, tokens.stop // size)
+        start = max(alive.start, tokens.start // size)
+        return range(start, stop) if tokens and start < stop else range(0)
+
+    def entries_of(self, space: Space, items: range, total: int) -> range:
+        alive, size = space.alive(total), space.entries_per_item
+        return range(max(alive.start, items.start * size), min(alive.stop, items.stop * size))
+
+
+KINDS: dict[str, SpaceKind] = {"paged": Paged(), "slot": Slot(), "ring": Ring()}
+
+
+def _entries(space: Space) -> str:
+    return f"{space.entries_per_item:,} entr{'y' if space.entries_per_item == 1 else 'ies'}"
+
+
+def _check_window_in_ring(space: Space) -> None:
+    """Refuses a window whose live entries would be overwritten."""
+    kept = None if space.window is None else space.window + space.window_step - 1
+    need(
+        kept is not None and kept <= space.steps,
+        f"space {space.name}",
+        f"window: at most {space.steps - space.window_step + 1} in a ring of {space.steps} entries "
+        f"and steps of {space.window_step}, got {space.window}.",
+    )
