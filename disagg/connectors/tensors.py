@@ -13,7 +13,7 @@ import torch
 from kvpool.describe import Described, describe_buffer, describe_items
 from kvpool.item import Template, item_regions, prefixed
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region, Space
-from kvpool.layout.formats.heads import Heads
+from kvpool.layout.formats import Heads
 
 
 class UnknownFormat(ValueError):

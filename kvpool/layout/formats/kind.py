@@ -1,4 +1,5 @@
-"""A kind of state: what a layer can keep, as item templates.
+"""What formats share: which heads a rank holds, values with scales, and a kind of state: what a
+layer can keep, as item templates.
 
 A kind is a frozen dataclass of the model's numbers, beside its format in this folder. `buffers(at)`
 gives its buffers for the layers, space, shard and packing in `at`.
@@ -9,12 +10,83 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvpool.layout import Region
 from kvpool.layout.dtypes import PACKINGS, dtype_name
-from kvpool.layout.formats.heads import Shard
-from kvpool.layout.template import Template, alignment, item_bytes, item_regions, prefixed
+from kvpool.layout.template import (
+    Cell,
+    Repeat,
+    Template,
+    alignment,
+    item_bytes,
+    item_regions,
+    prefixed,
+)
+
+
+class Heads(NamedTuple):
+    """`size` heads, of `total` in the model, from number `start` on."""
+
+    start: int
+    size: int
+    total: int
+
+    def of(self, inside: Template) -> Repeat:
+        """`inside` for each head."""
+        return Repeat("head", self.size, inside, self.start, self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of the sharded axes a pool holds: `rank` of `size` equal parts."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"shard: rank {self.rank} of {self.size}. The rank is 0 to size-1.")
+
+    def of(self, total: int) -> tuple[int, int]:
+        """(start, size) of the steps held, of `total`; with fewer steps than parts, several parts
+        hold the same step: rank 3 of 8 holds head 1 of 4.
+        """
+        if total % self.size == 0:
+            return self.rank * (total // self.size), total // self.size
+        if self.size % total == 0:
+            return self.rank // (self.size // total), 1
+        raise ValueError(
+            f"shard: {total} heads cannot be split over {self.size} ranks. One must divide the "
+            "other."
+        )
+
+    def heads(self, total: int) -> Heads:
+        """The heads held, of `total`."""
+        start, size = self.of(total)
+        return Heads(start, size, total)
+
+
+def scale_role(role: str) -> str:
+    """The role of the scales of `role`."""
+    return f"{role}.scale"
+
+
+def scaled(
+    role: str, count: int, block: int = 0, scale: str = "f32", *, dtype: str = "e4m3"
+) -> tuple[Cell, Cell]:
+    """The cells of `count` values of `dtype` and of their scales, one for each `block` values (0,
+    or more than there are: one for all).
+
+    Raises ValueError if `count` is not a multiple of `block`.
+    """
+    block = min(block or count, count)
+    if count % block:
+        raise ValueError(
+            f"{role}: {count} elements are not a multiple of the block size {block}. Use a "
+            "packing without scales."
+        )
+    return Cell(role, count, dtype), Cell(scale_role(role), count // block, scale)
 
 
 class StateType(str, Enum):

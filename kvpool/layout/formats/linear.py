@@ -12,8 +12,7 @@ from math import prod
 from typing import Literal, NamedTuple, get_args
 
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
-from kvpool.layout.formats.heads import Heads, Shard
-from kvpool.layout.formats.kind import At, BufferSpec
+from kvpool.layout.formats.kind import At, BufferSpec, Heads, Shard
 from kvpool.layout.template import Cell, Repeat, Seq, Skip, Template
 
 ConvLayout = Literal["channels_first", "taps_first"]
@@ -109,12 +108,8 @@ class LinearState:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Sections of the convolution, then the temporal state."""
-        return *self.conv_roles, *["temporal"] * bool(self.heads)
-
-    @property
-    def conv_roles(self) -> tuple[str, ...]:
-        """Sections of the convolution."""
-        return tuple(f"conv.{name}" for name, _, _ in self.sections)
+        conv = [f"conv.{name}" for name, _, _ in self.sections]
+        return *conv, *["temporal"] * bool(self.heads)
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         """The conv state, then the temporal state."""
