@@ -161,8 +161,8 @@ def _decode(data: bytes, size: int) -> Header:
     except ValueError as error:
         what = "layout: " if isinstance(error, LayoutError) else ""
         raise SnapshotRefused(f"{what}{error}") from None
-    _same_layout(layout, expected)
-    _same_tensors(document, tensors(layout))
+    _same(json.loads(layout.to_json()), json.loads(expected.to_json()), "layout")
+    _same(document, tensors(layout), "tensors")
     if size != data_bytes(layout):
         raise SnapshotRefused(
             f"{size} bytes of data, its tensors have {data_bytes(layout)}. The file was cut off, "
@@ -203,31 +203,17 @@ def _same_names(names: Iterable[str], wanted: Iterable[str], part: str) -> None:
             raise SnapshotRefused(f"{part}: {what} {', '.join(map(repr, sorted(differing)))}.")
 
 
-def _same_layout(layout: PoolLayout, expected: PoolLayout) -> None:
-    """Refuses a layout that is not that of a file, with the first part that differs."""
-    for what in ("spaces", "regions", "buffers"):
-        for part, wanted in zip(getattr(layout, what), getattr(expected, what)):
-            if part != wanted:
-                raise SnapshotRefused(f"layout: {part!r}, in a file it is {wanted!r}.")
-        counts = len(getattr(layout, what)), len(getattr(expected, what))
-        if counts[0] != counts[1]:
-            raise SnapshotRefused(f"layout: {counts[0]} {what}, in a file {counts[1]}.")
-    if layout != expected:
-        raise SnapshotRefused("layout: a generation, which a file has not.")
-
-
-def _same_tensors(by_name: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-    _same_names(by_name, expected, "tensors")
-    for name, tensor in expected.items():
-        described = by_name[name]
-        if not isinstance(described, dict):
-            raise SnapshotRefused(f"tensor {name}: {described!r}.")
-        _same_names(described, tensor, f"tensor {name}")
-        for what, value in tensor.items():
-            if _json(described[what]) != _json(value):  # not equal to True or 1.0 either
-                raise SnapshotRefused(
-                    f"tensor {name}: {what} {described[what]!r}, by the layout {value!r}."
-                )
+def _same(value: Any, wanted: Any, part: str) -> None:
+    """Refuses JSON that is not what follows from the rest, by the name of the part that differs."""
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        _same_names(value, wanted, part)
+        for name in wanted:
+            _same(value[name], wanted[name], f"{part} {name}")
+    elif isinstance(value, list) and isinstance(wanted, list) and len(value) == len(wanted):
+        for number, parts in enumerate(zip(value, wanted)):
+            _same(*parts, f"{part} {number}")
+    elif type(value) is not type(wanted) or value != wanted:  # not equal to True or 1.0 either
+        raise SnapshotRefused(f"{part}: {value!r}, in a file of these tokens {wanted!r}.")
 
 
 def _digests(texts: Mapping[str, Any], layout: PoolLayout, tokens: int) -> dict[Key, int]:
@@ -248,8 +234,7 @@ def _object(text: str, what: str) -> dict[str, Any]:
     def once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) < len(pairs):
-            counts = Counter(name for name, _ in pairs)
-            twice = next(name for name, count in counts.items() if count > 1)
+            ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
             raise SnapshotRefused(f"{what}: {twice!r} is there twice.")
         return values
 
