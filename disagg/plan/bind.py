@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries, pair_items
-from disagg.plan.runs import EntryRuns, Route, Runs
+from disagg.plan.runs import Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged
 
@@ -49,22 +49,6 @@ class BoundRuns(NamedTuple):
     src: Ints
     dst: Ints
     nbytes: Ints
-
-
-class _Block(NamedTuple):
-    """Runs of a route at each of its record pairs, whose bases are given `[B]`. A batch holds them
-    in the order `[B, A, F]`.
-    """
-
-    route: Route
-    src_base: Ints
-    dst_base: Ints
-    runs: BoundRuns
-
-    @property
-    def size(self) -> int:
-        """Number of runs."""
-        return self.src_base.size * self.runs.src.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,8 +106,7 @@ class CopyBatch:
         return CopyBatch(src + within, dst + within, np.minimum(nbytes - within, most))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pointers:
+class _Pointers(NamedTuple):
     """A route, and the pointers at which the buffers of its record pairs begin, `[B]` each."""
 
     route: Route
@@ -147,7 +130,7 @@ class Binder:
         self._by_shape: dict[object, list[_Pointers]] = {}
         for route in routes:
             pointers = _Pointers(
-                route, _bases(source, route.src_buffers), _bases(dest, route.dst_buffers)
+                route, _bases(source, route.src.buffers), _bases(dest, route.dst.buffers)
             )
             self._by_shape.setdefault(route.shape, []).append(pointers)
 
@@ -167,38 +150,34 @@ class Binder:
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
         pairs_by_spaces: dict[tuple[str, str, bool], EntryPairs] = {}
-        blocks: list[_Block] = []
+        blocks: list[tuple[_Pointers, BoundRuns]] = []
         for shape in self._by_shape.values():
             route = shape[0].route
             moved = _moved(route, tokens, count)
-            routes = [pointers.within(layers) for pointers in shape]
-            if moved is None or not any(pointers.src_base.size for pointers in routes):
+            routes = [part for part in (p.within(layers) for p in shape) if part.src_base.size]
+            if moved is None or not routes:
                 continue
-            spaces = route.src_space.name, route.dst_space.name, route.packed
+            spaces = route.src.space.name, route.dst.space.name, route.packed
             pairs = pairs_by_spaces.get(spaces)
             if pairs is None:
                 pair = pair_items if route.packed else pair_entries
                 pairs = pairs_by_spaces[spaces] = pair(
-                    BlockLookup(route.src_space, self._source, source_address, "source"),
-                    BlockLookup(route.dst_space, self._dest, dest_address, "destination"),
+                    BlockLookup(route.src.space, self._source, source_address, "source"),
+                    BlockLookup(route.dst.space, self._dest, dest_address, "destination"),
                     moved,
                 )
             if not pairs.count.size:
                 continue
             for runs in _runs(route, pairs, ends=tokens.stop == total):
-                for pointers in routes:
-                    if pointers.src_base.size:
-                        blocks.append(
-                            _Block(pointers.route, pointers.src_base, pointers.dst_base, runs)
-                        )
+                blocks += [(pointers, runs) for pointers in routes]
         return _batch(blocks)
 
 
-def _batch(blocks: Sequence[_Block]) -> CopyBatch:
-    """The runs of blocks, one block after the other."""
-    size = sum(block.size for block in blocks)
+def _batch(blocks: Sequence[tuple[_Pointers, BoundRuns]]) -> CopyBatch:
+    """Runs at each record pair of a route, `[B, A, F]`, one block after the other."""
+    size = sum(pointers.src_base.size * runs.src.size for pointers, runs in blocks)
     # of runs that several routes share, once
-    lengths = {id(block.runs): block.runs.nbytes for block in blocks}
+    lengths = {id(runs): runs.nbytes for _, runs in blocks}
     totals = {key: int(nbytes.sum()) for key, nbytes in lengths.items()}
     edges = {edge for nbytes in lengths.values() for edge in (int(nbytes.min()), int(nbytes.max()))}
     # one allocation: of several, glibc gives the memory back at once, and takes page faults again
@@ -210,18 +189,16 @@ def _batch(blocks: Sequence[_Block]) -> CopyBatch:
         nbytes = columns[-1]
     shares: dict[int, tuple[Route, int, int]] = {}
     start = 0
-    for block in blocks:
-        part = slice(start, start + block.size)
+    for (route, src_base, dst_base), runs in blocks:
+        pairs, count = src_base.size, src_base.size * runs.src.size
+        part, shape = slice(start, start + count), (pairs, *runs.src.shape)
         start = part.stop
-        pairs, runs = block.src_base.size, block.runs
-        shape = pairs, *runs.src.shape
-        np.add(block.src_base[:, None, None], runs.src, out=src[part].reshape(shape))
-        np.add(block.dst_base[:, None, None], runs.dst, out=dst[part].reshape(shape))
+        np.add(src_base[:, None, None], runs.src, out=src[part].reshape(shape))
+        np.add(dst_base[:, None, None], runs.dst, out=dst[part].reshape(shape))
         if nbytes.strides != (0,):
             nbytes[part].reshape(shape)[...] = runs.nbytes
-        _, number, total = shares.get(id(block.route), (block.route, 0, 0))
-        total += pairs * totals[id(runs)]
-        shares[id(block.route)] = block.route, number + block.size, total
+        _, number, total = shares.get(id(route), (route, 0, 0))
+        shares[id(route)] = route, number + count, total + pairs * totals[id(runs)]
     return CopyBatch(src, dst, nbytes, tuple(shares.values()))
 
 
@@ -232,7 +209,7 @@ def _moved(route: Route, tokens: range, count: Count) -> range | None:
     unknown = count is Count.UNKNOWN
     if not (route.grows and route.packed):
         return tokens if route.grows == unknown else None
-    size = route.dst_space.tokens_per_item
+    size = route.dst.space.tokens_per_item
     full = tokens.stop // size * size
     return range(tokens.start, full) if unknown else range(max(tokens.start, full), tokens.stop)
 
@@ -242,7 +219,7 @@ def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
     bound = list(_runs(route, pairs, ends=True)) if pairs.count.size else []
     size = sum(runs.src.size for runs in bound)
     nbytes = sum(int(runs.nbytes.sum()) for runs in bound)
-    return len(route.src_buffers) * size, len(route.src_buffers) * nbytes
+    return len(route.src.buffers) * size, len(route.src.buffers) * nbytes
 
 
 def _bases(layout: PoolLayout, buffers: Sequence[str]) -> Ints:
@@ -254,10 +231,10 @@ def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
     """The runs of one record pair. `ends`: the last of the pairs are those of the request's last
     positions.
     """
-    src_entries, dst_entries = route.src_entries, route.dst_entries
-    chains, singles, whole, linear, _ = route.runs
+    src_entries, dst_entries = route.src.entries, route.dst.entries
+    chains, singles, whole, linear, dense = route.runs
     if linear:
-        yield _entry_runs(route, chains, pairs.coalesced(src_entries, dst_entries))
+        yield _bound(route, chains, pairs.coalesced(src_entries, dst_entries))
         return
     rest = pairs
     if whole is not None:
@@ -265,13 +242,15 @@ def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
             pairs = _with_whole_tail(route, whole, pairs)
         full = (pairs.count == src_entries) & (pairs.src_step == 0) & (pairs.dst_step == 0)
         if full.any():
-            yield _whole_runs(route, whole, pairs.select(full))
+            items = pairs.select(full)
+            items = items.coalesced(src_entries, src_entries) if dense else items
+            yield _bound(route, whole, replace(items, count=items.count // src_entries))
         rest = pairs.select(~full)
     if rest.count.size:
         if chains.size:
-            yield _entry_runs(route, chains, rest)
+            yield _bound(route, chains, rest)
         if singles.size:
-            yield _entry_runs(route, singles, rest.entries())
+            yield _bound(route, singles, rest.entries())
 
 
 def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs:
@@ -281,11 +260,11 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
     Allowed: the item is the request's last page on the destination, written from its first entry
     on, so the entries that follow are the request's own and dead. Of a ring they may be alive.
     """
-    entries, count = route.dst_entries, int(pairs.count[-1])
+    entries, count = route.dst.entries, int(pairs.count[-1])
     chains, singles = route.runs.chains, route.runs.singles
     if (
-        route.dst_space.wraps
-        or route.src_space.held != route.dst_space.held
+        route.dst.space.wraps
+        or route.src.space.held != route.dst.space.held
         or count == entries
         or pairs.src_step[-1]
         or pairs.dst_step[-1]
@@ -301,22 +280,10 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
     return replace(pairs, count=counts)
 
 
-def _whole_runs(route: Route, whole: Runs, pairs: EntryPairs) -> BoundRuns:
-    spread = np.zeros_like(pairs.count)
-    if route.runs.dense:
-        pairs = pairs.coalesced(entries := route.src_entries, entries)
-        spread = (pairs.count // entries - 1) * route.src_stride
-    return BoundRuns(
-        whole.src[:, None] + pairs.src_item * route.src_stride,
-        whole.dst[:, None] + pairs.dst_item * route.dst_stride,
-        whole.nbytes[:, None] + spread,
-    )
-
-
-def _entry_runs(route: Route, runs: EntryRuns, pairs: EntryPairs) -> BoundRuns:
+def _bound(route: Route, runs: Runs, pairs: EntryPairs) -> BoundRuns:
     src_step, dst_step = runs.src_step[:, None], runs.dst_step[:, None]
     return BoundRuns(
-        runs.src[:, None] + pairs.src_item * route.src_stride + pairs.src_step * src_step,
-        runs.dst[:, None] + pairs.dst_item * route.dst_stride + pairs.dst_step * dst_step,
+        runs.src[:, None] + pairs.src_item * route.src.stride + pairs.src_step * src_step,
+        runs.dst[:, None] + pairs.dst_item * route.dst.stride + pairs.dst_step * dst_step,
         runs.nbytes[:, None] + (pairs.count - 1) * dst_step,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from disagg.plan.bind import cost
@@ -14,6 +15,12 @@ from kvpool.layout.sentences import held_words, ranges, steps
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+SKIPPED = {
+    "missing": "no source has it; allowed",
+    "unsent": "the destination has no such region",
+}
+"""Why regions are not moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,30 +61,6 @@ class Explanation:
         """Total bytes."""
         return sum(row.nbytes for row in self.rows)
 
-    def with_skipped(self, missing: Sequence[Key], unsent: Sequence[Key]) -> Explanation:
-        """With rows for the regions that are not moved."""
-        rows = list(self.rows)
-        for how, keys, why in (
-            ("missing", missing, "no source has it; allowed"),
-            ("unsent", unsent, "the destination has no such region"),
-        ):
-            skipped: dict[tuple[str, str], list[int]] = {}
-            for owner, layer, role in keys:
-                skipped.setdefault((owner, role), []).append(layer)
-            for (owner, role), layers in skipped.items():
-                rows.append(
-                    ExplainRow(
-                        owner=owner,
-                        roles=(role,),
-                        layers=tuple(sorted(layers)),
-                        how=how,
-                        runs=0,
-                        nbytes=0,
-                        why=why,
-                    )
-                )
-        return Explanation(self.tokens, tuple(rows))
-
     def table(self) -> Table:
         """The rows as a rich table."""
         from rich.markup import escape
@@ -108,22 +91,30 @@ class Explanation:
 
 
 def explain_routes(
-    sources: Sequence[PoolLayout], dest: PoolLayout, routes: Sequence[Route], tokens: int
+    sources: Sequence[PoolLayout],
+    dest: PoolLayout,
+    routes: Sequence[Route],
+    tokens: int,
+    skipped: Mapping[str, Sequence[Key]] = MappingProxyType({}),
 ) -> Explanation:
-    """Explains routes, one row for all that travel alike."""
+    """Explains routes, one row for all that travel alike, and regions that are not moved: those
+    `missing`, and those `unsent`.
+    """
     rows: dict[tuple[str, tuple[str, ...], str, str], tuple[set[int], int, int]] = {}
     for route in routes:
-        owner = route.keys[0][0]
         roles = tuple(dict.fromkeys(role for _, _, role in route.keys))
-        how, why = _how(sources[route.source], dest, route)
-        layers, runs, nbytes = rows.get((owner, roles, how, why), (set[int](), 0, 0))
+        row = route.owner, roles, *_how(sources[route.source], dest, route)
+        layers, runs, nbytes = rows.get(row, (set[int](), 0, 0))
         if route.packed:
-            pairs = scattered_items(route.dst_space, tokens)
+            pairs = scattered_items(route.dst.space, tokens)
         else:
-            pairs = scattered(route.src_space, route.dst_space, tokens)
+            pairs = scattered(route.src.space, route.dst.space, tokens)
         more_runs, more_bytes = cost(route, pairs)
         layers |= {layer for _, layer, _ in route.keys}
-        rows[owner, roles, how, why] = layers, runs + more_runs, nbytes + more_bytes
+        rows[row] = layers, runs + more_runs, nbytes + more_bytes
+    for how, keys in skipped.items():
+        for owner, layer, role in keys:
+            rows.setdefault((owner, (role,), how, SKIPPED[how]), (set(), 0, 0))[0].add(layer)
     return Explanation(
         tokens,
         tuple(
@@ -145,15 +136,15 @@ def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
     """How a route's bytes travel, and the first reason why items do not travel whole."""
     key, runs = route.keys[0], route.runs
     offered, wanted = source.region_by_key[key], dest.region_by_key[key]
-    pages = route.src_space.steps, route.dst_space.steps
+    pages = route.src.space.steps, route.dst.space.steps
     cut = [
         f"{ours.name}: {theirs.size} of {ours.total} on the source, {ours.size} on the destination"
         for ours in wanted.inner_axes
         if (theirs := offered.axis(ours.name))
         if (theirs.start, theirs.size) != (ours.start, ours.size)
     ]
-    if route.src_space.held != route.dst_space.held:
-        spaces = route.src_space, route.dst_space
+    if route.src.space.held != route.dst.space.held:
+        spaces = route.src.space, route.dst.space
         words = [held_words(space) or "all positions" for space in spaces]
         cut.append(f"{words[0]} on the source, {words[1]} on the destination")
     if cut:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from disagg.errors import PeerError
 from disagg.plan.bind import Binder, CopyBatch, Count
-from disagg.plan.block_pools import id_clash
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.matching.group import Group, share_out
 from disagg.plan.matching.match import Overlap, Part, absent, elect, mismatches, named_pairs, tile
 from disagg.plan.matching.pairing import pair
+from disagg.plan.positions import id_clash
 from disagg.plan.proof import prove
-from disagg.plan.routes import routes_of
+from disagg.plan.routes import records_of, routes_of
 from disagg.plan.runs import Route
 from kvpool.layout import Key, PoolLayout, RequestAddress, need_layouts
 from kvpool.layout.sentences import by_layers, ranges
@@ -50,7 +51,7 @@ class IncompatibleLayouts(PeerError, ValueError):
         return by_layers(((r.owner, r.layer, r.role), f": {r.sentence}") for r in self.reasons)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TransferPlan:
     """Copies from `sources` to `dest`, as routes. `unsent` are regions that only sources have,
     `missing` regions that only the destination has and that `allow_missing` names. `asks` are the
@@ -68,17 +69,10 @@ class TransferPlan:
     layer_routes: tuple[Route, ...] = field(repr=False, compare=False)
     """The same copies, no run of which is of two layers; `routes` where these are so already."""
     asks: Mapping[int, int] = field(compare=False)
-    _binders: dict[tuple[int, str | None], Binder] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    _by_source: dict[bool, dict[int, list[Route]]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-    """`routes`, and `layer_routes`, by their source, once they were asked for."""
 
     def between(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
         """The same plan for layouts of equal fingerprints."""
-        return replace(self, sources=tuple(sources), dest=dest, _binders={}, _by_source={})
+        return replace(self, sources=tuple(sources), dest=dest)
 
     def contributors(self, layers: range | None = None, owner: str = "target") -> list[int]:
         """Source ranks that bytes are read from, or those that bytes of `owner`'s `layers` are."""
@@ -88,15 +82,17 @@ class TransferPlan:
     def contributes(self, source: int, layers: range | None = None, owner: str = "target") -> bool:
         """Whether bytes are read from a source rank, or bytes of `owner`'s `layers`."""
         if layers is None:
-            return bool(self._routes_of(source))
-        routes = self._routes_of(source, by_layer=True)
+            return bool(self._routes_of.get((source, False)))
+        routes = self._routes_of.get((source, True), ())
         return any(route.owner == owner and route.within(layers).any() for route in routes)
 
     def needs_count(self, source: int) -> bool:
         """Whether some of what moves from a source rank depends on how many tokens a request has:
         windows, slots, rings, and the last item of a packed region.
         """
-        return any(route.packed or not route.grows for route in self._routes_of(source))
+        return any(
+            route.packed or not route.grows for route in self._routes_of.get((source, False), ())
+        )
 
     def bind(
         self,
@@ -133,17 +129,29 @@ class TransferPlan:
             ):
                 if clash := id_clash(layout, address):
                     raise ValueError(f"{side}: {clash}")
-        binder = self._binder(source, None if layers is None else owner)
+        part = source, None if layers is None else owner
+        binder = self._binders.get(part)
+        if binder is None:
+            routes = self._routes_of.get((source, layers is not None), ())
+            own = [route for route in routes if layers is None or route.owner == owner]
+            binder = self._binders[part] = Binder(own, self.sources[source], self.dest)
         return binder.bind(source_address, dest_address, tokens=tokens, layers=layers, count=count)
 
-    def _binder(self, source: int, owner: str | None) -> Binder:
+    @cached_property
+    def _binders(self) -> dict[tuple[int, str | None], Binder]:
         """Of all routes from a source rank, or of those of one owner by layer."""
-        binder = self._binders.get((source, owner))
-        if binder is None:
-            routes = self._routes_of(source, by_layer=owner is not None)
-            own = [route for route in routes if owner in (None, route.owner)]
-            binder = self._binders[source, owner] = Binder(own, self.sources[source], self.dest)
-        return binder
+        return {}
+
+    @cached_property
+    def _routes_of(self) -> dict[tuple[int, bool], list[Route]]:
+        """`routes` by source rank and False, `layer_routes` by source rank and True: a room of many
+        ranks asks for each.
+        """
+        by_source: dict[tuple[int, bool], list[Route]] = {}
+        for by_layer, routes in ((False, self.routes), (True, self.layer_routes)):
+            for route in routes:
+                by_source.setdefault((route.source, by_layer), []).append(route)
+        return by_source
 
     def bind_all(
         self,
@@ -168,17 +176,8 @@ class TransferPlan:
         """How the bytes of each role travel, in how many runs and why, for a request of `tokens`
         tokens.
         """
-        explanation = explain_routes(self.sources, self.dest, self.routes, tokens)
-        return explanation.with_skipped(self.missing, self.unsent)
-
-    def _routes_of(self, source: int, by_layer: bool = False) -> list[Route]:
-        """The routes from one source rank: a room of many ranks asks for each."""
-        routes = self._by_source.get(by_layer)
-        if routes is None:
-            routes = self._by_source[by_layer] = {}
-            for route in self.layer_routes if by_layer else self.routes:
-                routes.setdefault(route.source, []).append(route)
-        return routes.get(source, [])
+        skipped = {"missing": self.missing, "unsent": self.unsent}
+        return explain_routes(self.sources, self.dest, self.routes, tokens, skipped)
 
 
 def plan(
@@ -208,11 +207,12 @@ def plan(
         matched = members[group.member]
         overlaps = [member.overlaps for member in members]
         parts, asks = share_out(overlaps, group.member, len(sources))
-    routes = layer_routes = routes_of(matched.sources, matched.dest, parts)
-    prove(matched.sources, matched.dest, parts, routes)
+    records = records_of([*matched.sources, matched.dest])
+    routes = layer_routes = routes_of(records, parts)
+    prove(records, parts, routes)
     if any((route.layers < 0).any() for route in routes):
-        layer_routes = routes_of(matched.sources, matched.dest, parts, by_layer=True)
-        prove(matched.sources, matched.dest, parts, layer_routes)
+        layer_routes = routes_of(records, parts, by_layer=True)
+        prove(records, parts, layer_routes)
     return TransferPlan(
         sources=matched.sources,
         dest=matched.dest,

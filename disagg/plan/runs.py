@@ -42,25 +42,11 @@ class Item:
         return (starts >= ends) | ((starts >= self.pad_starts[gap]) & (ends <= self.pad_ends[gap]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Runs:
-    """Contiguous bytes of an item pair: offsets in both items and lengths, `[R]` each, ordered by
-    destination offset.
-    """
-
-    src: Ints
-    dst: Ints
-    nbytes: Ints
-
-    @property
-    def size(self) -> int:
-        """Number of runs."""
-        return self.src.size
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class EntryRuns:
-    """Runs of one entry: those of entry 0, and the bytes to the next entry on both sides."""
+class Runs:
+    """Contiguous bytes of an entry of two items, `[R]` each: offsets of those of entry 0 in both
+    items, lengths, and the bytes to the next entry. Of whole items, those to the next item.
+    """
 
     src: Ints
     dst: Ints
@@ -73,7 +59,7 @@ class EntryRuns:
         """Number of runs."""
         return self.src.size
 
-    def pick(self, which: npt.NDArray[np.bool_] | Ints) -> EntryRuns:
+    def pick(self, which: npt.NDArray[np.bool_] | Ints) -> Runs:
         """The runs of a mask, or in an order."""
         return rows_of(self, which)
 
@@ -81,9 +67,9 @@ class EntryRuns:
 class ItemRuns(NamedTuple):
     """The runs of a record pair."""
 
-    chains: EntryRuns
+    chains: Runs
     """Runs that continue from entry to entry."""
-    singles: EntryRuns
+    singles: Runs
     """The other runs of an entry."""
     whole: Runs | None
     """The runs of a whole item pair, if items of both sides hold equally many entries."""
@@ -93,13 +79,23 @@ class ItemRuns(NamedTuple):
     """`whole` is one run that continues from item to item."""
 
 
+class Side(NamedTuple):
+    """One side of a route: of its record pairs the first buffers `[B]`, whose items are `stride`
+    bytes apart and hold `entries`, as far as the route tells them apart.
+    """
+
+    space: Space
+    buffers: tuple[str, ...]
+    stride: int
+    entries: int
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Route:
     """Record pairs of one shape between source rank `source` and the destination.
 
-    Offsets of a pair's runs are from its buffers, one of `src_buffers` and one of `dst_buffers`
-    `[B]`; their pointers are the layouts'. `packed` regions move by the item, which is then one
-    entry.
+    Offsets of a pair's runs are from its buffers; their pointers are the layouts'. `packed` regions
+    move by the item, which is then one entry.
 
     Of pages of 64 rows of 1,152 bytes, 61 layers are one route with B = 61: one of `chains` has
     `nbytes` and steps of 1,152, and a stretch of 5 entries is a run of 5,760 bytes. Of keys in
@@ -112,30 +108,16 @@ class Route:
     roles: str
     """The roles of `keys`, for metrics: `latent, rope`."""
     packed: bool
-    src_space: Space
-    dst_space: Space
-    src_buffers: tuple[str, ...]
-    dst_buffers: tuple[str, ...]
+    src: Side
+    dst: Side
     layers: Ints
     """The layer of each pair `[B]`, or -1 where its runs may join those of other layers."""
-    src_stride: int
-    dst_stride: int
     runs: ItemRuns
-
-    @property
-    def src_entries(self) -> int:
-        """Entries of a source item, as far as the route tells them apart."""
-        return 1 if self.packed else self.src_space.steps
-
-    @property
-    def dst_entries(self) -> int:
-        """Entries of a destination item."""
-        return 1 if self.packed else self.dst_space.steps
 
     @property
     def grows(self) -> bool:
         """Whether what it moves of a position stays needed however many tokens follow."""
-        return self.src_space.grows and self.dst_space.grows
+        return self.src.space.grows and self.dst.space.grows
 
     @property
     def owner(self) -> str:
@@ -145,23 +127,22 @@ class Route:
     @property
     def shape(self) -> object:
         """What its runs depend on beside a request: routes of equal shape have the same runs."""
-        spaces = self.src_space.name, self.dst_space.name
-        return spaces, self.packed, self.src_stride, self.dst_stride, id(self.runs)
+        sides = [(side.space.name, side.stride) for side in (self.src, self.dst)]
+        return *sides, self.packed, id(self.runs)
 
     def within(self, layers: range) -> npt.NDArray[np.bool_]:
         """Which pairs are of a range of layers, `[B]`."""
         return (self.layers >= layers.start) & (self.layers < layers.stop)
 
 
-def entry_runs(source: Region, dest: Region, box: Box) -> EntryRuns:
+def entry_runs(source: Region, dest: Region, box: Box) -> Runs:
     """The runs of one entry of two regions of the same key, over the axis steps of `box`."""
     src, dst, width = source.offset, dest.offset, dest.width
+    src_axes, dst_axes = ({axis.name: axis for axis in side.axes} for side in (source, dest))
     outer: list[tuple[int, int, int]] = []
     strides: list[tuple[int, int, int]] = []
     for name, low, high in box:
-        src_axis, dst_axis = source.axis(name), dest.axis(name)
-        if src_axis is None or dst_axis is None:
-            raise KeyError(f"{dest}: axis {name!r} exists on one side only.")
+        src_axis, dst_axis = src_axes[name], dst_axes[name]
         src += (low - src_axis.start) * src_axis.stride
         dst += (low - dst_axis.start) * dst_axis.stride
         strides.append((high - low, src_axis.stride, dst_axis.stride))
@@ -171,29 +152,32 @@ def entry_runs(source: Region, dest: Region, box: Box) -> EntryRuns:
         elif size > 1:
             outer.append((size, src_stride, dst_stride))
     starts = outer_sum(src, [(size, stride) for size, stride, _ in reversed(outer)])
-    src_axis, dst_axis = source.axis("entry"), dest.axis("entry")
-    return EntryRuns(
+    src_step, dst_step = (
+        np.full_like(starts, axes["entry"].stride if "entry" in axes else 0)
+        for axes in (src_axes, dst_axes)
+    )
+    return Runs(
         src=starts,
         dst=outer_sum(dst, [(size, stride) for size, _, stride in reversed(outer)]),
         nbytes=np.full_like(starts, width),
-        src_step=np.full_like(starts, src_axis.stride if src_axis else 0),
-        dst_step=np.full_like(starts, dst_axis.stride if dst_axis else 0),
+        src_step=src_step,
+        dst_step=dst_step,
     )
 
 
 class PlacedRuns(NamedTuple):
     """Runs of an entry of two buffers, and the bytes from the records' items to the buffers'."""
 
-    runs: EntryRuns
+    runs: Runs
     src_start: int
     dst_start: int
 
 
-def join(parts: Sequence[PlacedRuns]) -> EntryRuns:
+def join(parts: Sequence[PlacedRuns]) -> Runs:
     """All runs of a record pair by destination, joined where adjacent on both sides: latent and
     rope become one row.
     """
-    runs = EntryRuns(
+    runs = Runs(
         src=np.concatenate([part.runs.src + part.src_start for part in parts]),
         dst=np.concatenate([part.runs.dst + part.dst_start for part in parts]),
         nbytes=np.concatenate([part.runs.nbytes for part in parts]),
@@ -211,7 +195,7 @@ def join(parts: Sequence[PlacedRuns]) -> EntryRuns:
     return replace(runs.pick(first), nbytes=np.add.reduceat(runs.nbytes, first))
 
 
-def item_runs(src: Item, dst: Item, runs: EntryRuns, packed: bool) -> ItemRuns:
+def item_runs(src: Item, dst: Item, runs: Runs, packed: bool) -> ItemRuns:
     """The joined `runs` of a record pair, classified. Packed items are one entry."""
     src_entries, dst_entries = (1, 1) if packed else (src.entries, dst.entries)
     chained = _chained(src, dst, runs)
@@ -234,7 +218,7 @@ def item_runs(src: Item, dst: Item, runs: EntryRuns, packed: bool) -> ItemRuns:
     )
 
 
-def _chained(src: Item, dst: Item, runs: EntryRuns) -> npt.NDArray[np.bool_]:
+def _chained(src: Item, dst: Item, runs: Runs) -> npt.NDArray[np.bool_]:
     """Which runs continue at the next entry, with at most equal padding in between."""
     same = (runs.src_step == runs.dst_step) & (runs.nbytes <= runs.src_step)
     gap = same & (runs.nbytes < runs.src_step)
@@ -245,7 +229,7 @@ def _chained(src: Item, dst: Item, runs: EntryRuns) -> npt.NDArray[np.bool_]:
     return np.asarray(same, dtype=np.bool_)
 
 
-def _apart_by_padding(item: Item, starts: Ints, runs: EntryRuns) -> npt.NDArray[np.bool_]:
+def _apart_by_padding(item: Item, starts: Ints, runs: Runs) -> npt.NDArray[np.bool_]:
     """For each run, whether all gaps between its entries are padding of the item."""
     gaps = item.entries - 1
     if gaps > item.pad_starts.size:  # each gap needs a padding interval of its own
@@ -259,7 +243,7 @@ def _apart_by_padding(item: Item, starts: Ints, runs: EntryRuns) -> npt.NDArray[
     return np.concatenate(clear)
 
 
-def _whole(src: Item, dst: Item, chains: EntryRuns, singles: EntryRuns, entries: int) -> Runs:
+def _whole(src: Item, dst: Item, chains: Runs, singles: Runs, entries: int) -> Runs:
     """All runs of a whole item pair, joined over entries, adjacent runs and equal padding."""
     steps = np.arange(entries, dtype=np.int64)[:, None]
     srcs = np.concatenate([chains.src, (singles.src + steps * singles.src_step).ravel()])
@@ -275,9 +259,15 @@ def _whole(src: Item, dst: Item, chains: EntryRuns, singles: EntryRuns, entries:
         & src.is_padding(src_ends, srcs[1:])
         & dst.is_padding(dst_ends, dsts[1:])
     )
-    first = np.append(True, ~continues)
-    last = np.append(~continues, True)
-    return Runs(srcs[first], dsts[first], (dsts + nbytes)[last] - dsts[first])
+    first, last = np.append(True, ~continues), np.append(~continues, True)
+    starts = dsts[first]
+    return Runs(
+        src=srcs[first],
+        dst=starts,
+        nbytes=(dsts + nbytes)[last] - starts,
+        src_step=np.full_like(starts, src.stride),
+        dst_step=np.full_like(starts, dst.stride),
+    )
 
 
 def _dense(src: Item, dst: Item, whole: Runs) -> bool:

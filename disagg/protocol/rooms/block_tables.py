@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from disagg.plan.block_pools import id_clash
-from disagg.plan.positions import BlockLookup
+from disagg.plan.positions import BlockLookup, id_clash
 from kvpool.layout import PoolLayout, RequestAddress
 
 

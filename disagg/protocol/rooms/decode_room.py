@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from disagg.digest.digester import Verification
 from disagg.plan.bind import Count
-from disagg.plan.block_pools import id_clash
+from disagg.plan.positions import id_clash
 from disagg.protocol.aux_values import Aux, pack_aux, unpack_aux
 from disagg.protocol.messages import ChunkReady
 from disagg.protocol.metrics import ReadTimes, RoomMetrics

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from disagg.plan import plan
 from disagg.plan.proof import prove
+from disagg.plan.routes import records_of
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from tests.oracle import built, hand_off
 from tests.pools import mla
@@ -91,8 +92,8 @@ def test_every_pair_of_a_route_is_proved(odd):
     one, two, other = three_layers(), three_layers(), three_layers(**odd)
     made = plan([one], two)
     (route,) = made.routes
-    assert len(route.dst_buffers) == 3
+    assert len(route.dst.buffers) == 3
     for sources, dest, who in (([one], other, "destination"), ([other], two, "source")):
         with pytest.raises(RuntimeError, match=f"^target layer 1 k, .*on the {who}.* target.1 on"):
-            prove(sources, dest, made.parts, made.routes)
+            prove(records_of([*sources, dest]), made.parts, made.routes)
         assert len(plan(sources, dest).routes) == 2

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from disagg.plan import plan
-from disagg.plan.block_pools import id_clash
+from disagg.plan.positions import id_clash
 from disagg.plan.proof import prove
+from disagg.plan.routes import records_of
 from disagg.runtime.staging import coalesce
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
@@ -238,7 +239,7 @@ def test_a_run_over_what_only_another_space_claims_is_refused_by_the_proof():
     ]
     for source, dest, who in ((bare[0], both[1], "source"), (both[0], bare[1], "destination")):
         with pytest.raises(RuntimeError, match=rf"layer 0 k: on the {who}.* one run, of which 8"):
-            prove([source], dest, made.parts, made.routes)
+            prove(records_of([source, dest]), made.parts, made.routes)
 
 
 @pytest.mark.parametrize("who", ["source", "destination"])

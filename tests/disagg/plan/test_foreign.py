@@ -17,6 +17,7 @@ from hypothesis import given, settings, strategies as st
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.plan import plan
 from disagg.plan.proof import prove
+from disagg.plan.routes import records_of
 from disagg.runtime.staging import coalesce
 from kvpool import MHAPool, Shard
 from kvpool.describe import describe
@@ -89,7 +90,7 @@ def test_runs_over_bytes_of_somebody_else_are_refused_by_both_checks(name, decla
     with pytest.raises(
         RuntimeError, match=rf"target layer 0 \w+: on the {who}.* one run, of which"
     ):
-        prove(made.sources, made.dest, made.parts, made.routes)
+        prove(records_of((*made.sources, made.dest)), made.parts, made.routes)
     with pytest.raises(RuntimeError, match=rf"item \d of buffer .* {who}.*nor declared padding"):
         verify(made)
 
@@ -97,7 +98,7 @@ def test_runs_over_bytes_of_somebody_else_are_refused_by_both_checks(name, decla
 @pytest.mark.parametrize("name", SLICES)
 def test_where_both_declare_it_padding_both_checks_agree(name):
     made, _memory = swapped(name, (True, True))
-    prove(made.sources, made.dest, made.parts, made.routes)
+    prove(records_of((*made.sources, made.dest)), made.parts, made.routes)
     verify(made)
 
 
@@ -143,7 +144,7 @@ def test_a_damaged_route_is_refused(order, placement, held):
             count += 1
             routes = [*made.routes[:number], wrong, *made.routes[number + 1 :]]
             with pytest.raises(RuntimeError, match=r"target layer \d [kv].* was not used"):
-                prove(made.sources, made.dest, made.parts, routes)
+                prove(records_of((*made.sources, made.dest)), made.parts, routes)
     assert count > 9
 
 

@@ -300,7 +300,7 @@ def test_plans_of_other_stretches_are_not_confused_by_the_cache():
     for number in (0, 1):
         sources = layouts([(2, rank, 2) for rank in ((0, 1), (1, 0))[number]])
         made = cache.plan([source.layout for source in sources], dest.layout)
-        kv = [route.source for route in made.routes if route.src_space.name == KV]
+        kv = [route.source for route in made.routes if route.src.space.name == KV]
         assert kv == [number] * len(kv)
     assert (cache.hits, cache.misses) == (0, 2)
 

@@ -296,9 +296,9 @@ def test_shares_are_runs_and_bytes_of_each_route():
     assert sum(nbytes for _, _, nbytes in batch.shares) == batch.total
     for route in made.routes:
         inside = np.zeros(batch.runs, dtype=bool)
-        for name in route.src_buffers:
+        for name in route.src.buffers:
             base = pool.layout.buffer_by_name[name].base
-            size = route.src_stride * pool.num_pages
+            size = route.src.stride * pool.num_pages
             inside |= (batch.src >= base) & (batch.src < base + size)
         mine = [(runs, nbytes) for each, runs, nbytes in batch.shares if each is route]
         assert sum(runs for runs, _ in mine) == inside.sum()
