@@ -36,7 +36,7 @@ from .protocol.status import Failure as Failure, KVPoll as KVPoll
 from .runtime.decode_endpoint import DecodeEndpoint as DecodeEndpoint
 from .runtime.prefill_endpoint import PrefillEndpoint as PrefillEndpoint
 from .runtime.socket_transport import SocketTransport as SocketTransport
-from .runtime.sockets.credentials import TLSFiles as TLSFiles
+from .runtime.sockets.tls import TLSFiles as TLSFiles
 from .runtime.transport import (
     Lost as Lost,
     MemoryNetwork as MemoryNetwork,

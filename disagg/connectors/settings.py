@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from disagg.protocol.conventions import Convention, checked_conventions
 from disagg.runtime.options import STEPPED_PEER_TIMEOUT, Options, check_values
-from disagg.runtime.sockets.credentials import TLSFiles
+from disagg.runtime.sockets.tls import TLSFiles
 from kvpool.layout.sentences import nearest
 
 

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from disagg.runtime.sockets.credentials import Side, role_uri
+from disagg.runtime.sockets.tls import Side, role_uri
 
 CA_DAYS = 3650
 EARLIER = timedelta(days=1)

@@ -30,7 +30,6 @@ from disagg.protocol.rooms.offered import layer_names, layers_by_owner
 from disagg.protocol.status import KVPoll
 from disagg.runtime.endpoint import Endpoint, Reads
 from disagg.runtime.options import Options, check_values
-from disagg.runtime.pinned import pinned
 from disagg.runtime.staging import staging_buffers
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.sentences import is_name
@@ -205,7 +204,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         name = room_name(room)
         with deferred_signals, self._loop.lock:
             link, start = link or self._only_link(name), index(start)
-            with pinned(self.machine, name, address, self.layout, start=start):
+            with self._pinned(name, address, start=start):
                 self.driver.call(
                     RequestRoom(
                         room=name,

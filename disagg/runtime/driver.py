@@ -13,23 +13,26 @@ or after, and what it raises reaches the caller. Waits are outside, and end at o
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from disagg.errors import UsageError
+from disagg.host import brief
 from disagg.host.signals import deferred_signals
 from disagg.protocol import events
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.ended import Ended
-from disagg.runtime.loop.ended_file import EndedFile
-from disagg.runtime.loop.event_loop import EventLoop
-from disagg.runtime.loop.io_thread import IOThread, Pace
-from disagg.runtime.loop.waiters import Waiters
+from disagg.runtime.event_loop import EventLoop
+from disagg.runtime.waiters import Waiters
+
+log = logging.getLogger("disagg")
 
 IDLE_SECONDS = 0.05
 READ_PAUSE_SECONDS = 0.001
@@ -37,6 +40,8 @@ MOST_PAUSE_SECONDS = 0.01
 """Between two turns in which an engine makes progress, on a host that has no time for more."""
 ASKED_SECONDS = 0.0002
 """Between two turns of callers that ask, at least: they may ask for hundreds of rooms at once."""
+FAILED_SECONDS = 0.05
+"""Before the next turn, after a wait that has failed."""
 CLOSED = "the endpoint was closed."
 
 
@@ -49,18 +54,21 @@ class Driver:
         self._loop = loop
         self._turning = threading.Lock()
         self._waiters = Waiters(loop.lock)
-        self._ended_file: EndedFile | None = None
+        self._ended_file: int | None = None
+        self._ended_file_tells = False
         self._idle = min(IDLE_SECONDS, peer_timeout / CHECKS_PER_TIMEOUT)
-        self._pace = Pace(loop.engine.progress_seconds, MOST_PAUSE_SECONDS)
+        self._pace = loop.engine.progress_seconds
         self._next_asked = 0.0
         self._paused = 0.0
         """How long the thread waits now, at most: a call that leaves less time wakes it."""
-        self._thread: IOThread | None = None
+        self._thread: threading.Thread | None = None
+        self._wake, self._waker, self._taken = -1, -1, brief.Scratch(4096)
         loop.room_ended = self._waiters.ended
         if threaded:
-            self._thread = IOThread(self._run_turn, loop.transport, self._pace, loop.name)
-            loop.dialled = self._thread.wake_up
-            loop.engine.notify(self._thread.waker)
+            self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._thread = threading.Thread(target=self._run, name=loop.name, daemon=True)
+            loop.dialled = self._wake_up
+            loop.engine.notify(self._waker)
 
     def start(self) -> None:
         """The thread begins."""
@@ -90,7 +98,7 @@ class Driver:
                     self._turning.release()
             self.tell()
             if self._thread is not None and (loop.pending or self._pause() < self._paused):
-                self._thread.wake_up()
+                self._wake_up()
 
     def step(self, pause: float = 0.0) -> bool:
         """A turn in the thread of a caller, where there is no other, after at most `pause` seconds
@@ -121,8 +129,8 @@ class Driver:
         under way or was just now: only what returns at once. With `seconds`, also what may take
         time, turn after turn for so long while there is more to do at once.
         """
-        now, thread = time.monotonic(), self._thread
-        if thread is None or (now < self._next_asked and not seconds):
+        now = time.monotonic()
+        if self._thread is None or (now < self._next_asked and not seconds):
             return
         loop = self._loop
         with deferred_signals:
@@ -138,7 +146,7 @@ class Driver:
                 self._turning.release()
             if loop.busy:
                 with loop.lock:
-                    thread.wake_up()
+                    self._wake_up()
 
     def wait(
         self, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
@@ -185,9 +193,9 @@ class Driver:
                     "Ask ended() after each."
                 )
             if self._ended_file is None:
-                self._ended_file = EndedFile()
+                self._ended_file = os.eventfd(0)
                 self._tell_file()
-            return self._ended_file.fileno()
+            return self._ended_file
 
     def tell(self) -> None:
         """Something has changed, under the lock: wakes those that wait for it."""
@@ -214,27 +222,27 @@ class Driver:
             if first and self._thread is None:
                 with self._turning:
                     self._turn()
-        if self._thread is not None:
+        self._wake_up()
+        if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
         with self._turning:  # a caller may be in its turn
             release()
         with deferred_signals, loop.lock:
             for event in loop.reader.close():
                 loop.handle(event)
-            if self._ended_file is not None:
-                self._ended_file.close()
+            self._close_ended_file()
             if self._thread is not None:
-                self._thread.close()
+                os.close(self._wake)
+                os.close(self._waker)
                 # no cycle keeps the machine, and with it the pools of its block tables
-                self._thread, loop.dialled = None, lambda: None
+                self._thread, self._wake, loop.dialled = None, -1, lambda: None
 
     def abandon(self, why: str) -> None:
         """In a forked child, where a thread that is not there may hold the locks."""
         self._loop.lock = threading.RLock()
         self._waiters = Waiters(self._loop.lock)
         self.refuse_calls(why)
-        if self._ended_file is not None:
-            self._ended_file.close()
+        self._close_ended_file()
 
     def _pause(self) -> float:
         """Seconds that the next turn may wait: until a message comes, or a call."""
@@ -245,12 +253,42 @@ class Driver:
             return READ_PAUSE_SECONDS
         if isinstance(loop.machine, PrefillMachine):
             if loop.machine.read:
-                return self._pace.seconds
+                return self._pace
             if loop.machine.computing:
                 return READ_PAUSE_SECONDS
         return self._idle
 
-    def _run_turn(self, thread: IOThread) -> float | None:
+    def _wake_up(self) -> None:
+        """Ends the wait of the thread's current turn, or of the next. Under the lock, or while the
+        thread runs: after `close` another file could have the descriptor.
+        """
+        if self._wake >= 0:
+            brief.write_byte(self._waker)  # a full pipe wakes as well
+
+    def _run(self) -> None:
+        """The thread."""
+        pause: float | None = 0.0
+        while pause is not None:
+            if pause:
+                self._wait_for_news(pause)
+            pause = self._run_turn()
+
+    def _wait_for_news(self, seconds: float) -> None:
+        """Waits for a message or a call."""
+        began, loop = time.monotonic(), self._loop
+        try:
+            loop.transport.wait(seconds, self._wake)
+        except Exception:  # the next turn fails too, or goes on
+            log.exception("%s: a wait for messages failed", loop.name)
+            time.sleep(FAILED_SECONDS)
+        least = loop.engine.progress_seconds
+        # a late host: dozens of endpoints on a few cores would keep one another from their turns
+        if time.monotonic() - began > 2 * seconds:
+            self._pace = min(max(least, MOST_PAUSE_SECONDS), 2 * self._pace)
+        else:
+            self._pace = max(least, self._pace / 2)
+
+    def _run_turn(self) -> float | None:
         """One turn of the thread; the seconds until the next, None after the last."""
         with self._loop.lock:
             closing = self._loop.closed is not None
@@ -260,7 +298,7 @@ class Driver:
             time.sleep(ASKED_SECONDS)
         else:
             try:
-                thread.clear()
+                self._taken.read(self._wake)  # the turn looks at what woke it after this
                 self._turn()
             finally:
                 self._turning.release()
@@ -279,5 +317,16 @@ class Driver:
 
     def _tell_file(self) -> None:
         """Lets the file be read as long as `take_ended` has something."""
+        tells = bool(self._loop.machine.ended)
+        if self._ended_file is None or tells == self._ended_file_tells:
+            return
+        self._ended_file_tells = tells
+        if tells:
+            os.eventfd_write(self._ended_file, 1)
+        else:
+            os.eventfd_read(self._ended_file)
+
+    def _close_ended_file(self) -> None:
         if self._ended_file is not None:
-            self._ended_file.set(bool(self._loop.machine.ended))
+            os.close(self._ended_file)
+            self._ended_file = None

@@ -1,6 +1,6 @@
 """What both sides share: a rank's machine, transport, engine and clock, and calls about rooms.
 
-`loop/event_loop.py` is what an endpoint does, `driver.py` decides when, and in which thread.
+`event_loop.py` is what an endpoint does, `driver.py` decides when, and in which thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeVar, cast
 
@@ -30,14 +31,16 @@ from disagg.protocol.messages import PROTOCOL, Hello, Room, room_name
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.prefill import PrefillMachine
+from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.rooms.ended import Ended
+from disagg.protocol.rooms.prefill_room import PrefillRoom
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.driver import Driver
-from disagg.runtime.loop.event_loop import EventLoop
+from disagg.runtime.event_loop import EventLoop
 from disagg.runtime.options import Options, check_options, open_transport
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
-from kvpool.layout import PoolLayout
+from kvpool.layout import Pin, PoolLayout, RequestAddress
 
 M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 
@@ -246,6 +249,42 @@ class Endpoint(Generic[M]):
         self._close_transport()
         self.engine.close()
 
+    @contextmanager
+    def _pinned(
+        self, name: Room, address: RequestAddress, *, last: bool = True, start: int = 0
+    ) -> Iterator[None]:
+        """Pins the request of `address`, if a holder made it, before the call that gives it to a
+        room, for as long as the room needs it. Raises what Holder.pin does; if the call raises,
+        nothing is pinned.
+        """
+        holder, room, chunks, called = address.holder, None, 0, False
+        if holder is None:
+            yield
+            return
+
+        # nothing has to be undone when the room ends, and another room of its name is not meant
+        def held() -> bool:
+            return not called or (room is not None and _needs(room, address, chunks))
+
+        pin = Pin(
+            room=name,
+            side="received" if isinstance(self.machine, DecodeMachine) else "offered",
+            address=address,
+            layout=self.layout,
+            last=last,
+            held=held,
+            start=start,
+        )
+        holder.pin(pin)
+        try:
+            yield
+        except BaseException:
+            holder.unpin(pin)
+            raise
+        room = self.machine.rooms().get(name)
+        chunks = len(room.addresses) if isinstance(room, PrefillRoom) else 0
+        called = True
+
     def _wait_in_room(
         self, name: Room, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
     ) -> KVPoll:
@@ -259,3 +298,12 @@ class Endpoint(Generic[M]):
                         f"for {self.machine.waits_for(name)}."
                     )
         return self.machine.poll(name)
+
+
+def _needs(room: PrefillRoom | DecodeRoom, address: RequestAddress, chunks: int) -> bool:
+    """Whether a room needs a block table, that of its first `chunks` chunks on prefill."""
+    if isinstance(room, DecodeRoom):
+        return room.reading or not room.phase.poll.ended
+    # the pin of a later chunk of the same request says at least as much
+    later = any(table.holder is address.holder for table in room.addresses[chunks:])
+    return not (later or room.phase.poll.ended)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disagg.host.trusted_files import open_folder, read_in_folder, write_file
-from disagg.runtime.sockets.credentials import USAGES, Side
+from disagg.runtime.sockets.tls import USAGES, Side
 from kvpool.extras import needed_by
 
 SIDE_DAYS = 365

@@ -14,7 +14,7 @@ from disagg.protocol.conventions import Convention
 from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Seconds
 from disagg.runtime.socket_transport import SocketTransport
 from disagg.runtime.sockets.address import Address
-from disagg.runtime.sockets.credentials import Side, TLSFiles, open_keys, open_tls_files
+from disagg.runtime.sockets.tls import Side, TLSFiles, open_keys, open_tls_files
 from disagg.runtime.staging import MIN_STAGING
 from disagg.runtime.transport import Transport
 from kvpool.layout.sentences import nearest

@@ -19,7 +19,6 @@ from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.offered import layer_range
 from disagg.runtime.endpoint import Endpoint
 from disagg.runtime.options import Options, check_values, default_address
-from disagg.runtime.pinned import pinned
 from kvpool.layout import PoolLayout, RequestAddress
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         with deferred_signals, self._loop.lock:
             start = self.machine.computed(name)
             chunk = range(start, address.num_tokens) if tokens is None else tokens
-            with pinned(self.machine, name, address, self.layout, last=last):
+            with self._pinned(name, address, last=last):
                 self.driver.call(
                     OfferChunk(
                         room=name,

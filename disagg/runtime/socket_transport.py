@@ -17,14 +17,24 @@ from collections.abc import Iterator
 from disagg.host.brief import Scratch
 from disagg.host.unix_sockets import new_path
 from disagg.protocol.effects import Peer
-from disagg.runtime.sockets import limits
-from disagg.runtime.sockets.address import Address, DialledAddress
-from disagg.runtime.sockets.connection import Connection
-from disagg.runtime.sockets.credentials import Side, TLSCredentials
-from disagg.runtime.sockets.dialling import Dialling
-from disagg.runtime.sockets.handshakes import MAX_ACCEPTED, Handshakes
-from disagg.runtime.sockets.leaving import CLOSE_LINGER_SECONDS, Leaving
-from disagg.runtime.sockets.listener import EXHAUSTED, Listener, distrust, origin, tune
+from disagg.runtime.sockets.address import (
+    EXHAUSTED,
+    Address,
+    DialledAddress,
+    Listener,
+    distrust,
+    origin,
+    tune,
+)
+from disagg.runtime.sockets.connection import (
+    Connection,
+    excesses,
+    longest_silent,
+    max_connections,
+    too_much_unread,
+)
+from disagg.runtime.sockets.lifecycle import CLOSE_LINGER_SECONDS, MAX_ACCEPTED, Lifecycle
+from disagg.runtime.sockets.tls import Side, TLSCredentials
 from disagg.runtime.sockets.watch import OUT, Watch
 from disagg.runtime.transport import Lost
 
@@ -54,13 +64,11 @@ class SocketTransport:
         self._listener: Listener | None = None
         self._peers: dict[Peer, Connection] = {}
         self._requests: deque[tuple[int, Address | None]] = deque()
-        self._handshakes = Handshakes(self._watch, self._scratch, credentials)
-        self._dialling = Dialling(self._watch, self._handshakes)
-        self._leaving = Leaving(self._watch, self._scratch)
+        self._lives = Lifecycle(self._watch, self._scratch, credentials)
         self._again: dict[Connection, None] = {}
         self._unflushed: dict[Connection, None] = {}
         self._ended: deque[Connection] = deque()
-        self._most = limits.max_connections()
+        self._most = max_connections()
         self._accept_at = 0.0
         self._check_at, self._warn_at = time.monotonic() + CHECK_SECONDS, 0.0
         self._exposed: set[str] = set()
@@ -79,7 +87,7 @@ class SocketTransport:
         if self._listener is not None:
             self._listener.close()
         for peer in [peer for peer in self._peers if isinstance(peer, bytes)]:
-            self._retire(self._peers.pop(peer))
+            self._lives.leave(self._peers.pop(peer))
         self._listener = listener
         self._watch.listen(listener.socket)
         return listener.address
@@ -151,9 +159,9 @@ class SocketTransport:
             self._listener.close()
             self._listener = None
         for connection in list(self._peers.values()):
-            self._retire(connection)
+            self._lives.leave(connection)
         until = time.monotonic() + CLOSE_LINGER_SECONDS
-        while self._leaving.due and (left := until - time.monotonic()) > 0:
+        while self._lives.due and (left := until - time.monotonic()) > 0:
             self._turn(left)
         self._watch.end()
 
@@ -192,47 +200,47 @@ class SocketTransport:
             peer, address = self._requests.popleft()
             old = self._peers.pop(peer, None)
             if old is not None:
-                self._retire(old)
+                self._lives.leave(old)
             if address is not None:
                 connection = self._peers[peer] = Connection(peer, DialledAddress(address))
                 if old is not None and old.problem is not None:
-                    self._dialling.add_later(connection)  # or a loop with one that hangs up
-                elif (problem := self._dialling.dial(connection)) is not None:
+                    self._lives.dial_later(connection)  # or a loop with one that hangs up
+                elif (problem := self._lives.dial(connection)) is not None:
                     self._refuse(connection, problem)
 
     def _tend(self) -> None:
         """Does what is due: dials, closes what had time to leave, accepts again, checks."""
         now = time.monotonic()
-        for connection, problem in self._dialling.dial_due():
+        for connection, problem in self._lives.dial_due():
             self._refuse(connection, problem)
-        self._leaving.close_due(now)
+        self._lives.close_due()
         if self._accept_at and self._accept_at <= now and self._listener is not None:
             self._accept_at = 0.0
             self._watch.listen(self._listener.socket)
         if self._check_at <= now:
             self._check_at = now + CHECK_SECONDS
-            for connection, problem in limits.excesses(self._watch.connections()):
+            for connection, problem in excesses(self._watch.connections()):
                 self._refuse(connection, problem)
 
     def _pause(self, timeout: float) -> float:
         """How long nothing is due, `timeout` at most."""
         if self._again or self._ended:
             return 0.0
-        due = [time for time in (self._dialling.due, self._leaving.due, self._accept_at) if time]
+        due = [time for time in (self._lives.due, self._accept_at) if time]
         return max(0.0, min(timeout, min(due) - time.monotonic())) if due else timeout
 
     def _turn(self, timeout: float, wake: int | None = None) -> list[Connection]:
         """Waits, accepts, sends what is queued; returns whom to read from."""
         ready, self._again = self._again, {}
-        self._handshakes.begin_turn()
+        self._lives.begin_turn()
         for connection, mask in self._watch.wait(timeout, wake):
             if connection is None:
                 if self._listener is not None:
                     self._accept(self._listener)
-            elif connection in self._leaving:
-                self._leaving.see_off(connection)
+            elif self._lives.leaves(connection):
+                self._lives.see_off(connection)
             elif connection.session is None and not connection.up:
-                if (problem := self._dialling.reached(connection)) is not None:
+                if (problem := self._lives.reached(connection)) is not None:
                     self._refuse(connection, problem)
             else:
                 if mask & OUT:
@@ -244,12 +252,12 @@ class SocketTransport:
 
     def _read(self, connection: Connection) -> list[bytes]:
         """One read from a connection, and the messages that it has completed."""
-        if connection.stream is None or connection in self._leaving:
+        if connection.stream is None or self._lives.leaves(connection):
             return []  # it has ended meanwhile
         try:
             more, data = connection.more, self._scratch.view[:0]
             # the first message may come with the end of the handshake
-            if not more and (connection.up or self._handshakes.go_on(connection)):
+            if not more and (connection.up or self._lives.go_on(connection)):
                 data = connection.read(self._scratch)
             messages = connection.take(data) if data or more else []
         except ValueError as error:
@@ -259,7 +267,7 @@ class SocketTransport:
             self._again[connection] = None
         elif connection.problem is not None:
             self._end(connection, connection.problem)
-        if connection.unread and (excess := limits.too_much_unread(self._watch.connections())):
+        if connection.unread and (excess := too_much_unread(self._watch.connections())):
             self._refuse(*excess)
         return messages
 
@@ -282,7 +290,7 @@ class SocketTransport:
         connection = Connection(secrets.token_bytes(16))
         tune(stream)
         try:
-            self._handshakes.begin(connection, stream.family)
+            self._lives.begin(connection, stream.family)
         except ValueError:  # of this side's files: the credentials have logged it
             stream.close()
             return
@@ -293,11 +301,11 @@ class SocketTransport:
         if unix and (problem := distrust(stream)) is not None:
             self._refuse(connection, problem)
         elif len(self._watch) > self._most:
-            silent = limits.longest_silent(
-                old for old in self._watch.connections() if old not in self._leaving
+            silent = longest_silent(
+                old for old in self._watch.connections() if not self._lives.leaves(old)
             )
             self._refuse(silent or connection, f"{self._most} connections are open already.")
-        elif (oldest := self._handshakes.crowded_out()) is not None:
+        elif (oldest := self._lives.crowded_out()) is not None:
             self._refuse(oldest, f"{MAX_ACCEPTED} TLS handshakes are under way already.")
 
     def _end(self, connection: Connection, problem: str) -> None:
@@ -307,7 +315,7 @@ class SocketTransport:
         if connection.opening is not None:
             self._watch.close(connection)
             connection.restart()
-            self._dialling.add_later(connection)
+            self._lives.dial_later(connection)
             return
         self._drop(connection, problem)
         if connection.dial is not None or connection.heard:
@@ -322,20 +330,13 @@ class SocketTransport:
         connection.opening = None
         self._end(connection, problem)
 
-    def _retire(self, connection: Connection) -> None:
-        """Gives a connection up, once what was sent has left."""
-        self._dialling.discard(connection)
-        self._handshakes.discard(connection)
-        self._leaving.add(connection)
-
     def _drop(self, connection: Connection, problem: str) -> None:
         """Closes a connection. What is sent to a dialled peer is refused from now on."""
         if connection.session is not None and connection.session.refused:
-            self._leaving.add(connection)  # with an alert, which says why
+            self._lives.leave(connection)  # with an alert, which says why
         else:
             self._watch.close(connection)
-        self._dialling.discard(connection)
-        self._handshakes.discard(connection)
+        self._lives.discard(connection)
         connection.problem, connection.more = problem, False
         connection.unread.clear()
         if connection.dial is None:

@@ -10,7 +10,7 @@ import pytest
 
 from disagg import SocketTransport
 from disagg.runtime.keys import write_keys
-from disagg.runtime.sockets.credentials import open_keys
+from disagg.runtime.sockets.tls import open_keys
 from tests.disagg.runtime.farm import Farm
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, UnknownRoom
 from disagg.engines.base import create_engine
 from disagg.protocol.messages import ReadDone, ReadRequest
-from disagg.runtime.sockets.credentials import open_keys
+from disagg.runtime.sockets.tls import open_keys
 from kvpool.allocation.allocator import Request
 from tests.faults.orders import Order, Setup
 from tests.faults.stock import Stock

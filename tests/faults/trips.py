@@ -14,7 +14,7 @@ from typing import Any
 
 from disagg import Engine, Lost, SocketTransport
 from disagg.protocol import codec
-from disagg.runtime.sockets.credentials import TLSCredentials
+from disagg.runtime.sockets.tls import TLSCredentials
 
 
 @dataclass(slots=True)

@@ -19,9 +19,7 @@ from disagg.plan.bind import CopyBatch
 from disagg.protocol.events import EngineConnected, ReadBegun
 from disagg.protocol.messages import Hello
 from disagg.protocol.peers.link import Link
-from disagg.runtime.reads.begun import BegunReads, InFlight
-from disagg.runtime.reads.context import ReadContext, TrackedRead
-from disagg.runtime.reads.fence import Fence
+from disagg.runtime.reads.begun import BegunReads, Fence, InFlight, ReadContext, TrackedRead
 from disagg.runtime.staging import NUM_BUFFERS
 
 log = logging.getLogger("disagg")
@@ -50,7 +48,8 @@ class BoundRead:
     @property
     def small(self) -> bool:
         """Whether it may be posted together with others."""
-        return self.batch.runs <= SMALL_RUNS and self.batch.total <= SMALL_BYTES
+        few = self.batch.runs <= SMALL_RUNS and self.batch.total <= SMALL_BYTES
+        return few and not self.tracked.alone
 
 
 class Lane:
@@ -154,16 +153,13 @@ class Lane:
         joined: list[BoundRead] = []
         while self.queue and len(joined) < READS_AT_ONCE:
             bound = self._bind(self.queue[0])
-            if bound is None:
-                self.queue.popleft()
-                continue
-            small = bound.small and not bound.tracked.alone
-            if joined and not small:
+            if joined and bound and not bound.small:
                 break  # it begins in the next turn of this
             self.queue.popleft()
-            joined.append(bound)
-            if not small:
-                break
+            if bound is not None:
+                joined.append(bound)
+                if not bound.small:
+                    break
         return self._post_first(joined) if joined else True
 
     def _bind(self, tracked: TrackedRead) -> BoundRead | None:
@@ -185,11 +181,8 @@ class Lane:
         for bound in joined:
             begun = ReadBegun(bound.tracked.read, now, bound.seconds, bound.batch.shares)
             self._context.events.append(begun)
-        totals = [bound.batch.total for bound in joined]
         if joined[1:]:
-            src, dst, nbytes = (
-                np.concatenate(arrays) for arrays in zip(*(bound.batch for bound in joined))
-            )
+            src, dst, nbytes = map(np.concatenate, zip(*(bound.batch for bound in joined)))
             batch = CopyBatch(src, dst, nbytes)
         read = joined[0].tracked.read
         try:
@@ -198,11 +191,9 @@ class Lane:
             for bound in joined:
                 self._context.end(bound.tracked, bound.tracked.problem(error))
             return False
-        begun_reads = BegunReads(
-            reads=[bound.tracked for bound in joined], nbytes=totals, parts=parts
-        )
-        self._begun.append(begun_reads)
-        return self._go_on(begun_reads) is not None
+        reads, sizes = [b.tracked for b in joined], [b.batch.total for b in joined]
+        self._begun.append(BegunReads(reads=reads, nbytes=sizes, parts=parts))
+        return self._go_on(self._begun[-1]) is not None
 
     def _go_on(self, begun: BegunReads) -> bool | None:
         """Whether anything of reads has moved; None if they have failed."""
@@ -220,7 +211,7 @@ class Lane:
             spent = context.clock() - begun.in_flight[0].since
             if spent > context.timeout:
                 raise Stuck(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
-        if begun.left and begun.cancelled:
+        if all(tracked.cancelled for tracked in begun.reads):
             begun.left = False
         posted = False
         while begun.left and len(begun.in_flight) < self._engine.parts_in_flight:
@@ -231,7 +222,8 @@ class Lane:
             moved = True
             self._land(begun)
         if not begun.left and not begun.in_flight:
-            self._end(begun)
+            self._begun.remove(begun)
+            self._finish(begun)
             moved = True
         return moved
 
@@ -269,11 +261,6 @@ class Lane:
         begun.next = None
         return True
 
-    def _end(self, begun: BegunReads) -> None:
-        """Reads have nothing left to do, and nothing in flight."""
-        self._begun.remove(begun)
-        self._finish(begun)
-
     def _finish(self, begun: BegunReads) -> None:
         """Ends reads of which nothing can land any more, or queues each of them again."""
         if begun.apart is not None and begun.problem is None and not self._dropped:
@@ -297,7 +284,8 @@ class Lane:
         else:
             begun.problem = begun.reads[0].problem(error)
         if not self.connected:  # nothing is in flight
-            self._end(begun)
+            self._begun.remove(begun)
+            self._finish(begun)
             return
         fence = Fence(self._peer, self._begun, self._context.clock())
         self._begun, self._peer, self.connected = [], None, False

@@ -1,12 +1,34 @@
-"""TLS 1.3 of one connection, between its stream and its messages."""
+"""TLS 1.3 of one connection, between its stream and its messages; what one side shows its peers and
+whom it believes: files in PEM, and a context of them that is made again once they have changed.
+
+Both sides have certificates of one authority. Which side a certificate is of stands in it twice: in
+its extended key usage, which OpenSSL checks, and as a URI in its subjectAltName, so that another
+service of the same authority is no peer.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 import ssl
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict
 
-from disagg.runtime.sockets.credentials import Side, TLSCredentials, refusal, role_problem
+from disagg.host.trusted_files import ANY, WRITE, open_folder, read_file, read_in_folder
+from kvpool.layout.sentences import one_line
 
+log = logging.getLogger("disagg")
+
+Side = Literal["prefill", "decode"]
+USAGES: Mapping[Side, str] = {"prefill": "serverAuth", "decode": "clientAuth"}
+"""The extended key usage of each side's certificate: prefill listens, decode dials."""
+MAX_LISTED = 200
+X509_V_ERR_INVALID_PURPOSE = 26
+_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
 _ONE_SIDE = "Are keys set on one side only?"
 _REASONS = {
     "HTTP_REQUEST": f"it speaks no TLS. {_ONE_SIDE}",
@@ -22,6 +44,73 @@ _ALERTS = {
     "ALERT_CERTIFICATE_REQUIRED": "there is none",
 }
 """Why a peer refuses this side's certificate, by the end of OpenSSL's name."""
+
+
+class TLSFiles(TypedDict):
+    """An organisation's own files, in PEM: the certificates of its authority, and this side's
+    certificate (with those between) and private key.
+    """
+
+    ca: str | os.PathLike[str]
+    certificate: str | os.PathLike[str]
+    key: str | os.PathLike[str]
+
+
+class PEM(NamedTuple):
+    """This side's private key with its certificates, and the authority's certificates."""
+
+    own: bytes
+    ca: bytes
+
+
+class TLSCredentials:
+    """The files of a side. Raises ValueError if they are not good from the beginning."""
+
+    def __init__(self, side: Side, option: str, paths: list[Path], read: Callable[[], PEM]) -> None:
+        self.side = side
+        self._option, self._paths, self._read = option, paths, read
+        self._state = self._look()
+        self._context: ssl.SSLContext | None = self._load()
+        self._problem = ""
+
+    def context(self) -> ssl.SSLContext:
+        """For the next connection. Raises ValueError while the files are not good; that is logged
+        once for each change of them.
+        """
+        state = self._look()
+        if state != self._state:
+            self._state = state
+            try:
+                self._context = self._load()
+            except ValueError as error:
+                self._context, self._problem = None, str(error)
+                log.error("%s No new connection is possible until it is good.", error)
+        if self._context is None:
+            raise ValueError(self._problem)
+        return self._context
+
+    def _look(self) -> list[tuple[int, ...] | None]:
+        """What changes with the files. It is looked at before they are read: a change that comes
+        between is seen by the next connection.
+        """
+        return [_state(path) for path in self._paths]
+
+    def _load(self) -> ssl.SSLContext:
+        try:
+            pem = self._read()
+            problem = role_problem(_own_certificate(self.side, pem), self.side)
+            if problem is None:
+                return _context(self.side, pem)
+        except FileNotFoundError as error:
+            raise ValueError(f"{self._option}: {error.filename}: {error.strerror}.") from None
+        except ssl.SSLCertVerificationError as error:
+            problem = refusal(error, self.side)
+        except ssl.SSLError as error:
+            problem = f"no private key with its certificate: {error.reason or error.strerror}."
+        except ValueError as error:
+            raise ValueError(f"{self._option}: {error}") from None
+        *_, certificate = self._paths
+        raise ValueError(f"{self._option}: {certificate}: {problem}")
 
 
 class Session:
@@ -106,3 +195,118 @@ class Session:
             why = next((text for end, text in _ALERTS.items() if reason.endswith(end)), reason)
             return f"it refuses this side's certificate: {why}."
         return _REASONS.get(reason, f"its TLS is wrong: {reason}.")
+
+
+def open_keys(path: str | os.PathLike[str], side: Side) -> TLSCredentials:
+    """The credentials of a side in its file of `kvpool keys`, or in the folder of both files."""
+    file = Path(path) / f"{side}.pem" if os.path.isdir(path) else Path(path)
+    return TLSCredentials(side, "keys", [file], partial(_read_keys, file))
+
+
+def open_tls_files(files: TLSFiles, side: Side) -> TLSCredentials:
+    """The credentials of a side in an organisation's own files."""
+    ca, certificate, key = (Path(files[name]) for name in ("ca", "certificate", "key"))
+
+    def read() -> PEM:
+        own = read_file(key, ANY) + b"\n" + read_file(certificate, WRITE)
+        # a bundle may have comments in any encoding between its certificates
+        authorities = _CERTIFICATE.findall(read_file(ca, WRITE))
+        if not authorities:
+            raise ValueError(f"{ca}: no certificate is in it.")
+        return PEM(own, b"\n".join(authorities))
+
+    return TLSCredentials(side, "tls", [ca, key, certificate], read)
+
+
+def role_uri(side: Side) -> str:
+    """How a side's certificate names it."""
+    return f"urn:kvpool:{side}"
+
+
+def role_problem(certificate: Mapping[str, Any] | None, side: Side) -> str | None:
+    """What is wrong with a certificate, as `SSLObject.getpeercert` returns it, of a side."""
+    names = (certificate or {}).get("subjectAltName", ())
+    uris = [uri for kind, uri in names if kind == "URI"]
+    if role_uri(side) in uris:
+        return None
+    listed = one_line(", ".join(uris), MAX_LISTED) or "no URI"
+    return f"its certificate names {listed}; {side}'s has {role_uri(side)} in its subjectAltName."
+
+
+def refusal(error: ssl.SSLCertVerificationError, side: Side) -> str:
+    """Why a certificate is not taken for one of a side."""
+    needed = ""
+    if error.verify_code == X509_V_ERR_INVALID_PURPOSE:
+        needed = f": {side}'s has the extended key usage {USAGES[side]}"
+    return f"its certificate is refused: {error.verify_message}{needed}."
+
+
+def _read_keys(file: Path) -> PEM:
+    folder = open_folder(file.parent)
+    try:
+        data = read_in_folder(folder, file)
+    except FileNotFoundError:
+        raise ValueError(f"{file}: no such file. Make it: kvpool keys FOLDER.") from None
+    finally:
+        os.close(folder)
+    ca = _CERTIFICATE.findall(data)[1:]  # the first is this side's
+    if not ca:
+        raise ValueError(f"{file}: not as kvpool keys writes it. Make it: kvpool keys FOLDER.")
+    return PEM(data, b"\n".join(ca))
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return (status.st_dev, status.st_ino, status.st_size, *times)
+
+
+def _context(side: Side, pem: PEM, *, verifies: bool = True) -> ssl.SSLContext:
+    """The context of a side: prefill's serves."""
+    serves = side == "prefill"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
+    # a scheduler names ranks by address; who a peer is stands in its certificate's URI
+    context.check_hostname = False
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED if verifies else ssl.CERT_NONE
+    # an organisation may name one of the authorities below its root
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    if serves:
+        context.num_tickets = 0  # every connection shows its certificate
+    # OpenSSL reads files only; this one has the bytes whose owner and mode were checked
+    file = os.memfd_create("kvpool", os.MFD_CLOEXEC)
+    try:
+        os.write(file, pem.own)
+        context.load_cert_chain(f"/proc/self/fd/{file}", password=_no_password)
+    finally:
+        os.close(file)
+    try:
+        context.load_verify_locations(cadata=pem.ca.decode("ascii"))
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise ValueError(f"the authority's certificate cannot be read: {error}.") from None
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the private key is encrypted. Give one without a password.")
+
+
+def _own_certificate(side: Side, pem: PEM) -> Mapping[str, Any] | None:
+    """This side's certificate, as a peer that believes `pem.ca` sees it: module ssl decodes none
+    but a peer's. Raises SSLError if such a peer refuses it.
+    """
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client, server = (
+        _context("decode", pem, verifies=side == "prefill").wrap_bio(incoming, outgoing),
+        _context("prefill", pem, verifies=side == "decode").wrap_bio(outgoing, incoming, True),
+    )
+    peer = client if side == "prefill" else server
+    for end in (client, server, client, server):
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+    return peer.getpeercert()

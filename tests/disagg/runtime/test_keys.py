@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from disagg import DecodeEndpoint, KVPoll, create_engine
 from disagg.runtime.keys import write_keys
-from disagg.runtime.sockets.credentials import open_keys, open_tls_files
+from disagg.runtime.sockets.tls import open_keys, open_tls_files
 from kvpool.cli import app
 from tests import oracle
 from tests.certificates import certify

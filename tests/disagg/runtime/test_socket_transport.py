@@ -18,7 +18,7 @@ import pytest
 
 from disagg import Lost
 from disagg.protocol.codec import MAX_MESSAGE
-from disagg.runtime.sockets import connection, limits
+from disagg.runtime.sockets import connection
 from tests.disagg.runtime.transports import ADDRESSES, TCP, both, collect, pair_of, receive
 from tests.processes import forked
 from tests.streams import Server, dial, frame
@@ -211,7 +211,7 @@ def test_the_peer_for_which_the_most_waits_is_given_up_when_too_much_waits_for_a
     listening, monkeypatch
 ):
     listener, address = listening
-    monkeypatch.setattr(limits, "MAX_UNSENT_BY_ALL", 8 << 20)
+    monkeypatch.setattr(connection, "MAX_UNSENT_BY_ALL", 8 << 20)
     with dial(address) as one, dial(address) as two:
         names = {}
         for stranger, name in ((one, b"one"), (two, b"two")):
@@ -228,7 +228,7 @@ def test_an_unfinished_message_has_a_time_to_end_and_a_first_message_to_come(
     listening, monkeypatch
 ):
     listener, address = listening
-    monkeypatch.setattr(limits, "MAX_UNFINISHED", 1)
+    monkeypatch.setattr(connection, "MAX_UNFINISHED", 1)
     with dial(address) as silent, dial(address) as slow, dial(address) as good:
         slow.send(b"hello")
         good.send(b"hello")
@@ -245,7 +245,7 @@ def test_the_connection_that_holds_the_most_is_closed_when_all_hold_too_much(
     listening, monkeypatch
 ):
     listener, address = listening
-    monkeypatch.setattr(limits, "MAX_UNREAD", 4 << 20)
+    monkeypatch.setattr(connection, "MAX_UNREAD", 4 << 20)
     with dial(address) as small, dial(address) as large:
         parts = (
             (small, struct.pack(">I", 2 << 20) + bytes(1 << 20)),
@@ -273,7 +273,7 @@ def send_all(stranger, data):
 def test_above_the_bound_the_oldest_connection_that_has_said_nothing_makes_room(
     transports, monkeypatch
 ):
-    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 5)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 5)
     listener = transports()
     address = listener.bind("ipc://*")
     with ExitStack() as stack:
@@ -299,7 +299,7 @@ def test_above_the_bound_the_oldest_connection_that_has_said_nothing_makes_room(
 
 @pytest.mark.parametrize("where", ADDRESSES[:3])
 def test_however_many_are_silent_a_peer_that_speaks_is_heard(transports, where, monkeypatch):
-    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 20)
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 20)
     listener, address, dialler = both(transports, where)
     with ExitStack() as stack:
         for _ in range(100):
@@ -313,7 +313,7 @@ def test_however_many_are_silent_a_peer_that_speaks_is_heard(transports, where, 
 
 def test_a_peer_that_says_nothing_is_closed_before_one_that_is_slow(listening, monkeypatch):
     listener, address = listening
-    monkeypatch.setattr(limits, "MAX_SILENT", 1)
+    monkeypatch.setattr(connection, "MAX_SILENT", 1)
     with dial(address) as silent, dial(address) as slow:
         slow.socket.sendall(frame(b"slow")[:-1])
         collect(listener, lambda _: silent.closed(0.01))

@@ -292,7 +292,7 @@ def test_an_event_of_a_copy_that_raises_fails_that_read_and_no_other(monkeypatch
         for room, table in (("bad", bad), ("good", good)):
             decode.receive(room, table)
             prefill.send(room, source_table)
-            until(decode, lambda: not events)  # two that are ready at once are read as one
+            until(decode, lambda: not events)  # of two in flight either may arrive first
         assert decode.wait("bad", 20) is KVPoll.Failed
         assert str(decode.failure("bad")).endswith(": odd")
         assert decode.wait("good", 20) is KVPoll.Success, decode.failure("good")

@@ -11,7 +11,7 @@ import pytest
 
 from disagg import KVPoll, Lost
 from disagg.protocol import codec, messages
-from disagg.runtime.sockets import connection, handshakes, limits
+from disagg.runtime.sockets import connection, lifecycle
 from tests import oracle
 from tests.certificates import accept_tls, certify, dial_tls
 from tests.disagg.runtime.sides import decode_side, prefill_side
@@ -144,7 +144,7 @@ def client_hello():
 @pytest.mark.parametrize("data", [b"", PIECE, client_hello()[:-1], client_hello()])
 def test_a_handshake_has_a_time_to_end(pair, data, monkeypatch, caplog):
     listener, address, dialler = pair
-    monkeypatch.setattr(limits, "MAX_SILENT", 1)
+    monkeypatch.setattr(connection, "MAX_SILENT", 1)
     with dial(address) as stranger:
         stranger.socket.sendall(data)
         ends = threading.Thread(target=stranger.closed)
@@ -159,7 +159,7 @@ def test_a_few_handshakes_are_made_a_turn(pair):
     """So that a flood of them leaves time for rooms."""
     listener, address, _ = pair
     with ExitStack() as stack:
-        strangers = [stack.enter_context(dial(address)) for _ in range(3 * handshakes.STEPS_A_TURN)]
+        strangers = [stack.enter_context(dial(address)) for _ in range(3 * lifecycle.STEPS_A_TURN)]
         for stranger in strangers:
             stranger.socket.sendall(client_hello())
             stranger.socket.setblocking(False)
@@ -171,11 +171,11 @@ def test_a_few_handshakes_are_made_a_turn(pair):
                 with suppress(BlockingIOError):
                     assert stranger.socket.recv(1 << 16)
                     answered.add(number)
-            assert len(answered) == turn * handshakes.STEPS_A_TURN
+            assert len(answered) == turn * lifecycle.STEPS_A_TURN
 
 
 def test_however_many_handshakes_are_begun_a_peer_is_let_in(pair, monkeypatch):
-    monkeypatch.setattr(handshakes, "MAX_ACCEPTED", 20)
+    monkeypatch.setattr(lifecycle, "MAX_ACCEPTED", 20)
     listener, address, dialler = pair
     hello = client_hello()
     with ExitStack() as stack:

@@ -87,10 +87,12 @@ class EventLoop(Generic[M]):
         """Messages, time, reads and digests; with `waits=False`, only what returns at once."""
         try:
             for peer, data in self.transport.poll(0.0):
-                if isinstance(data, Lost):
-                    self._lost(peer, data.reason)
-                else:
+                if not isinstance(data, Lost):
                     self._receive(peer, data)
+                    continue
+                with self.lock:
+                    if self.closed is None:
+                        self.handle(events.Unreachable(peer, data.reason))
             with self.lock:
                 self.handle(events.Tick())
                 self.execute()
@@ -123,11 +125,6 @@ class EventLoop(Generic[M]):
             with self.lock:
                 self.handle(events.Malformed(peer, problem))
 
-    def _lost(self, peer: Peer, reason: str) -> None:
-        with self.lock:
-            if self.closed is None:
-                self.handle(events.Unreachable(peer, reason))
-
     def _work(self, waits: bool) -> None:
         """One step of the engine, of every read and of the digests."""
         if waits:
@@ -156,7 +153,8 @@ class EventLoop(Generic[M]):
             case effects.StartRead(read):
                 self.reader.add(read)
             case effects.Connect(peer, address):
-                self._connect(peer, address)
+                self.transport.connect(peer, address)
+                self.dialled()  # the transport does it in the next turn
             case effects.ConnectEngine(link, source, hello):
                 self.reader.connect(link, source, hello)
             case effects.CancelReads(attempt):
@@ -165,7 +163,3 @@ class EventLoop(Generic[M]):
                 self.reader.drop_peer(link, source)
             case effects.ComputeDigest(key, address, pieces, each):
                 self.digester.add(key, self.layout, address, pieces, each)
-
-    def _connect(self, peer: int, address: str | None) -> None:
-        self.transport.connect(peer, address)
-        self.dialled()  # the transport does it in the next turn

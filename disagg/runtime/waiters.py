@@ -15,6 +15,7 @@ from disagg.protocol.messages import Room
 @dataclass(eq=False, slots=True)
 class _Waiter:
     holds: Callable[[], bool]
+    room: Room | None
     gate: threading.Lock = field(default_factory=threading.Lock)
     held_once: bool = False
     """Whether it was woken because `holds()`. That may have changed since."""
@@ -33,9 +34,13 @@ class Waiters:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self._of_rooms: dict[Room, dict[_Waiter, None]] = {}
+        self._for_rooms: dict[_Waiter, None] = {}
         self._others: dict[_Waiter, None] = {}
         self._closed = False
+
+    def __len__(self) -> int:
+        """How many threads wait."""
+        return len(self._for_rooms) + len(self._others)
 
     def wait(
         self, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
@@ -43,47 +48,36 @@ class Waiters:
         """Waits until `holds()`, or `close`; whether it held. Of a room it is asked once that has
         ended, and of anything else once a turn.
         """
-        waiter, woken = _Waiter(holds), False
+        waiter = _Waiter(holds, room)
+        waiters = self._others if room is None else self._for_rooms
         try:
             with deferred_signals, self._lock:
                 if (result := holds()) or self._closed:
-                    woken = True
                     return result
                 waiter.gate.acquire()
-                if room is None:
-                    self._others[waiter] = None
-                else:
-                    self._of_rooms.setdefault(room, {})[waiter] = None
-            woken = waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+                waiters[waiter] = None
+            waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
-            if not woken:  # the time is over, or a signal's handler has raised
-                self._discard(waiter, room)
+            with deferred_signals, self._lock:
+                waiters.pop(waiter, None)  # the time is over, or a signal's handler has raised
         with self._lock:
             return waiter.held_once or holds()
 
-    def _discard(self, waiter: _Waiter, room: Room | None) -> None:
-        with deferred_signals, self._lock:
-            self._others.pop(waiter, None)
-            of_room = self._of_rooms.get(room, {}) if room is not None else {}
-            of_room.pop(waiter, None)
-            if room is not None and not of_room:
-                self._of_rooms.pop(room, None)
-
     def ended(self, room: Room) -> None:
         """Wakes those that wait for a room, which has ended."""
-        for waiter in self._of_rooms.pop(room, ()):
-            waiter.gate.release()
+        self._wake(self._for_rooms, [w for w in self._for_rooms if w.room == room])
 
     def turned(self) -> None:
         """Wakes those that wait for anything else, if it is so."""
-        for waiter in [waiter for waiter in self._others if waiter.wakes()]:
-            del self._others[waiter]
-            waiter.gate.release()
+        self._wake(self._others, [waiter for waiter in self._others if waiter.wakes()])
 
     def close(self) -> None:
         """Wakes all; from now on no call waits."""
         self._closed = True
-        for waiters in (self._others, *self._of_rooms.values()):
-            for waiter in waiters:
-                waiter.gate.release()
-        self._of_rooms, self._others = {}, {}
+        for waiters in (self._others, self._for_rooms):
+            self._wake(waiters, list(waiters))
+
+    def _wake(self, waiters: dict[_Waiter, None], woken: list[_Waiter]) -> None:
+        for waiter in woken:
+            del waiters[waiter]
+            waiter.gate.release()

@@ -1,1 +1,0 @@
-"""The event loop of an endpoint, its thread, and those that wait for a turn."""

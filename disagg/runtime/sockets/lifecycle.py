@@ -1,0 +1,195 @@
+"""Connections from the dial to the end: tried again and again until somebody answers, encrypted a
+few steps a turn, and seen off.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from disagg.host.brief import Scratch
+from disagg.runtime.sockets.address import distrust, tune
+from disagg.runtime.sockets.connection import Connection
+from disagg.runtime.sockets.tls import Session, TLSCredentials
+from disagg.runtime.sockets.watch import Watch
+
+RETRY_SECONDS = 0.1
+CLOSE_LINGER_SECONDS = 0.03
+"""Time for the last messages to leave."""
+STEPS_A_TURN = 8
+"""Of handshakes, so that rooms go on beside them. Each is half of one: about 0.5 ms (P-256)."""
+MAX_ACCEPTED = 1024
+"""Handshakes of peers that have dialled in, at once: OpenSSL keeps 47 KiB for each, and 131 KiB
+more for a message that is announced.
+"""
+
+
+class Lifecycle:
+    """Of the connections of one transport. Where a peer is refused, methods return why."""
+
+    def __init__(self, watch: Watch, scratch: Scratch, credentials: TLSCredentials | None) -> None:
+        self._watch, self._scratch, self._credentials = watch, scratch, credentials
+        self._dial_at: dict[Connection, float] = {}
+        self._close_at: dict[Connection, float] = {}
+        self._accepted: dict[Connection, None] = {}
+        """Those that go on with the handshake of a peer that has dialled in."""
+        self._steps = 0
+
+    @property
+    def due(self) -> float | None:
+        """When the next one is dialled, or closed."""
+        return min((*self._dial_at.values(), *self._close_at.values()), default=None)
+
+    def discard(self, connection: Connection) -> None:
+        """Dials it no more, nor goes on with its handshake."""
+        self._dial_at.pop(connection, None)
+        self._accepted.pop(connection, None)
+
+    # dialling
+
+    def dial_later(self, connection: Connection) -> None:
+        """Dials in a while."""
+        self._dial_at[connection] = time.monotonic() + RETRY_SECONDS
+
+    def dial_due(self) -> Iterator[tuple[Connection, str]]:
+        """Dials all whose time has come. Yields peers that are refused, with the reason."""
+        now = time.monotonic()
+        for connection in [waiting for waiting, due in self._dial_at.items() if due <= now]:
+            if (problem := self.dial(connection)) is not None:
+                yield connection, problem
+
+    def dial(self, connection: Connection) -> str | None:
+        """Tries once, and again in a while if nobody answers."""
+        self.dial_later(connection)
+        place = connection.dial and connection.dial.next_place(time.monotonic())
+        if not place:
+            return None
+        try:
+            stream = socket.socket(place[0], socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError:
+            return None
+        failed = stream.connect_ex(place[1])
+        if failed not in (0, errno.EINPROGRESS):
+            stream.close()
+            return None
+        del self._dial_at[connection]
+        self._watch.add(connection, stream)
+        return self.reached(connection) if not failed else None
+
+    def reached(self, connection: Connection) -> str | None:
+        """The stream that was dialled is connected, or has failed to."""
+        stream = connection.stream
+        if stream is None:
+            return None
+        unix, problem = stream.family == socket.AF_UNIX, None
+        try:
+            failed = stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or (
+                # by chance TCP connects a port on which nobody listens to itself
+                not unix and stream.getsockname() == stream.getpeername()
+            )
+            tune(stream)
+            if not failed and unix:
+                problem = distrust(stream)
+            if not failed and problem is None:
+                self.begin(connection, stream.family)
+        except (OSError, ValueError):  # of this side's files: the credentials have logged it
+            failed = True
+        if failed:
+            self._watch.close(connection)
+            self.dial_later(connection)
+        elif problem is None:
+            self._flush(connection)
+        return problem
+
+    # handshakes
+
+    def begin_turn(self) -> None:
+        """Allows as many steps of handshakes again."""
+        self._steps = STEPS_A_TURN
+
+    def begin(self, connection: Connection, family: int) -> None:
+        """Begins a handshake over a connected stream, if it has credentials and is no unix
+        socket's; else the connection is up. Raises ValueError while the credentials' files are not
+        good.
+        """
+        if self._credentials is None or family == socket.AF_UNIX:
+            connection.up = True
+            return
+        connection.session = Session(self._credentials)
+        if connection.dial is None:
+            self._accepted[connection] = None
+        else:
+            self._step(connection, connection.session, self._scratch.view[:0])
+
+    def crowded_out(self) -> Connection | None:
+        """The oldest handshake of a peer that has dialled in, where there are too many."""
+        return next(iter(self._accepted)) if len(self._accepted) > MAX_ACCEPTED else None
+
+    def go_on(self, connection: Connection) -> bool:
+        """Takes a step with what has come; whether the connection is up. Sets its `problem` where
+        the stream has ended, and raises ValueError for what is wrong with the peer, which is told
+        so by an alert.
+        """
+        if not self._steps or connection.session is None:
+            return False  # epoll names it again in the next turn
+        count = connection.receive(self._scratch)
+        if count:
+            self._steps -= 1
+            self._step(connection, connection.session, self._scratch.view[:count])
+        return connection.up
+
+    def _step(self, connection: Connection, session: Session, data: memoryview) -> None:
+        try:
+            connection.up = session.shake(data)
+        finally:
+            self._flush(connection)
+        if connection.up:
+            self._accepted.pop(connection, None)
+
+    # the end
+
+    def leaves(self, connection: Connection) -> bool:
+        """Whether it was given up: what was sent still leaves, what comes is nobody's."""
+        return connection in self._close_at
+
+    def leave(self, connection: Connection) -> None:
+        """Closes a connection: at once if nobody was reached, else when the peer has done so too,
+        or after CLOSE_LINGER_SECONDS.
+        """
+        self.discard(connection)
+        if not connection.up and connection.session is None:
+            self._watch.close(connection)
+            return
+        connection.unread.clear()
+        self._close_at[connection] = time.monotonic() + CLOSE_LINGER_SECONDS
+        self.see_off(connection)
+
+    def see_off(self, connection: Connection) -> None:
+        """Sends what is left, then the end; drops what has come."""
+        connection.flush()
+        if connection.session is not None and not connection.waiting:
+            connection.session.end()
+        self._flush(connection)
+        if connection.stream is not None and not connection.waiting:
+            with suppress(OSError):
+                connection.stream.shutdown(socket.SHUT_WR)
+        # closed with bytes unread, TCP would take back what was sent
+        if connection.receive(self._scratch) == 0:
+            self._close(connection)
+
+    def close_due(self) -> None:
+        """Closes those whose time is over."""
+        now = time.monotonic()
+        for connection in [leaving for leaving, until in self._close_at.items() if until <= now]:
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        del self._close_at[connection]
+        self._watch.close(connection)
+
+    def _flush(self, connection: Connection) -> None:
+        connection.flush()
+        self._watch.update(connection)
