@@ -188,7 +188,8 @@ lint: venv  ## style and types
 	$(BIN)/mypy
 
 bench: venv  ## every benchmark, as ratios
-	$(BIN)/python -m pytest tests/bench $(BENCH) --benchmark-enable --benchmark-columns=median,min,max,rounds
+	$(BIN)/kvpool bench $(BENCH)
+	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-columns=median,min,max,rounds
 
 SIMULATE ?=
 .PHONY: simulate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -37,6 +38,11 @@ def device_to_measure(name: str) -> Device:
             f"device {name!r} has no memory to measure. Choose a device with memory, such as cpu."
         )
     return device
+
+
+def utc_now() -> str:
+    """Date and time."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from disagg.cli.bench.case import BenchCase, BenchContext
-from disagg.cli.bench.work import LAYERS, PAGE, Work, WrongBytes
+from disagg.cli.bench.case import BenchCase, Work, WrongBytes
+from disagg.cli.bench.memory import LAYERS, PAGE
+from disagg.cli.bench.peer import BenchContext
 from disagg.plan import TransferPlan, plan
 from disagg.plan.bind import CopyBatch
 from disagg.plan.cache import PlanCache

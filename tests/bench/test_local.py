@@ -10,7 +10,9 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from disagg.cli.bench.peer import pattern, peer_readers
+from disagg.cli.bench.case import noise
+from disagg.cli.bench.peer import BenchContext
+from disagg.cli.bench.transfers import PeerReader
 from disagg.plan.bind import CopyBatch
 from kvpool.device import get_device
 
@@ -38,24 +40,23 @@ def loop(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def readers(pytestconfig):
+def reader(pytestconfig):
     timed = pytestconfig.getoption("benchmark_enable")
-    with closing(peer_readers(get_device("cpu"), 2 * (TOTAL if timed else 2 << 20))) as opened:
-        yield opened
+    with closing(BenchContext(get_device("cpu"))) as context:
+        yield context.opened(PeerReader, "local", 2 * (TOTAL if timed else 2 << 20))
 
 
 @pytest.mark.skipif(COMPILER is None, reason="the reference is compiled: no C compiler is here")
 @pytest.mark.parametrize("width", [1 << 10, 4 << 10, 36 << 10, 1 << 20])
-def test_read(paired, loop, readers, width):
+def test_read(paired, loop, reader, width):
     """From `read` until the caller knows that all is here; memory of both is the CPU device's."""
-    reader = readers("local")
     memory = reader.memory
     count = memory.numel() // 2 // width
     random = np.random.default_rng(0)
     src, dst = (random.permutation(2 * count)[:count] * width for _ in range(2))
     batch = CopyBatch(reader.base + src, memory.data_ptr() + dst, np.full(count, width))
     own, into = (get_device("cpu").allocate(memory.numel()) for _ in range(2))
-    own.copy_(there := pattern(memory.numel()))
+    own.copy_(truth := noise(memory.numel()))
     froms, tos = own.data_ptr() + src, into.data_ptr() + dst
     memory.zero_()
     paired(
@@ -64,5 +65,5 @@ def test_read(paired, loop, readers, width):
     )
     expected = np.zeros(memory.numel(), dtype=np.uint8)
     for a, b in zip(src, dst):
-        expected[b : b + width] = there.numpy()[a : a + width]
+        expected[b : b + width] = truth.numpy()[a : a + width]
     assert np.array_equal(memory.numpy(), expected) and np.array_equal(into.numpy(), expected)

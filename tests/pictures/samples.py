@@ -7,7 +7,6 @@ from collections.abc import Callable
 from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
 from disagg.cli.accept import report as accept
 from disagg.cli.bench.case import COPY, BenchCase
-from disagg.cli.bench.chart import chart_of
 from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import BenchReport
 from disagg.cli.explanation.hand_off import HandOff
@@ -212,8 +211,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "accept-failed.html": lambda: accept.Report.as_html(
         accepted(accept.Row("local, small runs", "failed", LONG_SENTENCE, 1.5))
     ),
-    "bench.html": lambda: chart_html(chart_of(report()), report().header()),
-    "bench.svg": lambda: chart_svg(chart_of(report())),
+    "bench.html": lambda: chart_html(report().chart(), report().header()),
+    "bench.svg": lambda: chart_svg(report().chart()),
     "explain.html": lambda: explained(
         handing_over("llama_3_1_70b", Geometry(tp=8), Geometry(tp=4))
     ),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disagg.cli.common import device_to_measure, need_known, progress_bar
+from disagg.cli.common import device_to_measure, need_known, progress_bar, utc_now
 from kvpool.cli.output import check_output
 
 if TYPE_CHECKING:
@@ -79,21 +79,21 @@ def _run(
     """
     from rich.text import Text
 
-    from disagg.cli.accept import report, sections
-    from disagg.cli.accept.scope import Scope
-    from disagg.cli.bench.machine import commit, detailed, now, packages
+    from disagg.cli.accept.report import FAILED, FORMAT, Report, SectionResult
+    from disagg.cli.accept.sections import SECTIONS, Scope
+    from disagg.cli.bench.machine import commit, machine, packages
 
-    began, results = time.monotonic(), list[report.SectionResult]()
-    date, facts, source = now(), detailed(device), commit()
+    began, results, running = time.monotonic(), list[SectionResult](), None
+    date, facts, source = utc_now(), machine(device), commit()
 
-    def write(running: str | None) -> Report:
-        written = report.Report(
-            format=report.FORMAT,
+    def written() -> Report:
+        report = Report(
+            format=FORMAT,
             device=device.name,
-            passed=not running and all(result.state != report.FAILED for result in results),
+            passed=not running and all(result.state != FAILED for result in results),
             interrupted=running,
             quick=quick,
-            complete=[result.name for result in results] == [s.name for s in sections.SECTIONS],
+            complete=[result.name for result in results] == [s.name for s in SECTIONS],
             date=date,
             seconds=time.monotonic() - began,
             machine=facts,
@@ -101,19 +101,19 @@ def _run(
             commit=source,
             sections=results,
         )
-        (out / JSON_NAME).write_bytes(written.as_json())
-        (out / HTML_NAME).write_text(written.as_html(), encoding="utf-8")
-        return written
+        (out / JSON_NAME).write_bytes(report.as_json())
+        (out / HTML_NAME).write_text(report.as_html(), encoding="utf-8")
+        return report
 
-    running = None
     with suppress(KeyboardInterrupt), progress_bar(console, len(chosen)) as tell:
         for section in chosen:
             running = section.name
-            write(running)
-            tell(f"{section.name}: {section.title}")
-            results.append(section.result(Scope(device, quick, section.name, tell)))
+            written()
+            tell(f"{running}: {section.title}")
+            scope = Scope(device, quick, lambda what, name=running: tell(f"{name}: {what}"))
+            results.append(section.result(scope))
             tell("", advance=1)
             for line in results[-1].lines():
                 console.print(Text(line), soft_wrap=True)
         running = None
-    return write(running)
+    return written()

@@ -29,18 +29,6 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seconds: float = 0.0
     figures: Mapping[str, Any] | None = None
 
-    @property
-    def cells(self) -> list[Cell]:
-        """A line of the page."""
-        seconds = f"{self.seconds:.2f} s" if self.seconds else ""
-        state = f"state {self.state.replace(' ', '-')}"
-        return [
-            (self.name, ""),
-            (self.state, state),
-            (self.sentence, "sentence"),
-            (seconds, "number"),
-        ]
-
 
 class SectionResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The rows of a section, and its time."""
@@ -62,15 +50,7 @@ class SectionResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def state(self) -> State:
         """Failed if a row has failed; not here if nothing ran."""
-        if self.failed:
-            return FAILED
-        return PASSED if self.count(PASSED) else NOT_HERE
-
-    @property
-    def counts(self) -> list[Cell]:
-        """A line of the page."""
-        numbers = [*(f"{self.count(state):,}" for state in STATES), f"{self.seconds:,.1f}"]
-        return [(self.name, ""), *((number, "number") for number in numbers)]
+        return next((state for state in (FAILED, PASSED) if self.count(state)), NOT_HERE)
 
     def lines(self) -> list[str]:
         """One line of text, and one for each row that failed."""
@@ -120,23 +100,34 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         version, source = self.versions.get("kvpool", ""), self.commit or "an installed package"
         body = [f"<p>{text(f'kvpool {version}, {source}, {self.date}')}</p>"]
         failed = [
-            ((f"{section.name}: {row.name}", "failed"), (row.sentence, "sentence"))
+            [(f"{section.name}: {row.name}", "failed"), (row.sentence, "sentence")]
             for section in self.sections
             for row in section.failed
         ]
         if failed:
             body += ["<h2>What failed</h2>", table(failed, "rows")]
-        titles: list[Cell] = [
-            ("", ""),
-            *((words, "number quiet") for words in (*STATES, "seconds")),
+        titles = [("", ""), *((words, "number quiet") for words in (*STATES, "seconds"))]
+        counts = [
+            [
+                (section.name, ""),
+                *((f"{section.count(state):,}", "number") for state in STATES),
+                (f"{section.seconds:,.1f}", "number"),
+            ]
+            for section in self.sections
         ]
-        counts = [titles, *(section.counts for section in self.sections)]
-        body += ["<h2>Sections</h2>", table(counts, "counts")]
+        body += ["<h2>Sections</h2>", table([titles, *counts], "counts")]
         for section in self.sections:
             body += [f"<h2>{text(f'{section.name}: {section.title}')}</h2>"]
-            body += [table((row.cells for row in section.rows), "rows")]
+            body += [table(map(_cells, section.rows), "rows")]
         for title, facts in (("The machine", self.machine), ("Packages", self.versions)):
             lines = (((name, ""), (value, "sentence")) for name, value in facts.items())
             body += [f"<h2>{title}</h2>", table(lines)]
         style = f"{TABLE}h1 {{ color: var(--{'passed' if self.passed else 'found'}); }}\n"
         return page(printable(f"kvpool accept: {self.verdict}"), *body, style=style)
+
+
+def _cells(row: Row) -> list[Cell]:
+    state = f"state {row.state.replace(' ', '-')}"
+    seconds = f"{row.seconds:.2f} s" if row.seconds else ""
+    cells = (row.name, ""), (row.state, state), (row.sentence, "sentence"), (seconds, "number")
+    return [*cells]

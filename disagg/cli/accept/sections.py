@@ -1,18 +1,94 @@
-"""The sections, in the order in which they run."""
+"""The sections, in the order in which they run: the kit, engines, models, and benchmarks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple
+from importlib.util import find_spec
+from io import StringIO
+from typing import Any, NamedTuple
 
-from disagg.cli.accept.bench import bench_rows
-from disagg.cli.accept.kit import conformance_rows, hardware_rows
-from disagg.cli.accept.report import FAILED, Row, SectionResult
-from disagg.cli.accept.scope import Scope
-from disagg.cli.accept.trials import engine_rows, model_rows
-from kvpool.testing.run import HARDWARE_CHECKS
+from rich.console import Console
+
+from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row, SectionResult, State
+from disagg.cli.bench.case import TINY, BenchCase, WrongBytes, sizes_for
+from disagg.cli.bench.machine import machine
+from disagg.cli.bench.measure import UNABLE, Measurement, all_cases, measured, one_thread, opened
+from disagg.cli.bench.peer import BenchContext
+from disagg.cli.bench.report import as_dict, sentence_of
+from disagg.cli.bench.trials import MOVES, TrialPrefill, moved
+from disagg.cli.demo.decode import decoded_prompts
+from disagg.cli.demo.models import MODELS, DemoSettings
+from disagg.cli.demo.prefill import PrefillSide
+from disagg.engines.base import engine_class, engine_names
+from kvpool.device import Device, get_device
+from kvpool.extras import needs
+from kvpool.process import OtherProcess, ProcessFailed, Restarted
+from kvpool.testing.case import CheckFailure, Inapplicable, fail
+from kvpool.testing.run import (
+    HARDWARE_CHECKS,
+    HardwareChecks,
+    cases,
+    device_checks,
+    plugin_device_checks,
+    pool_checks,
+)
+
+CHECK_TIMEOUT = 600.0
+"""Seconds until a check of the kit is ended."""
+QUICK_POOL = "mla fp8"
+DTYPE, QUICK_MODEL = "bfloat16", "llama"
+OTHER_PROCESSES = ("transfer", "handoff")
+"""Benchmarks that `quick` leaves to the sections that compare their bytes."""
+TARGET_GPU = "H200"
+"""What the name of the GPU contains that the targets are for."""
+TARGETS = (
+    # what docs/performance.md calls it, patterns of `group: case`, the least ratio to a device copy
+    (
+        "store of K and V, store of MLA rows in bf16",
+        ("store: K and V *", "store: MLA bf16*"),
+        0.85,
+    ),
+    ("store of fp8 rows: MLA 656, index keys 132, DSv4 584", ("store: *fp8, *",), 0.70),
+    ("move of pages in all layers", ("move: *",), 0.85),
+    ("gather and scatter, runs of 512 bytes and up", ("gather: *", "scatter: *"), 0.80),
+)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a section is given: the device, whether little is to be tried of everything, and what
+    shows what runs now.
+    """
+
+    device: Device
+    quick: bool
+    tell: Callable[[str], object] = lambda _: None
+
+    @property
+    def small(self) -> bool:
+        """Whether sizes are minimal and nothing is timed: if `quick`, and on emulated devices."""
+        return self.quick or self.device.emulated
+
+    def tried(self, name: str, work: Callable[[], str]) -> Row:
+        """The row of one thing that is tried. `work` returns what it found, or raises Inapplicable
+        if it cannot be tried here; anything else that it raises is a failure.
+        """
+        self.tell(name)
+        began = time.monotonic()
+        try:
+            state, sentence = PASSED, work()
+        except Inapplicable as why:
+            state, sentence = NOT_HERE, str(why)
+        except CheckFailure as failure:
+            state, sentence = FAILED, str(failure)
+        except Exception as error:  # the others are tried all the same
+            state, sentence = FAILED, f"{type(error).__name__}: {error}"
+        return Row(name, state, " ".join(sentence.split()), time.monotonic() - began)
 
 
 class AcceptSection(NamedTuple):
@@ -31,6 +107,167 @@ class AcceptSection(NamedTuple):
             sentence = f"{type(error).__name__}: {error}"
             rows = [Row(f"section {self.name}", FAILED, " ".join(sentence.split()))]
         return SectionResult(self.name, self.title, time.monotonic() - began, rows)
+
+
+def conformance_rows(scope: Scope) -> list[Row]:
+    """A row for the device, one for each pool, and one for each check that did not pass."""
+    by_subject: dict[str, list[Row]] = {}
+    pools = [QUICK_POOL] if scope.quick else ["*"]
+    with OtherProcess(Kit, scope.device.name, pools, name="the kit") as kit:
+        try:
+            checks = kit.call("names")
+            for number, (subject, check) in enumerate(checks):
+                scope.tell(f"{number} of {len(checks)}: {subject}, {check}")
+                row = kit.call("tried", number, timeout=CHECK_TIMEOUT)
+                by_subject.setdefault(subject, []).append(row)
+        except ProcessFailed as error:
+            by_subject["kit"] = [Row("kit", FAILED, str(error))]
+    rows = []
+    for subject, tried in by_subject.items():
+        if passed := [row.seconds for row in tried if row.state == PASSED]:
+            rows.append(Row(subject, PASSED, f"{len(passed):,} checks", sum(passed)))
+        rows += [row for row in tried if row.state != PASSED]
+    return rows
+
+
+class Kit:
+    """Called by the other process, since a device that crashes must end only that: every check of a
+    device and of pools on it, but for those that have sections of their own.
+    """
+
+    def __init__(self, name: str, pools: list[str]) -> None:
+        device = get_device(name)
+        hardware = [check for group in HARDWARE_CHECKS for check in group.checks]
+        alone = [check for check in device_checks(device) if check not in hardware]
+        self._scope = Scope(device, quick=False)
+        self._checks: list[tuple[str, Callable[[Any], None], Any]] = [
+            (f"device {name}", check, device) for check in [*alone, *plugin_device_checks(device)]
+        ]
+        for case in cases(device, pools):
+            self._checks += [(f"pool {case.pool}", check, case) for check in pool_checks(device)]
+
+    def names(self) -> list[tuple[str, str]]:
+        """What each check is of, and its name."""
+        return [(subject, check.__name__) for subject, check, _ in self._checks]
+
+    def tried(self, number: int) -> Row:
+        """Runs a check."""
+        subject, check, argument = self._checks[number]
+        return self._scope.tried(f"{subject}, {check.__name__}", partial(_passes, check, argument))
+
+
+def hardware_rows(group: HardwareChecks, scope: Scope) -> list[Row]:
+    """A row for each check of what only some devices have."""
+    if (reason := group.unfit(scope.device)) is not None:
+        return [Row(group.name, NOT_HERE, reason)]
+    return [
+        scope.tried(check.__name__.replace("_", " "), partial(_passes, check, scope.device))
+        for check in group.checks
+    ]
+
+
+def _passes(check: Callable[[Any], None], argument: Any) -> str:
+    check(argument)
+    return check.__doc__ or ""
+
+
+def engine_rows(scope: Scope) -> list[Row]:
+    """A row for each engine that does not work here, and for each hand-off of the others."""
+    rows = []
+    with closing(Restarted(TrialPrefill, scope.device.name)) as prefill:
+        for engine in engine_names():
+            reason = engine_class(engine).availability()
+            if reason is not None:
+                rows.append(Row(engine, NOT_HERE, reason))
+                continue
+            for move in MOVES:
+                trial = partial(moved, prefill, scope.device.name, engine, move, scope.small)
+                rows.append(scope.tried(f"{engine}, {move}", trial))
+    return rows
+
+
+def model_rows(scope: Scope) -> list[Row]:
+    """A row for each family and packing."""
+    if find_spec("transformers") is None:
+        return [Row("demo", NOT_HERE, f"the demo {needs('transformers')}")]
+    every = [(model, packing) for model in MODELS for packing in (DTYPE, "fp8")]
+    rows = []
+    with closing(Restarted(PrefillSide)) as prefill:
+        for model, packing in [(QUICK_MODEL, DTYPE)] if scope.quick else every:
+            played = partial(_played, scope, prefill, model, packing)
+            rows.append(scope.tried(f"{model}, {packing}", played))
+            if rows[-1].state == FAILED:
+                prefill.close()  # another process for the next
+    return rows
+
+
+def _played(scope: Scope, prefill: Restarted, model: str, packing: str) -> str:
+    tokens, chunk, steps = (20, 12, 2) if scope.small else (300, 100, 8)
+    settings = DemoSettings(
+        model=model,
+        prompts=(tokens,),
+        chunk_tokens=chunk,
+        new_tokens=steps,
+        dtype=DTYPE,
+        packing=packing,
+        device=scope.device.name,
+    )
+    (prompt,) = decoded_prompts(prefill(), settings, Console(file=StringIO()))
+    if wrong := [check.found for check in prompt.checks if not check.passed]:
+        fail("; ".join(wrong))
+    return "; ".join(check.found for check in prompt.checks)
+
+
+def bench_rows(scope: Scope) -> list[Row]:
+    """A row for each case; if `small`, each is checked and none is timed."""
+    sizes = TINY if scope.small else sizes_for(scope.device, False)
+    every = all_cases(sizes, engine_names())
+    chosen = [case for case in every if not (scope.quick and case.group in OTHER_PROCESSES)]
+    gpu, rows = machine(scope.device)["name"], []
+    with closing(BenchContext(scope.device)) as context:
+        for number, case in enumerate(chosen, 1):
+            if scope.small:
+                rows.append(scope.tried(case.title, partial(_checked, case, context)))
+            else:
+                scope.tell(f"{number} of {len(chosen)}: {case.title}")
+                began = time.monotonic()
+                measurement = measured(case, context, sizes)
+                rows.append(bench_row(measurement, gpu, time.monotonic() - began))
+    return rows
+
+
+def _checked(case: BenchCase, context: BenchContext) -> str:
+    try:
+        with one_thread():
+            opened(case, context)
+    except UNABLE as reason:
+        raise Inapplicable(str(reason)) from None
+    except WrongBytes as error:
+        fail(f"wrong: {error}")
+    return "right, and not timed"
+
+
+def bench_row(row: Measurement, gpu: str, seconds: float) -> Row:
+    """The row of a measurement that took so many seconds, on a device of that name. Only the GPU
+    that a target is for can miss it.
+    """
+    target = target_of(row.case)
+    state: State = FAILED if row.failed else NOT_HERE
+    sentence = " ".join((row.reason or "not timed").split())
+    if row.ratio is not None:
+        state, sentence = PASSED, sentence_of(row)
+        if target is not None and TARGET_GPU in gpu:
+            state = PASSED if row.ratio >= target else FAILED
+            sentence += f"; target {target:.2f}: {'met' if state == PASSED else 'not met'}"
+    return Row(row.case.title, state, sentence, seconds, {**as_dict(row), "target": target})
+
+
+def target_of(case: BenchCase) -> float | None:
+    """The least ratio of a case on the GPU that targets are for, or None."""
+    for _, patterns, ratio in TARGETS:
+        if any(fnmatchcase(case.title, pattern) for pattern in patterns):
+            return ratio
+    return None
 
 
 SECTIONS = (

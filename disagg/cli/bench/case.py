@@ -1,28 +1,42 @@
-"""Benchmark cases and their sizes."""
+"""Benchmark cases: what is timed, its reference, the check of its result, and how much it moves."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from disagg.cli.bench.handoff.decode import TimedHandOffs
-from disagg.cli.bench.peer import OneOpen, PeerReader
-from disagg.cli.bench.work import Work
+import numpy as np
+import torch
+
 from kvpool.device import Device
+
+if TYPE_CHECKING:
+    from disagg.cli.bench.peer import BenchContext
 
 COPY = "copy"
 """The bound of cases that move bytes: one contiguous copy in the device's memory."""
+GIB, MIB = 1 << 30, 1 << 20
 
 
-class BenchContext(NamedTuple):
-    """Where cases run: a device, and peers in another process that has memory of the same kind."""
+class CannotRun(Exception):
+    """The reason why this device or engine cannot run a case."""
 
-    device: Device
-    readers: OneOpen[PeerReader]
-    """By engine."""
-    handoffs: OneOpen[TimedHandOffs]
-    """By engine and family."""
+
+class WrongBytes(Exception):
+    """A case computed a wrong result."""
+
+
+class Work(NamedTuple):
+    """A case with its memory. `check` runs after the first call of `ours`, and raises WrongBytes if
+    its result is wrong. `clock` gives seconds; one of its own runs only while what is timed does.
+    """
+
+    ours: Callable[[], object]
+    reference: Callable[[], object]
+    check: Callable[[], None]
+    clock: Callable[[], float] = time.perf_counter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +83,6 @@ class Sizes:
     batch_seconds: float = 0.005
 
 
-MIB = 1 << 20
 QUICK = Sizes(
     entry_bytes=MIB // 4,
     pages=2,
@@ -98,3 +111,26 @@ def sizes_for(device: Device, quick: bool) -> Sizes:
     if quick or device.emulated:
         return QUICK
     return HOST_SIZES if device.memory_kind == "cpu" else ACCELERATOR
+
+
+def plain_copy(device: Device, nbytes: int) -> Callable[[], object]:
+    """The reference: a copy of `nbytes` contiguous bytes."""
+    src, dst = (device.allocate(nbytes) for _ in range(2))
+    if src.device.type == "cpu":  # memcpy is faster than torch's copy
+        source, dest = src.numpy(), dst.numpy()
+        return lambda: np.copyto(dest, source)
+    return lambda: dst.copy_(src)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random bytes on the host."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8))
+
+
+def need_equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raises WrongBytes where two tensors `[N, ...]` differ in a byte."""
+    rows = [tensor.cpu().contiguous().view(torch.uint8).flatten(1) for tensor in (actual, expected)]
+    wrong = (rows[0] != rows[1]).any(1)
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise WrongBytes(f"{what}: {int(wrong.sum())} of {len(wrong)} differ, the first: {first}.")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disagg.cli.common import device_to_measure, need_known, progress_bar
+from disagg.cli.common import device_to_measure, need_known, progress_bar, utc_now
 from kvpool.cli.output import check_output
 
 if TYPE_CHECKING:
@@ -85,9 +86,7 @@ def bench(
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=1))
     if chart is not None:
-        from disagg.cli.bench.chart import chart_of
-
-        write_chart(chart_of(report), chart, report.header())
+        write_chart(report.chart(), chart, report.header())
         typer.echo(f"wrote {chart}", err=True)
     if any(row.failed for row in report.rows):
         raise typer.Exit(1)
@@ -95,7 +94,7 @@ def bench(
 
 def _groups(only: Sequence[str] | None, engines: Sequence[str] | None) -> Sequence[str]:
     """The groups of --only. Raises typer.BadParameter for a wrong group or engine."""
-    from disagg.cli.bench.cases import GROUPS
+    from disagg.cli.bench.measure import GROUPS
     from disagg.engines.base import EngineUnavailable, engine_class
 
     groups = only or GROUPS
@@ -122,9 +121,9 @@ def _report(
     from rich.console import Console
 
     from disagg.cli.bench.case import QUICK, sizes_for
-    from disagg.cli.bench.cases import HANDOFF_ENGINES, all_cases, context_on
-    from disagg.cli.bench.machine import machine, now, packages
-    from disagg.cli.bench.measure import measured
+    from disagg.cli.bench.machine import machine, packages
+    from disagg.cli.bench.measure import HANDOFF_ENGINES, all_cases, measured
+    from disagg.cli.bench.peer import BenchContext
     from disagg.cli.bench.report import BenchReport
     from disagg.engines.base import engine_names
 
@@ -134,11 +133,11 @@ def _report(
     cases = [case for case in every if case.group in groups]
     facts, rows = machine(device), []
     console = Console(stderr=True)
-    with context_on(device, sizes) as context, progress_bar(console, len(cases)) as tell:
+    with closing(BenchContext(device)) as context, progress_bar(console, len(cases)) as tell:
         for case in cases:
             tell(case.title)
             rows.append(measured(case, context, sizes))
             tell("", advance=1)
     return BenchReport(
-        machine=facts, versions=packages(), date=now(), quick=sizes is QUICK, rows=rows
+        machine=facts, versions=packages(), date=utc_now(), quick=sizes is QUICK, rows=rows
     )

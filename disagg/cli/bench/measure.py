@@ -1,23 +1,40 @@
-"""Times a case and its reference in alternating rounds: ratios vary less than times."""
+"""All cases, and their times: a case and its reference in alternating rounds, since ratios vary
+less than times.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
-from disagg.cli.bench.case import COPY, BenchCase, BenchContext, Sizes
-from disagg.cli.bench.work import CannotRun, Work, WrongBytes
+from disagg.cli.bench.case import COPY, GIB, BenchCase, CannotRun, Sizes, Work, WrongBytes
+from disagg.cli.bench.memory import memory_cases
+from disagg.cli.bench.peer import BenchContext
+from disagg.cli.bench.transfers import handoff_cases, transfer_cases
 from kvpool.device import Device, DeviceUnavailable
 
-GIB = 1 << 30
+GROUPS = ("store", "load", "move", "gather", "scatter", "transfer", "handoff")
+HANDOFF_ENGINES = ("local",)
+"""Whose hand-offs are timed where no engine is named: those of the others take minutes."""
 MOST_CALLS = 1000
 UNABLE = (CannotRun, DeviceUnavailable, MemoryError, NotImplementedError, torch.OutOfMemoryError)
+
+
+def all_cases(
+    sizes: Sizes, engines: Sequence[str], handoff_engines: Sequence[str] = HANDOFF_ENGINES
+) -> list[BenchCase]:
+    """Every case, whether it can run here or not; transfers for each of `engines`, hand-offs for
+    each of `handoff_engines`.
+    """
+    return [
+        *memory_cases(sizes),
+        *transfer_cases(sizes, engines),
+        *handoff_cases(sizes, handoff_engines),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +76,7 @@ def measured(case: BenchCase, context: BenchContext, sizes: Sizes) -> Measuremen
     """Times a case, or records why it cannot run or has failed."""
     try:
         with one_thread():
-            work = opened(case, context)
-            return _timed(case, work, context.device, sizes)
+            return _timed(case, opened(case, context), context.device, sizes)
     except UNABLE as error:
         return Measurement(case=case, reason=str(error))
     except WrongBytes as error:
@@ -89,11 +105,39 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def batch(
-    call: Callable[[], object],
-    calls: int,
-    device: Device,
-    clock: Callable[[], float] = time.perf_counter,
+def measurement_of(case: BenchCase, taken: Sequence[tuple[float, float]]) -> Measurement:
+    """Medians over rounds of (case, reference), in seconds per call."""
+    ours, theirs = (median(times) for times in zip(*taken))
+    return Measurement(
+        case=case,
+        seconds=ours,
+        reference_seconds=theirs,
+        ratio=median(reference / mine for mine, reference in taken),
+        beyond=median(mine - reference for mine, reference in taken),
+        rounds=len(taken),
+    )
+
+
+def _timed(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Measurement:
+    """Calls and rounds follow from the time of one call. The reference runs at least a tenth as
+    long as the case, to see the same noise.
+    """
+    calls, spent = [], 0.0
+    for call in (work.ours, work.reference):
+        _batch(call, 1, device, work.clock)
+        taken, wanted = _batch(call, 1, device, work.clock), max(sizes.batch_seconds, spent / 10)
+        calls.append(case.calls or min(max(1, round(wanted / taken)), MOST_CALLS))
+        spent += calls[-1] * taken
+    rounds = []
+    for _ in range(min(max(sizes.least_rounds, round(sizes.seconds / spent)), sizes.rounds)):
+        # the reference first: it evicts the case's data from the caches
+        theirs = _batch(work.reference, calls[1], device, work.clock)
+        rounds.append((_batch(work.ours, calls[0], device, work.clock), theirs))
+    return measurement_of(case, rounds)
+
+
+def _batch(
+    call: Callable[[], object], calls: int, device: Device, clock: Callable[[], float]
 ) -> float:
     """Seconds per call of `calls` in a row, until the device has finished."""
     began = clock()
@@ -101,50 +145,3 @@ def batch(
         call()
     device.record().synchronize()
     return (clock() - began) / calls
-
-
-class Effort(NamedTuple):
-    """Calls that are timed together, of the case and of its reference, and rounds."""
-
-    calls: int
-    reference_calls: int
-    rounds: int
-
-
-def effort(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Effort:
-    """Calls and rounds for these sizes, from the time of one call. The reference runs at least a
-    tenth as long as the case, to see the same noise.
-    """
-    calls, spent = [], 0.0
-    for call in (work.ours, work.reference):
-        batch(call, 1, device, work.clock)
-        taken, wanted = batch(call, 1, device, work.clock), max(sizes.batch_seconds, spent / 10)
-        calls.append(case.calls or min(max(1, round(wanted / taken)), MOST_CALLS))
-        spent += calls[-1] * taken
-    rounds = min(max(sizes.least_rounds, round(sizes.seconds / spent)), sizes.rounds)
-    return Effort(calls[0], calls[1], rounds)
-
-
-def measurement_of(case: BenchCase, taken: Sequence[tuple[float, float]]) -> Measurement:
-    """Medians over rounds of (case, reference), in seconds per call."""
-    ours, theirs = (median(times) for times in zip(*taken))
-    ratio = median(reference / mine for mine, reference in taken)
-    beyond = median(mine - reference for mine, reference in taken)
-    return Measurement(
-        case=case,
-        seconds=ours,
-        reference_seconds=theirs,
-        ratio=ratio,
-        beyond=beyond,
-        rounds=len(taken),
-    )
-
-
-def _timed(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Measurement:
-    calls, reference_calls, rounds = effort(case, work, device, sizes)
-    taken = []
-    for _ in range(rounds):
-        # the reference first: it evicts the case's data from the caches
-        theirs = batch(work.reference, reference_calls, device, work.clock)
-        taken.append((batch(work.ours, calls, device, work.clock), theirs))
-    return measurement_of(case, taken)

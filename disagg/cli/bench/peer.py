@@ -1,26 +1,32 @@
-"""A peer process whose memory the engines read, and the readers in this process."""
+"""Another process of a benchmark, whose memory engines and endpoints read, and what this process
+has connected to it.
+"""
 
 from __future__ import annotations
 
-import os
-import select
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import ExitStack
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 
-from disagg.cli.bench.work import CannotRun, noise
+from disagg.cli.bench.case import CannotRun, noise
 from disagg.engines.base import Engine, EngineUnavailable, TransferError, create_engine
-from disagg.plan.bind import CopyBatch
+from disagg.protocol.status import KVPoll
+from disagg.runtime.prefill_endpoint import PrefillEndpoint
 from kvpool.device import Device, DeviceUnavailable, get_device
-from kvpool.layout import Slab
-from kvpool.process import OtherProcess, ProcessFailed, Restarted
+from kvpool.layout import PoolLayout, RequestAddress, Slab, Span
+from kvpool.layout.formats import Shard
+from kvpool.models import declare
+from kvpool.pools.base import KVPool
+from kvpool.process import ProcessFailed, Restarted
 
 READER_TIMEOUT = 60.0
 """Seconds to wait for a read or a hand-off."""
-WAIT_SECONDS = 0.1
+SETTLE_SECONDS = 0.003
+"""Before the last chunk, so that both endpoints wait for it, as they do where it is computed."""
 REFUSED = (
     EngineUnavailable,
     TransferError,
@@ -30,41 +36,55 @@ REFUSED = (
     NotImplementedError,
 )
 """Why an engine or a device cannot run a case."""
+FAMILIES = {
+    # a shipped config, its packing, and of how many ranks a pool is of the first
+    "MHA": ("llama_3_1_70b", "bf16", 4),
+    "MLA": ("deepseek_v3", "bf16", 1),
+    "NSA": ("deepseek_v32", "fp8", 1),
+    "SWA": ("gpt_oss_120b", "bf16", 1),
+    "HybridLinear": ("qwen3_next_80b", "bf16", 1),
+    "DSv4": ("deepseek_v4", "fp8", 1),
+}
+HANDOFF_LAYERS = 8
+SOURCE_SEED, DEST_SEED = 1, 2
 
 
-class Closable(Protocol):
-    """What is closed after its use."""
+class Opened(Protocol):
+    """What uses the other process, until it is closed."""
 
     def close(self) -> None:
         """Closes it."""
 
 
-_T = TypeVar("_T", bound=Closable)
+_T = TypeVar("_T", bound=Opened)
 
 
-class OneOpen(Generic[_T]):
-    """What `open(other, *key)` returned last, which uses another process.
-
-    It is closed before another is opened. The process starts with the first.
+class BenchContext:
+    """Where cases run: a device, and another process that has memory of the same kind. It starts
+    when a case first needs it.
     """
 
-    def __init__(self, processes: Restarted, open: Callable[..., _T]) -> None:
-        self._processes, self._open = processes, open
-        self._key: tuple[str, ...] = ()
-        self._opened: _T | CannotRun | None = None
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._processes = Restarted(BenchPeer, device.name)
+        self._key: tuple[object, ...] = ()
+        self._opened: Any = None
 
-    def __call__(self, *key: str) -> _T:
-        """What is open for a key, such as an engine. Raises CannotRun if it cannot be opened."""
-        if self._opened is None or self._key != key or not self._processes.alive:
+    def opened(self, kind: Callable[..., _T], *key: Any) -> _T:
+        """`kind(other process, device, *key)`, which is closed before another is opened. Raises
+        CannotRun if it cannot be opened.
+        """
+        if self._key != (kind, *key) or not self._processes.alive:
             self._close_opened()
-            self._key = key
+            self._key = kind, *key
             try:
-                self._opened = self._open(self._processes(), *key)
+                self._opened = kind(self._processes(), self.device, *key)
             except REFUSED as error:
                 self._opened = CannotRun(str(error))
         if isinstance(self._opened, CannotRun):
             raise self._opened
-        return self._opened
+        opened: _T = self._opened
+        return opened
 
     def close(self) -> None:
         """Closes what is open, and ends the process."""
@@ -74,112 +94,120 @@ class OneOpen(Generic[_T]):
     def _close_opened(self) -> None:
         if self._opened is not None and not isinstance(self._opened, CannotRun):
             self._opened.close()
-        self._opened = None
+        self._key, self._opened = (), None
 
 
-class PeerReader:
-    """An engine connected to the same engine in the peer process.
-
-    `memory` is this side's; the peer's, at pointer `base`, holds `pattern`.
+class BenchPeer:
+    """Called by the other process: it serves memory by one bare engine at a time, and hands the
+    requests of a pool over.
     """
 
-    def __init__(self, memory: torch.Tensor, other: OtherProcess, name: str) -> None:
-        self.engine, self.memory = create_engine(name), memory
-        try:
-            self.base: int = other.call("base")
-            self.engine.register([slab_of(memory)])
-            self.peer: Any = self.engine.connect(other.call("metadata", name))
-        except BaseException:
-            self.engine.close()
-            raise
-        self._wake, self._notify = os.pipe()
-        for end in (self._wake, self._notify):
-            os.set_blocking(end, False)
-        self.engine.notify(self._notify)
-
-    def close(self) -> None:
-        """Closes the engine."""
-        self.engine.close()
-        os.close(self._wake)
-        os.close(self._notify)
-
-    def read(self, batch: CopyBatch) -> None:
-        """Reads all of a batch, in parts as an endpoint does. Raises TransferError."""
-        for part in batch.split(self.engine.max_bytes, self.engine.max_runs):
-            transfer = self.engine.read(self.peer, part)
-            ends = time.monotonic() + READER_TIMEOUT
-            while not self.engine.poll(transfer):
-                if time.monotonic() > ends:
-                    raise TransferError(f"no {part.total} bytes in {READER_TIMEOUT:.0f} s.")
-                if self.engine.background:  # the processor is for the threads that move the bytes
-                    self._wait()
-
-    def _wait(self) -> None:
-        """Waits until the engine reports that a transfer may have ended."""
-        if select.select([self._wake], [], [], WAIT_SECONDS)[0]:
-            os.read(self._wake, 4096)
-
-
-def peer_readers(device: Device, nbytes: int) -> OneOpen[PeerReader]:
-    """Readers by engine. Each side has `nbytes` of the device's memory."""
-    memory = device.allocate(nbytes)
-    processes = Restarted(PeerMemory, device.name, nbytes)
-    return OneOpen(processes, partial(PeerReader, memory))
-
-
-class BareServer:
-    """Called by the other process: it serves memory by one bare engine at a time."""
-
-    bare: Engine | None = None
+    def __init__(self, device: str) -> None:
+        torch.set_num_threads(1)
+        self.device, self._stack = get_device(device), ExitStack()
+        self._bare: Engine | None = None
 
     @property
     def progress_seconds(self) -> float | None:
-        """How often the engine is to make progress."""
-        return None if self.bare is None else self.bare.progress_seconds
+        """How often the bare engine is to make progress."""
+        return None if self._bare is None else self._bare.progress_seconds
 
     def progress(self) -> None:
         """Lets reads proceed."""
-        if self.bare is not None:
-            self.bare.progress()
+        if self._bare is not None:
+            self._bare.progress()
+
+    def serve_memory(self, engine: str, nbytes: int) -> tuple[bytes, int]:
+        """Metadata of an engine over memory that holds `noise`, and its pointer."""
+        self.stop()
+        self._memory = self.device.allocate(nbytes)
+        self._memory.copy_(noise(nbytes))
+        self.device.record().synchronize()
+        return self._serve(engine, [slab_of(self._memory)]), self._memory.data_ptr()
+
+    def serve_pool(self, engine: str, family: str, tokens: int) -> tuple[bytes, str, bytes]:
+        """Metadata of an engine over a pool with random bytes for requests of up to `tokens`
+        tokens, the address of an endpoint over the same pool, and its layout.
+        """
+        self.stop()
+        self._pool = pool = random_pool(family, tokens, self.device.name)
+        address = self.open_endpoint(pool.layout, engine)
+        metadata = self._serve(engine, pool.layout.slabs())
+        return metadata, address, pool.layout.to_msgpack()
+
+    def open_endpoint(self, layout: PoolLayout, engine: str) -> str:
+        """The address of an endpoint."""
+        with ExitStack() as unless_open:
+            created = create_engine(engine)
+            unless_open.callback(created.close)
+            self._endpoint = self._stack.enter_context(PrefillEndpoint(layout, created))
+            unless_open.pop_all()
+        return self._endpoint.address
+
+    def _serve(self, engine: str, slabs: Sequence[Slab]) -> bytes:
+        self._bare = create_engine(engine)
+        self._stack.callback(self._bare.close)  # before its memory goes
+        self._bare.register(slabs)
+        return self._bare.metadata()
 
     def stop(self) -> None:
-        """Closes the engine, before its memory goes."""
-        if self.bare is not None:
-            self.bare.close()
-            self.bare = None
+        """Closes engine and endpoint."""
+        self._bare = None
+        self._stack.close()
 
-    def serve(self, engine: str, slabs: Sequence[Slab]) -> bytes:
-        """Metadata of an engine of that name over this memory, which replaces the one before."""
-        self.stop()
-        self.bare = create_engine(engine)
-        self.bare.register(slabs)
-        return self.bare.metadata()
+    def send(self, room: int, tokens: int, start: int, stop: int) -> float:
+        """Offers a chunk of a request of `tokens` tokens; returns the time before it was offered.
+        The last comes after a pause.
+        """
+        table = block_table(self._pool.layout, tokens, SOURCE_SEED)
+        if stop == tokens:
+            time.sleep(SETTLE_SECONDS)
+        began = time.monotonic()
+        self._endpoint.send(room, table, tokens=range(start, stop), last=stop == tokens)
+        return began
 
-
-class PeerMemory(BareServer):
-    """Memory that holds `pattern`."""
-
-    def __init__(self, device: str, nbytes: int) -> None:
-        torch.set_num_threads(1)
-        peer_device = get_device(device)
-        self._memory = peer_device.allocate(nbytes)
-        self._memory.copy_(pattern(nbytes))
-        peer_device.record().synchronize()
-
-    def base(self) -> int:
-        """The memory's pointer."""
-        return self._memory.data_ptr()
-
-    def metadata(self, engine: str) -> bytes:
-        """Metadata of an engine of that name."""
-        return self.serve(engine, [slab_of(self._memory)])
-
-
-def pattern(nbytes: int) -> torch.Tensor:
-    """The contents of the peer's memory."""
-    return noise(nbytes, seed=7)
+    def end(self, room: int) -> None:
+        """Forgets a room that has succeeded. Raises TransferError if it has failed."""
+        if self._endpoint.wait(room, READER_TIMEOUT) is not KVPoll.Success:
+            raise TransferError(str(self._endpoint.failure(room)))
+        self._endpoint.forget(room)
 
 
 def slab_of(memory: torch.Tensor) -> Slab:
     """A tensor of bytes as memory to register."""
     return Slab(memory.data_ptr(), memory.numel(), str(memory.device))
+
+
+def pool_of(family: str, tokens: int, device: str) -> KVPool:
+    """The pool of the first layers of a family's model, for one request of `tokens` tokens."""
+    config, packing, ranks = FAMILIES[family]
+    model = declare(config)
+    return model.build(
+        layers=range(HANDOFF_LAYERS),
+        packing=packing,
+        num_pages=1 + -(-tokens // model.page_size),
+        requests=1,
+        shard=Shard(0, ranks),
+        device=device,
+    )
+
+
+def random_pool(family: str, tokens: int, device: str) -> KVPool:
+    """The same with random bytes, equal in every process."""
+    pool = pool_of(family, tokens, device)
+    for number, buffer in enumerate(pool.layout.buffers):
+        view = pool.item_bytes_view(buffer)
+        view.copy_(noise(*view.shape, seed=number))
+    pool.device.record().synchronize()
+    return pool
+
+
+def block_table(layout: PoolLayout, tokens: int, seed: int) -> RequestAddress:
+    """A request's items, in any order."""
+    random, spans = np.random.default_rng(seed), {}
+    for name, items in layout.items_by_space.items():
+        space = layout.space_by_name[layout.space_by_name[name].id_list]
+        alive = space.alive_items(tokens)
+        ids = space.reserved + random.permutation(items - space.reserved)
+        spans[space.name] = Span(ids[: len(alive)], alive.start)
+    return RequestAddress(tokens, spans)

@@ -1,18 +1,32 @@
-"""The report of a run, as JSON and as a table."""
+"""The report of a run, as JSON, as a table and as a picture of its ratios."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from disagg.cli.bench.machine import one_line
-from disagg.cli.bench.measure import Measurement
+from disagg.cli.bench.measure import GROUPS, Measurement
+from kvpool.render.chart import COLOURS, Chart, ChartAxis, ChartRow, Kind, Mark, Panel, log_axis
 from kvpool.render.text import human
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+CAPTION = (
+    "medians of rounds; bound: a plain copy of as many bytes, or the reference's time; ratio: the "
+    "bound's time over ours, round by round; beyond: our time less the bound's, where that is more"
+)
+WORST = 0.001
+"""Where the chart's axis begins; of worse ratios at their power of ten."""
+HEADINGS = {
+    True: "Rate relative to a plain copy of as many bytes",
+    False: "Speed relative to another implementation",
+}
+"""Of the chart's panels, by whether a plain copy bounds the cases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +47,11 @@ class BenchReport:
 
     def header(self) -> str:
         """Machine, versions and date as lines of text."""
-        return f"{one_line(self.machine)}\n{one_line(self.versions)}\n{self.date}"
+        lines = (
+            ", ".join(f"{name} {value}" for name, value in facts.items())
+            for facts in (self.machine, self.versions)
+        )
+        return "\n".join([*lines, self.date])
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object; the command's help explains its keys."""
@@ -49,33 +67,16 @@ class BenchReport:
         """One row per case that ran."""
         from kvpool.render.table import FittedTable
 
-        table = FittedTable(title=self.title)
+        table = FittedTable(title=self.title, caption=CAPTION)
         table.add_column("", no_wrap=True)
         table.add_column("case")
         for name in ("bytes", "time", "GiB/s", "bound", "ratio", "beyond"):
             table.add_column(name, justify="right", no_wrap=True)
-        group = ""
-        for row in self.rows:
-            if row.seconds is None or row.reference_seconds is None:
-                continue
-            if group and row.case.group != group:
-                table.add_section()
-            first = "" if row.case.group == group else row.case.group
-            group = row.case.group
-            moved = human(row.case.nbytes) if row.case.nbytes else "-"
-            bound = row.reference_rate if row.moves else None
-            rates = (
-                number_of(row.rate),
-                number_of(bound) if bound else time_of(row.reference_seconds),
-            )
-            cells = moved, time_of(row.seconds), *rates, number_of(row.ratio)
-            beyond = time_of(row.beyond) if row.beyond and row.beyond > 0 else "-"
-            table.add_row(first, row.case.name, *cells, beyond)
-        table.caption = (
-            "medians of rounds; bound: a plain copy of as many bytes, or the reference's time; "
-            "ratio: the bound's time over ours, round by round; beyond: our time less the bound's, "
-            "where that is more"
-        )
+        ran = [row for row in self.rows if row.ratio is not None]
+        for group, rows in groupby(ran, lambda row: row.case.group):
+            table.add_section()
+            for number, row in enumerate(rows):
+                table.add_row("" if number else group, row.case.name, *_figures(row))
         return table
 
     def print(self, console: Console) -> None:
@@ -94,16 +95,27 @@ class BenchReport:
             if row.reason is not None:
                 key = row.case.group, row.case.engine, row.reason
                 alike.setdefault(key, []).append(row)
-        return [
-            f"{'failed' if rows[0].failed else 'not run'}: {_named(group, rows)}: {reason}"
-            for (group, _, reason), rows in alike.items()
+        lines = []
+        for (group, _, reason), rows in alike.items():
+            word = "failed" if rows[0].failed else "not run"
+            more = f" and {len(rows) - 1} more" if rows[1:] else ""
+            lines.append(f"{word}: {group} {rows[0].case.name}{more}: {reason}")
+        return lines
+
+    def chart(self) -> Chart:
+        """Two panels, of cases bounded by a plain copy and of those with another reference, on a
+        logarithmic axis, so that the worst can be seen.
+        """
+        rows = [row for row in self.rows if row.ratio is not None]
+        panels = [
+            Panel(heading, _axis(of_kind), list(_chart_rows(of_kind)), "right is better")
+            for moves, heading in HEADINGS.items()
+            if (of_kind := [row for row in rows if row.moves is moves])
         ]
-
-
-def _named(group: str, rows: Sequence[Measurement]) -> str:
-    if len(rows) == 1:
-        return f"{group} {rows[0].case.name}"
-    return f"{group} {rows[0].case.name} and {len(rows) - 1} more"
+        groups = [group for group in GROUPS if any(row.case.group == group for row in rows)]
+        legend: list[tuple[Kind, str, str]] = [("dot", _colour(group), group) for group in groups]
+        legend += [("tick", "currentColor", "1: as fast as the copy, or the other implementation")]
+        return Chart(self.title, legend, panels, self.left_out())
 
 
 def as_dict(row: Measurement) -> dict[str, Any]:
@@ -132,11 +144,13 @@ def sentence_of(row: Measurement) -> str:
     rate = f", {row.rate:.2f} GiB/s" if row.rate else ""
     bound = "a plain copy" if row.moves else row.case.bound
     times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
-    return f"{time_of(row.seconds or 0.0)}{rate}, {times} times as fast as {bound}"
+    return f"{time_of(row.seconds)}{rate}, {times} times as fast as {bound}"
 
 
-def time_of(seconds: float) -> str:
+def time_of(seconds: float | None) -> str:
     """In milliseconds or microseconds."""
+    if seconds is None:
+        return "-"
     return f"{1e3 * seconds:,.2f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.1f} µs"
 
 
@@ -145,3 +159,39 @@ def number_of(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def _figures(row: Measurement) -> Iterator[str]:
+    """Cells of the table."""
+    yield human(row.case.nbytes) if row.case.nbytes else "-"
+    yield time_of(row.seconds)
+    yield number_of(row.rate)
+    bound = row.reference_rate if row.moves else None
+    yield number_of(bound) if bound else time_of(row.reference_seconds)
+    yield number_of(row.ratio)
+    yield time_of(row.beyond) if row.beyond and row.beyond > 0 else "-"
+
+
+def _axis(rows: Sequence[Measurement]) -> ChartAxis:
+    """From WORST to 1, or as far as there are ratios."""
+    ratios = [row.ratio for row in rows if row.ratio]
+    lowest = math.floor(math.log10(min([WORST, *ratios])))
+    return log_axis(10.0**lowest, 1.2 * max([1.0, *ratios]))
+
+
+def _chart_rows(rows: Sequence[Measurement]) -> Iterator[ChartRow | str]:
+    """A row's line begins at 1, so that what is far from its bound is long."""
+    for group, measurements in groupby(rows, lambda row: row.case.group):
+        yield group
+        for row in measurements:
+            case, ratio = row.case, row.ratio or 0.0
+            times = time_of(row.seconds), time_of(row.reference_seconds)
+            words = f"{case.name}: {times[0]}, {case.bound} {times[1]}"
+            kinds: tuple[Kind, Kind] = ("thin", "dot")
+            marks = [Mark(kind, 1.0, ratio, _colour(group), words) for kind in kinds]
+            name = case.name if row.moves else f"{case.name} ({case.bound})"
+            yield ChartRow(name, number_of(ratio), marks)
+
+
+def _colour(group: str) -> str:
+    return COLOURS[GROUPS.index(group)]

@@ -22,15 +22,18 @@ import typer
 from typer.testing import CliRunner
 
 from disagg.cli.accept import sections
-from disagg.cli.accept.bench import bench_row, bench_rows
 from disagg.cli.accept.command import accept
-from disagg.cli.accept.kit import conformance_rows
 from disagg.cli.accept.report import FORMAT, Report, Row, SectionResult
-from disagg.cli.accept.scope import Scope
+from disagg.cli.accept.sections import (
+    TARGETS,
+    Scope,
+    bench_row,
+    bench_rows,
+    conformance_rows,
+    target_of,
+)
 from disagg.cli.bench.case import HOST_SIZES, TINY
-from disagg.cli.bench.cases import GROUPS, all_cases
-from disagg.cli.bench.measure import Measurement
-from disagg.cli.bench.targets import TARGETS, target_of
+from disagg.cli.bench.measure import GROUPS, Measurement, all_cases
 from disagg.cli.demo.models import MODELS
 from disagg.engines.base import engine_names
 from kvpool.device import get_device

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,11 +13,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from disagg.cli.bench.case import QUICK, BenchCase
-from disagg.cli.bench.cases import GROUPS, all_cases
+from disagg.cli.bench.case import QUICK, BenchCase, Work
 from disagg.cli.bench.command import bench
-from disagg.cli.bench.measure import measured, measurement_of
-from disagg.cli.bench.work import Work
+from disagg.cli.bench.measure import GROUPS, all_cases, measured, measurement_of
 from disagg.engines import base
 from disagg.engines.base import engine_names
 from disagg.engines.local import LocalEngine
@@ -31,7 +25,6 @@ from kvpool.process import OtherProcess
 from tests.disagg.cli.bench_bytes import COUNTED
 from tests.disagg.engines.peers import ENGINES
 
-ROOT = Path(__file__).parents[3]
 KEYS = {"machine": dict, "versions": dict, "date": str, "quick": bool, "rows": list}
 ROW_KEYS = {
     *("group", "case", "engine", "bytes", "bound", "seconds", "reference_seconds"),
@@ -105,7 +98,11 @@ def test_bytes_are_those_of_the_formats(everything):
     _, found = everything
     counted = {(row["group"], row["case"]): row["bytes"] for row in found["rows"]}
     assert len(counted) == len(found["rows"])
-    assert counted == COUNTED
+    for case, nbytes in COUNTED.items():
+        # runs of DSv4's rows of 583 bytes cover their spare byte too
+        most = nbytes * 584 // 583 if "DSv4," in case[1] else nbytes
+        assert nbytes <= counted.pop(case) <= most, case
+    assert not counted
 
 
 def test_a_ratio_is_that_of_times_taken_in_the_same_round():
@@ -222,24 +219,3 @@ def test_the_chart_has_a_row_for_every_case(tmp_path, suffix):
     words = ("gather", "36 KiB", "local, MLA, 1 token (the bare engine)", "local, 1 MiB")
     for name in words:
         assert f">{name}</text>" in text
-
-
-def test_the_suite_takes_a_device_and_writes_the_same_json(tmp_path):
-    path = tmp_path / "suite.json"
-    options = ["--device", "cpu", "--json", path, "--benchmark-enable", "-k", "allocator"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "tests/bench/test_cases.py",
-        *map(str, options),
-    ]
-    # a worker of xdist would pass on that it is one, and benchmarks are off there
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
-    found = json.loads(path.read_text())
-    assert {key: type(value) for key, value in found.items()} == KEYS and not found["quick"]
-    (row,) = (row for row in found["rows"] if row["reason"] is None)
-    assert row["group"] == "allocator" and row["ratio"] > 0 and 0 < row["rounds"] <= 20

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from disagg.cli.bench.case import BenchCase
-from disagg.cli.bench.chart import chart_of
 from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import BenchReport
 
@@ -27,7 +26,8 @@ def ratios_of(*ratios):
     ]
     machine = {"device": "cpu", "name": "x"}
     date = "2026-11-23T12:00:00"
-    return chart_of(BenchReport(machine=machine, versions={}, date=date, quick=False, rows=rows))
+    report = BenchReport(machine=machine, versions={}, date=date, quick=False, rows=rows)
+    return report.chart()
 
 
 @pytest.mark.parametrize(

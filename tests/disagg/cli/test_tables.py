@@ -11,8 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from disagg.cli.bench.case import QUICK
-from disagg.cli.bench.cases import HANDOFF_ENGINES, all_cases
-from disagg.cli.bench.measure import Measurement
+from disagg.cli.bench.measure import Measurement, all_cases
 from disagg.cli.bench.report import BenchReport
 from kvpool.cli import app
 from kvpool.render.table import FittedTable
@@ -70,7 +69,7 @@ def test_a_table_fits_and_breaks_no_name(width, command, names):
 
 @every_width
 def test_the_bench_table_fits_with_every_case(width):
-    cases = all_cases(QUICK, ["local", "mooncake", "nixl", "ascend"], HANDOFF_ENGINES)
+    cases = all_cases(QUICK, ["local", "mooncake", "nixl", "ascend"])
     figures = {"seconds": 0.0123456, "reference_seconds": 0.9876543}
     figures |= {"ratio": 1234.5, "beyond": 0.0345678, "rounds": 5}
     rows = [Measurement(case=case, **figures) for case in cases]
