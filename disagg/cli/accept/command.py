@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,13 +106,15 @@ def _run(
         (out / HTML_NAME).write_text(report.as_html(), encoding="utf-8")
         return report
 
+    def show(section: str, what: str) -> None:
+        tell(f"{section}: {what}")
+
     with suppress(KeyboardInterrupt), progress_bar(console, len(chosen)) as tell:
         for section in chosen:
             running = section.name
             written()
-            tell(f"{running}: {section.title}")
-            scope = Scope(device, quick, lambda what, name=running: tell(f"{name}: {what}"))
-            results.append(section.result(scope))
+            show(running, section.title)
+            results.append(section.result(Scope(device, quick, partial(show, section.name))))
             tell("", advance=1)
             for line in results[-1].lines():
                 console.print(Text(line), soft_wrap=True)
