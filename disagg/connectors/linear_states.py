@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
-
-import torch
 
 from disagg.connectors.tensors import UnknownFormat
 from kvpool.item import Template
@@ -38,56 +36,31 @@ class LinearShard:
         return Heads(self.rank * count, count, self.ranks * count)
 
 
-WHOLE = LinearShard()
-
-
-def tensor_states(
-    kind: LinearKind, conv: torch.Tensor, temporal: torch.Tensor, shard: LinearShard
-) -> list[tuple[torch.Tensor, Template]]:
-    """The states in tensors of their own, `[layer, slot, channel, tap]` in either order of the last
-    two and `[layer, slot, *temporal]`: tensors in the order of their bytes, and what a slot has.
-    `shard.dim_first` follows from the strides.
-    """
-    dim_first = conv.stride(2) >= conv.stride(3)
-    conv = conv if dim_first else conv.transpose(2, 3)
-    items = states(
-        kind,
-        (conv.shape[2], conv.shape[3]),
-        temporal.shape[2:],
-        (dtype_name(conv.dtype), dtype_name(temporal.dtype)),
-        replace(shard, dim_first=dim_first),
-    )
-    return [*zip((conv, temporal), items)]
-
-
 def states(
     kind: LinearKind,
     conv: tuple[int, int],
     temporal: Sequence[int],
-    dtypes: tuple[str, str],
-    shard: LinearShard = WHOLE,
+    dtypes: Sequence[object],
+    shard: LinearShard = LinearShard(),
 ) -> tuple[Template, Template]:
-    """The conv state and the temporal state of a slot, each with its dtype. `conv`: in the order
-    that `shard` says. `temporal`: `(head, dim, state)` of Mamba, `(head, value, key)` of delta
-    nets.
+    """The conv state and the temporal state of a slot, of two `dtypes`. `conv`: in the order that
+    `shard` says. `temporal`: `(head, dim, state)` of Mamba, `(head, value, key)` of delta nets.
 
     Raises UnknownFormat where the channels are not those of the heads.
     """
+    conv_dtype, temporal_dtype = map(dtype_name, dtypes)
     channels, taps = conv if shard.dim_first else conv[::-1]
     conv_item = conv_state(
         sections(kind, channels, temporal, shard),
         taps - shard.spare,
-        dtypes[0],
+        conv_dtype,
         taps_first=not shard.dim_first,
         spare=shard.spare,
     )
-    heads, shape = shard.heads(temporal[0]), temporal[1:]
-    if kind != "delta_net":
-        return conv_item, temporal_state(heads, shape, dtypes[1])
-    value, key = shape
-    if shard.key_first:
-        return conv_item, temporal_state(heads, (key, value), dtypes[1], "key")
-    return conv_item, temporal_state(heads, (value, key), dtypes[1], "value")
+    shape, axis = temporal[1:], ""
+    if kind == "delta_net":
+        shape, axis = (shape[::-1], "key") if shard.key_first else (shape, "value")
+    return conv_item, temporal_state(shard.heads(temporal[0]), shape, temporal_dtype, axis)
 
 
 def sections(

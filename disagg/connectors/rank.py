@@ -7,18 +7,15 @@ take turns too: while its main thread runs Python, theirs get the GIL late.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from disagg.connectors.layerwise import LayerId
 from disagg.connectors.links import Links
-from disagg.connectors.results import Receiving, Results, Sending
 from disagg.connectors.settings import Settings
-from disagg.connectors.stats import Stats, summary
+from disagg.connectors.stats import Stats
 from disagg.engines.base import create_engine
 from disagg.errors import UnknownRoom, UsageError
 from disagg.host.signals import deferred_signals
@@ -34,18 +31,56 @@ from kvpool.device import Event, get_device
 from kvpool.layout import PoolLayout, RequestAddress
 
 E = TypeVar("E")
+LayerId = tuple[str, int]
+"""Owner and number of a layer, as layouts have them."""
 
 BUSY_SECONDS = 0.001
 """How long an endpoint that says that it has more to do may keep the engine from its next step."""
 ABORTED = "the request was aborted or preempted."
+EXPECTED = (ValueError, UsageError)
+"""Errors of a caller or a peer: others are logged with their traceback."""
+
+
+@dataclass(slots=True)
+class Results:
+    """Requests whose pages may be reused (`sent`), whose rooms have ended (`received`), and those
+    of them whose state did not come (`failed`). `why` a room has failed, on either side; `aux`
+    values of those that were received.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    why: dict[str, Failure] = field(default_factory=dict)
+    aux: dict[str, Aux] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A room of prefill: whether it has ended, or cannot be offered, and whether the engine has
+    `finished` the request.
+    """
+
+    request: str
+    ended: bool = False
+    finished: bool = False
+    failure: Failure | None = None
+
+
+@dataclass(slots=True)
+class _Receiving:
+    """A room of decode. An `aborted` one is not called failed."""
+
+    request: str
+    link: Link
+    aborted: bool = False
 
 
 class Rank:
     """Offers what this rank computes (`produces`), reads what it needs (`consumes`).
 
-    `readers` ranks of this engine read each room. `log` is the engine's; every `log_seconds` it is
-    told the numbers (None: the engine takes them from `stats`). `conventions` are what its bytes
-    mean beside their layout, as far as the settings say nothing else.
+    `readers` ranks of this engine read each room. `log` is the engine's, which also takes numbers
+    from `stats`. `conventions`: what its bytes mean beside their layout.
     """
 
     def __init__(
@@ -57,23 +92,17 @@ class Rank:
         consumes: bool,
         readers: int,
         log: logging.Logger,
-        log_seconds: float | None = None,
-        conventions: Mapping[str, Convention] = MappingProxyType({}),
+        conventions: Mapping[str, Convention],
     ) -> None:
-        self.stats, self._log, self._log_seconds = Stats(), log, log_seconds
-        self._logged = time.monotonic()
-        options = settings.options
-        document = {**conventions, **settings.conventions}
-        options["conventions"] = {name: v for name, v in document.items() if v is not None}
+        self.stats, self._log = Stats(), log
+        options = settings.options(conventions)
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
+        self._links: Links | None = None
         if produces:
+            engine = create_engine(settings.engine)
             self._prefill = PrefillEndpoint(
-                layout,
-                create_engine(settings.engine),
-                settings.bind,
-                lease=settings.lease,
-                **options,
+                layout, engine, settings.bind, lease=settings.lease, **options
             )
         if consumes:
             self._decode = DecodeEndpoint(
@@ -84,12 +113,12 @@ class Rank:
                 offer_timeout=settings.offer_timeout,
                 **options,
             )
-        self._links = None if self._decode is None else Links(self._decode)
+            self._links = Links(self._decode)
         self._endpoints = [side for side in (self._prefill, self._decode) if side is not None]
         memory = layout.buffers[0].memory
         self._device = None if memory == "cpu" else get_device(memory.partition(":")[0])
-        self._sending: dict[Room, Sending] = {}
-        self._receiving: dict[Room, Receiving] = {}
+        self._sending: dict[Room, _Sending] = {}
+        self._receiving: dict[Room, _Receiving] = {}
         self._results = Results()
         self._ended: deque[tuple[PrefillEndpoint | DecodeEndpoint, Ended]] = deque()
         """What the endpoints list no more, and `results` has not told."""
@@ -105,15 +134,15 @@ class Rank:
         return _needed(self._decode, "decode")
 
     @property
-    def address(self) -> str:
-        """Where decode engines dial this rank of prefill."""
-        return self.prefill.address
+    def links(self) -> Links:
+        """To prefills. Raises ValueError if this engine was not started for decode."""
+        return _needed(self._links, "decode")
 
     def expect(self, request: str, room: Room) -> None:
         """The engine has a request that it will send: `results` tells of its room from now on.
         Raises RoomError for a room that has no name of one.
         """
-        self._sending.setdefault(room_name(room), Sending(request))
+        self._sending.setdefault(room_name(room), _Sending(request))
 
     def asked(self, room: Room) -> bool:
         """Whether a decode engine has asked for a room."""
@@ -138,17 +167,16 @@ class Rank:
         is offered any more. Raises ValueError; `not_sent` is for that.
         """
         prefill = self.prefill
-        if self._sending.setdefault(room, Sending(request)).ended:
+        if self._sending.setdefault(room, _Sending(request)).ended:
             return
         if after is None and self._device is not None:
             after = self._device.record()
         owner, number = layer or ("target", 0)
-        layers = None if layer is None else range(number, number + 1)
         prefill.send(
             room,
             address,
             tokens=tokens,
-            layers=layers,
+            layers=None if layer is None else range(number, number + 1),
             owner=owner,
             last=last,
             aux=aux,
@@ -158,11 +186,11 @@ class Rank:
     def not_sent(self, request: str, room: Room, why: Exception) -> None:
         """A request cannot be offered: its pages come back, and all others go on."""
         reason = f"it cannot be handed over: {why}"
-        sending = self._sending.setdefault(room, Sending(request))
+        sending = self._sending.setdefault(room, _Sending(request))
         sending.ended, sending.failure = True, Failure("prefill", reason, "abort")
         with self._contained(room):
             self.prefill.reject(room, reason)
-        traceback = _is_unexpected(why)
+        traceback = not isinstance(why, EXPECTED)
         self._log.error("request %s cannot be handed over: %s", request, why, exc_info=traceback)
 
     def receive(
@@ -178,43 +206,39 @@ class Rank:
         """Asks the prefill at `peers` for positions from `start` on, and for values `aux`. Raises
         ValueError; `not_received` is for that.
         """
-        link = self._link(peers)
+        link = self.links.to(peers)
         self.decode.receive(room, address, start=start, link=link, aux=aux)
-        self._receiving[room] = Receiving(request, link)
+        self._receiving[room] = _Receiving(request, link)
 
     def not_received(self, request: str, why: Exception) -> None:
         """A request cannot be asked for: it has failed, and all others go on."""
         self._results.received.add(request)
         self._results.failed.add(request)
-        traceback = _is_unexpected(why)
+        traceback = not isinstance(why, EXPECTED)
         self._log.error("request %s cannot be received: %s", request, why, exc_info=traceback)
-
-    def linked(self, peers: tuple[str, ...]) -> bool:
-        """Whether a prefill has been dialled, and is there."""
-        return _needed(self._links, "decode").alive(peers)
 
     def decline(self, room: Room, peers: tuple[str, ...]) -> None:
         """Gives prefill its pages back: nothing of the room is needed."""
         with self._contained(room, "prefill's pages come back with its lease"):
-            self.decode.decline(room, self._link(peers))
+            self.decode.decline(room, self.links.to(peers))
 
-    def drop(self, room: Room, peers: tuple[str, ...], why: str = ABORTED) -> None:
+    def drop(self, room: Room, peers: tuple[str, ...]) -> None:
         """Ends a room that was not asked for on prefill too. Raises ValueError."""
-        self.decode.decline(room, self._link(peers))
-        self.decode.abort(room, why)
+        self.decode.decline(room, self.links.to(peers))
+        self.decode.abort(room, ABORTED)
 
-    def abort(self, request: str, why: str = ABORTED) -> None:
+    def abort(self, request: str) -> None:
         """Ends the rooms of a request, which `results` does not call failed."""
         for room, receiving in self._receiving.items():
             if receiving.request == request:
                 receiving.aborted = True
                 with self._contained(room):
-                    self.decode.abort(room, why)
+                    self.decode.abort(room, ABORTED)
         rooms = [room for room, sending in self._sending.items() if sending.request == request]
         for room in rooms:
             if not self._sending.pop(room).ended:
                 with self._contained(room):
-                    self.prefill.reject(room, why)
+                    self.prefill.reject(room, ABORTED)
 
     def wait_layer(self, room: Room, layer: LayerId) -> None:
         """Waits until a layer of a room has come, or the room has failed."""
@@ -237,11 +261,15 @@ class Rank:
             for endpoint in self._endpoints:
                 self._ended.extend((endpoint, ended) for ended in endpoint.ended())
         self._take_ended()
-        self._collect_sent(finished)
+        for room, sending in list(self._sending.items()):
+            sending.finished |= sending.request in finished
+            if sending.finished and sending.ended:
+                del self._sending[room]
+                self._results.sent.add(sending.request)
+                if sending.failure:
+                    self._results.why[sending.request] = sending.failure
         if self._links is not None:
             self._links.close_unused({receiving.link for receiving in self._receiving.values()})
-        if self._log_seconds is not None and time.monotonic() - self._logged > self._log_seconds:
-            self._log_numbers()
         results, self._results = self._results, Results()
         return results
 
@@ -255,22 +283,13 @@ class Rank:
         for endpoint in self._endpoints:
             endpoint.close()
 
-    def _log_numbers(self) -> None:
-        if numbers := self.stats.take():
-            line = ", ".join(f"{name} {number}" for name, number in summary(numbers).items())
-            self._log.info("kvpool: %s", line)
-            self._logged = time.monotonic()
-
-    def _link(self, peers: tuple[str, ...]) -> Link:
-        return _needed(self._links, "decode").to(peers)
-
     @contextmanager
     def _contained(self, room: Room, effect: str = "all others go on") -> Iterator[None]:
         """What goes wrong with one room is logged, and keeps nothing else from being done."""
         try:
             yield
         except Exception as error:
-            traceback = _is_unexpected(error)
+            traceback = not isinstance(error, EXPECTED)
             self._log.warning("room %r: %s: %s", room, effect, error, exc_info=traceback)
 
     def _take_ended(self) -> None:
@@ -280,29 +299,15 @@ class Rank:
         while self._ended:
             endpoint, (room, _, failure) = self._ended[0]
             with self._contained(room):
-                if endpoint is self._prefill:
-                    self._sent(room, failure)
-                else:
+                if endpoint is self._decode:
                     self._received(room, failure)
+                else:
+                    if sending := self._sending.get(room):
+                        sending.ended, sending.failure = True, failure
+                    self.stats.sent(failure)
             with self._contained(room):
                 endpoint.forget(room)
             self._ended.popleft()
-
-    def _collect_sent(self, finished: Collection[str]) -> None:
-        """Rooms that have ended and whose requests the engine has finished."""
-        for room, sending in list(self._sending.items()):
-            sending.finished |= sending.request in finished
-            if sending.finished and sending.ended:
-                del self._sending[room]
-                self._results.sent.add(sending.request)
-                if sending.failure:
-                    self._results.why[sending.request] = sending.failure
-
-    def _sent(self, room: Room, failure: Failure | None) -> None:
-        if room in self._sending:
-            self._sending[room].ended = True
-            self._sending[room].failure = failure
-        self.stats.sent(failure)
 
     def _received(self, room: Room, failure: Failure | None) -> None:
         receiving = self._receiving.get(room)
@@ -326,11 +331,6 @@ class Rank:
         metrics = decode.metrics(room)
         self._log.debug("request %s: %s", request, metrics)
         self.stats.received(metrics, failure)
-
-
-def _is_unexpected(error: Exception) -> bool:
-    """Whether an error is none of a caller's or a peer's, so that its traceback is of use."""
-    return not isinstance(error, (ValueError, UsageError))
 
 
 def _needed(part: E | None, side: str) -> E:

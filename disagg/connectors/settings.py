@@ -55,10 +55,10 @@ class Settings:
         if self.peer_timeout is None:  # the endpoints' own
             del values["peer_timeout"]
         check_values(**values)
-        if isinstance(self.conventions, Mapping):  # what is not compared has a name too
-            checked_conventions({n: 0 if v is None else v for n, v in self.conventions.items()})
-        else:
-            checked_conventions(self.conventions)
+        document: Any = self.conventions
+        if isinstance(document, Mapping):  # what is not compared has a name too
+            document = {name: 0 if v is None else v for name, v in document.items()}
+        checked_conventions(document)
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> Settings:
@@ -90,9 +90,11 @@ class Settings:
             raise ValueError(f"{variable}: {', '.join(wrong)} is not for this engine.")
         return cls.read(defaults | values, variable)
 
-    @property
-    def options(self) -> Options:
-        """What both endpoints take."""
+    def options(self, conventions: Mapping[str, Convention]) -> Options:
+        """What both endpoints take. `conventions` are the engine's, as far as these settings say
+        nothing else.
+        """
+        document = {**conventions, **self.conventions}
         # an engine can hold the GIL for long: while it compiles, or captures graphs
         peer_timeout = STEPPED_PEER_TIMEOUT if self.peer_timeout is None else self.peer_timeout
         return {
@@ -100,4 +102,5 @@ class Settings:
             "tls": self.tls,
             "insecure": self.insecure,
             "peer_timeout": peer_timeout,
+            "conventions": {name: v for name, v in document.items() if v is not None},
         }

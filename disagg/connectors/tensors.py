@@ -1,5 +1,9 @@
 """An engine's layers as buffers and regions: what a layer's tensor holds, by parts; kernel blocks
 that are one block; layers that lie in one another.
+
+A tensor is `[item, head, entry, content]` in any physical order; where there are no heads, that dim
+is of size 1. The dims that a part names have the tensor's strides; its kernel takes what lies
+behind them for contiguous.
 """
 
 from __future__ import annotations
@@ -22,8 +26,7 @@ class UnknownFormat(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPart:
-    """A part of a tensor `[item, ...]`: `dims` name its first dims, and `item` says what lies
-    behind them.
+    """A part of a tensor `[item, ...]`: `dims` name its first dims, `item` says what lies behind.
 
     `step`: the part is one step of the second dim, which `dims` leave out. `heads`: those of this
     rank, if `head` is one of the dims. `packing`: the name of an unknown inside.
@@ -34,6 +37,41 @@ class TensorPart:
     step: int | None = None
     heads: Heads | None = None
     packing: str = ""
+
+
+def items(item: Template, packing: str = "") -> TensorPart:
+    """Contiguous items."""
+    return TensorPart(dims=("item",), item=item, packing=packing)
+
+
+def head_items(item: Template, heads: Heads, packing: str = "") -> TensorPart:
+    """`item` a head, whose inside may be known by `packing` only."""
+    return TensorPart(dims=("item", "head"), item=item, heads=heads, packing=packing)
+
+
+def rows(row: Template, step: int = 0) -> TensorPart:
+    """`row` a token, of one step of the second dim."""
+    return TensorPart(dims=("item", "entry"), item=row, step=step)
+
+
+def head_rows(row: Template, heads: Heads) -> TensorPart:
+    """`row` a token and head."""
+    return TensorPart(dims=("item", "head", "entry"), item=row, heads=heads)
+
+
+def head_shard(count: int, of_model: int, rank: int, ranks: int) -> Heads:
+    """The `count` heads of a rank of tensor parallelism. Layers may have other heads than the model
+    says; of fewer heads than ranks, several ranks hold the same.
+    """
+    total = count * ranks
+    if count == 1 and ranks > 1:
+        if of_model > ranks:
+            raise UnknownFormat(
+                f"1 KV head on each of {ranks} ranks of a model of {of_model}: how many the layer "
+                "has is not known. Use a smaller TP size."
+            )
+        total = of_model
+    return Heads(rank * total // ranks, count, total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +96,8 @@ class LayerTensor:
             dims = ("item", *map(str, range(1, self.view.dim())))
             name = f"{self.owner}.{self.number}.{self.prefix}{first.role}"
             buffer = describe_buffer(self.view, dims, name=name, space=space)
-            regions: list[Region] = []
-            for part in self.parts:
-                regions += describe_items(
+            parts = [
+                describe_items(
                     self.view if part.step is None else self.view[:, part.step],
                     part.dims,
                     prefixed(part.item, self.prefix),
@@ -69,8 +106,10 @@ class LayerTensor:
                     shards={"head": (part.heads.start, part.heads.total)} if part.heads else {},
                     packing=part.packing,
                     buffer=buffer,
-                ).regions
-            return Described((buffer,), tuple(regions))
+                )
+                for part in self.parts
+            ]
+            return Described((buffer,), tuple(region for part in parts for region in part.regions))
 
     def folded(self, ratio: int) -> LayerTensor | None:
         """The layer with each `ratio` kernel blocks as one, if they can be read so: its format has
@@ -117,17 +156,6 @@ def layout_of(
     )
 
 
-def layer_number(name: str) -> int:
-    """The number in a layer's dotted name. Raises UnknownFormat unless there is one."""
-    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
-    if len(numbers) != 1:
-        raise UnknownFormat(
-            f"{name}: a name with {len(numbers)} numbers is not known, only with the layer's. Use "
-            "another model."
-        )
-    return numbers[0]
-
-
 @contextmanager
 def naming(layer: str) -> Iterator[None]:
     """Names a layer in what is refused of it."""
@@ -138,7 +166,7 @@ def naming(layer: str) -> Iterator[None]:
     except LayoutError as error:
         raise UnknownFormat(
             f"{layer}: its format is not known. {error} Use a cache layout in which blocks are "
-            "contiguous, or add the format to disagg/connectors/formats.py."
+            "contiguous, or add the format to kvpool/layout/formats."
         ) from None
 
 

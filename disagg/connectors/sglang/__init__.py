@@ -43,13 +43,13 @@ def _kv_class(original: Any, backend: Any, kind: Any) -> Any:
         return original(backend, kind)
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-    from disagg.connectors.sglang import manager, receiver, sender
+    from disagg.connectors.sglang import manager, transfers
 
     return {
         "bootstrap_server": CommonKVBootstrapServer,
         "manager": manager.KvpoolManager,
-        "sender": sender.KvpoolSender,
-        "receiver": receiver.KvpoolReceiver,
+        "sender": transfers.KvpoolSender,
+        "receiver": transfers.KvpoolReceiver,
     }[kind.value]
 
 

@@ -97,7 +97,6 @@ class KvpoolManager(CommonKVManager):
             consumes=not prefill,
             readers=self.attn_tp_size * self.pp_size,
             log=log,
-            log_seconds=60.0,
             conventions=conventions(
                 text,
                 folder=model.model_path,
@@ -106,7 +105,7 @@ class KvpoolManager(CommonKVManager):
             ),
         )
         if prefill:
-            self.local_ip, self.rank_port = split(self.rank.address)
+            self.local_ip, self.rank_port = split(self.rank.prefill.address)
             super().register_to_bootstrap()
         else:
             queue.transfer_queue.deferred_kv_release_timeout = math.inf  # reads do end
@@ -169,7 +168,7 @@ class KvpoolManager(CommonKVManager):
         """Asks the bootstrap server again where prefills were that are gone: others may have their
         place.
         """
-        if not all(self.rank.linked(peers) for peers in self.known[bootstrap_addr]):
+        if not all(self.rank.links.alive(peers) for peers in self.known[bootstrap_addr]):
             del self.known[bootstrap_addr]
             self.prefill_info_table.pop(bootstrap_addr, None)
             with self.connection_lock:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from disagg.connectors.sglang.states import Ranks, read_pool
+from disagg.connectors.sglang.layer_set import Ranks
+from disagg.connectors.sglang.states import read_pool
 from disagg.connectors.tensors import layout_of
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 

@@ -6,73 +6,31 @@ SGLang is imported. Page 0 and slot 0 are padding. Read in SGLang 0.5.23.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from disagg.connectors import formats
-from disagg.connectors.linear_states import LinearKind, LinearShard, tensor_states
-from disagg.connectors.tensors import LayerTensor, PlacedTensor, TensorPart, UnknownFormat, naming
+from disagg.connectors.linear_states import LinearKind, LinearShard, states
+from disagg.connectors.sglang.layer_set import LayerSet, Ranks, paged
+from disagg.connectors.tensors import (
+    PlacedTensor,
+    UnknownFormat,
+    head_items,
+    head_rows,
+    items,
+    naming,
+    rows,
+)
 from kvpool.item import Cell, Template
 from kvpool.layout import Space
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
-from kvpool.layout.formats import Heads, fp8_latent_row, index_key_page, latent_row, v4_latent_page
+from kvpool.layout.formats import fp8_latent_row, index_key_page, latent_row, v4_latent_page
 
 HERE = "add it to disagg/connectors/sglang/states.py"
 ORDERS = ("nhd", "hnd")
 """Of tokens and heads in a page, by SGLang's names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """What the pools of a rank do not say.
-
-    `tp_rank`, `tp_size`: its place in attention's tensor parallelism. `total_kv_heads`: those of
-    the model. `window`: the tokens before a position that its sliding window sees (the scheduler's
-    `sliding_window_size`). `groups`: Mamba-2's B and C in the model. `sliding`: layers that see
-    that window, whether or not their pool holds more.
-    """
-
-    tp_rank: int = 0
-    tp_size: int = 1
-    total_kv_heads: int = 1
-    window: int | None = None
-    groups: int = 0
-    sliding: Collection[int | None] = ()
-
-    def heads(self, count: int) -> Heads:
-        """The `count` heads of this rank."""
-        return formats.head_shard(count, self.total_kv_heads, self.tp_rank, self.tp_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSet:
-    """Layers of one pool: whose, their numbers, the space of their pages, what precedes their
-    roles, and the name of the pool.
-    """
-
-    ranks: Ranks
-    owner: str
-    numbers: Sequence[int]
-    space: Space
-    prefix: str = ""
-    pool: str
-
-    def tensors(self, views: Iterable[torch.Tensor], part: TensorPart) -> Iterator[PlacedTensor]:
-        """A tensor of each of the layers, in their order, which is all of one part."""
-        for number, view in zip(self.numbers, views, strict=True):
-            slides = self.owner == "target" and number in self.ranks.sliding
-            layer = LayerTensor(
-                name=f"{self.pool} layer {number}",
-                number=number,
-                view=view,
-                parts=[part],
-                owner=self.owner,
-                prefix=self.prefix or ("swa." if slides else ""),
-            )
-            yield self.space, layer
 
 
 PoolReader = Callable[[Any, LayerSet], Iterator[PlacedTensor]]
@@ -87,12 +45,12 @@ def read_heads(
     """
     heads = layers.ranks.heads(pool.head_num)
     if order == "nhd":
-        buffers = [formats.paged(buffer, pool.page_size, pool.head_num) for buffer in buffers]
+        buffers = [paged(buffer, pool.page_size, pool.head_num) for buffer in buffers]
     if order in ORDERS:
-        return layers.tensors(buffers, formats.head_rows(cell, heads))
+        return layers.tensors(buffers, head_rows(cell, heads))
     inside = buffers[0][0, 0]  # a head's part of an item
     count = inside.numel() * inside.element_size() // ITEMSIZE[cell.dtype]
-    return layers.tensors(buffers, formats.head_items(replace(cell, count=count), heads, order))
+    return layers.tensors(buffers, head_items(replace(cell, count=count), heads, order))
 
 
 def read_mha(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -133,8 +91,8 @@ def read_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     row: Template = latent_row(pool.kv_lora_rank, pool.qk_rope_head_dim, dtype_name(pool.dtype))
     if pool.dsa_kv_cache_store_fp8:
         row = fp8_latent_row()
-    views = (formats.paged(tensor, pool.page_size) for tensor in pool.kv_buffer)
-    yield from layers.tensors(views, formats.rows(row))
+    views = (paged(tensor, pool.page_size) for tensor in pool.kv_buffer)
+    yield from layers.tensors(views, rows(row))
 
 
 def read_index_keys(pool: Any, layers: LayerSet, page: int) -> Iterator[PlacedTensor]:
@@ -145,7 +103,7 @@ def read_index_keys(pool: Any, layers: LayerSet, page: int) -> Iterator[PlacedTe
     tensors = zip(layers.numbers, pool.index_k_with_scale_buffer)
     keys = {number: tensor for number, tensor in tensors if len(tensor)}
     views = (tensor.view(len(tensor), 1, page, -1) for tensor in keys.values())
-    yield from replace(layers, numbers=[*keys]).tensors(views, formats.items(item))
+    yield from replace(layers, numbers=[*keys]).tensors(views, items(item))
 
 
 def read_dsa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -183,8 +141,8 @@ def read_npu_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         row: Template = fp8_latent_row()
         if role != "latent" or not pool.dsa_kv_cache_store_fp8:
             row = Cell(role, stacked.shape[-1], kind)
-        views = (formats.paged(tensor, page) for tensor in stacked)
-        yield from holders.tensors(views, formats.rows(row))
+        views = (paged(tensor, page) for tensor in stacked)
+        yield from holders.tensors(views, rows(row))
 
 
 def read_swa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -222,15 +180,20 @@ def read_mamba(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         kind, temporal = "mamba1", temporal.squeeze(3)
     if getattr(pool, "conv_slice_axis", 0) == 1:
         conv = conv.transpose(2, 3)
-    holders = replace(layers, numbers=pool.mamba_layer_ids, space=Space("state", "slot"))
+    dim_first = conv.stride(2) >= conv.stride(3)
+    conv = conv if dim_first else conv.transpose(2, 3)  # in the order of its bytes
     shard = LinearShard(
         rank=ranks.tp_rank,
         ranks=ranks.tp_size,
         groups=ranks.groups,
+        dim_first=dim_first,
         key_first=pool.device == "cpu",  # its kernels write [head, key, value]
     )
-    for state, item in tensor_states(kind, conv, temporal, shard):
-        yield from holders.tensors(state, formats.items(item))
+    dtypes = conv.dtype, temporal.dtype
+    parts = states(kind, (conv.shape[2], conv.shape[3]), temporal.shape[2:], dtypes, shard)
+    holders = replace(layers, numbers=pool.mamba_layer_ids, space=Space("state", "slot"))
+    for tensor, item in zip((conv, temporal), parts):
+        yield from holders.tensors(tensor, items(item))
 
 
 def read_dsv4(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -259,7 +222,7 @@ def read_dsv4(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     page, window = pool.swa_kv_pool.page_size, pool.sliding_window - 1
     space = Space("swa", entries_per_item=page, window=window)
     sliding = replace(layers, numbers=[*ratios], space=space, prefix="swa.")
-    latents = formats.items(v4_latent_page(page))
+    latents = items(v4_latent_page(page))
     yield from sliding.tensors(pool.swa_kv_pool.kv_buffer, latents)
     for ratio in sorted({*ratios.values()} - {0}):
         numbers = [n for n in ratios if ratios[n] == ratio]
@@ -271,7 +234,7 @@ def read_compressed(pool: Any, layers: LayerSet, ratio: int) -> Iterator[PlacedT
     entries = pool.page_size // ratio
     space = Space(f"c{ratio}", entries_per_item=entries, tokens_per_entry=ratio, ids="kv")
     layers = replace(layers, space=space, prefix=f"c{ratio}.")
-    latents = formats.items(v4_latent_page(entries))
+    latents = items(v4_latent_page(entries))
     yield from layers.tensors(pool.kv_pools[ratio].kv_buffer, latents)
     if ratio in pool.index_pools:
         yield from read_index_keys(pool.index_pools[ratio], layers, entries)
@@ -288,13 +251,13 @@ def read_ring(ring: Any, layer: LayerSet, role: str, ratio: int) -> Iterator[Pla
     """A layer's tokens that are not yet compressed: to 4 those of the last two windows, in a ring
     of each page of the sliding window; to 128 those of the open one, in a ring of each request.
     """
-    rows, size = ring.kv_score_buffer.kv_score, ring.ring_size
+    tokens, size = ring.kv_score_buffer.kv_score, ring.ring_size
     space = Space("c128.ring", "ring", size, window=0, window_step=ratio)
     if ratio == 4:
         page = ring.swa_page_size
         space = Space("c4.ring", entries_per_item=page, window=4, window_step=4, ring=size)
-    row = formats.rows(Cell(role, rows.shape[-1], dtype_name(rows.dtype)))
-    yield from replace(layer, space=space).tensors([formats.paged(rows, size)], row)
+    row = rows(Cell(role, tokens.shape[-1], dtype_name(tokens.dtype)))
+    yield from replace(layer, space=space).tensors([paged(tokens, size)], row)
 
 
 POOLS: Mapping[str, PoolReader] = {

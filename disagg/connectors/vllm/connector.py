@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -22,20 +23,69 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from disagg.connectors import stats
-from disagg.connectors.blocks import Blocks
 from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
-from disagg.connectors.shared_memory import SharedAllocation
-from disagg.connectors.vllm.layout import SPECS, engine_layout
-from disagg.connectors.vllm.metrics import KvpoolPromMetrics, KvpoolStats
+from disagg.connectors.vllm.layout import SPECS, Blocks, engine_layout
 from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step, log
 from disagg.connectors.vllm.worker import ConnectorWorker
 from disagg.protocol.conventions import Convention
+from kvpool.device.cpu import CPUDevice
 
 KVConnectorMetadata.register(Step)
 EXTRA = "kv_connector_extra_config"
 Finished = tuple[bool, dict[str, Any] | None]
+
+
+class SharedAllocation(TorchFunctionMode):
+    """While it is entered, `torch.zeros(n, dtype=torch.int8)` on the CPU, as vLLM allocates KV
+    memory, is shared memory of kvpool's CPU device: engine `local` of another process can map it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1:
+            device = torch.device(kwargs.get("device") or "cpu")
+            if device.type == "cpu" and isinstance(args[0], int):
+                return CPUDevice().allocate(args[0]).view(torch.int8)
+        return func(*args, **kwargs)
+
+
+class KvpoolStats(KVConnectorStats):
+    """`stats.Numbers` as vLLM carries them to its log ("KV Transfer metrics")."""
+
+    def reset(self) -> None:
+        self.data = stats.empty()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return KvpoolStats(stats.total(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        return stats.summary(self.data)
+
+    def is_empty(self) -> bool:
+        return not any(self.data["rooms"].values())
+
+
+class KvpoolPromMetrics(KVConnectorPromMetrics):
+    """`vllm:kvpool_*` on /metrics: `stats.SERIES`, by engine."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._metrics = {series: self._metric(series) for series in stats.SERIES}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        engine = self.per_engine_labelvalues[engine_idx]
+        for series, label, value in stats.observations(transfer_stats_data):
+            metric = self._metrics[series].labels(*engine, *label)
+            (metric.observe if series.buckets else metric.inc)(value)
+
+    def _metric(self, series: stats.Series) -> Any:
+        labels = [*self._labelnames, *([series.label] if series.label else [])]
+        named = {"name": f"vllm:kvpool_{series.name}", "documentation": series.help}
+        if series.buckets:
+            return self._histogram_cls(**named, labelnames=labels, buckets=series.buckets)
+        return self._counter_cls(**named, labelnames=labels)
 
 
 @dataclass
@@ -133,7 +183,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = ConnectorWorker(rank, described.groups, described.layers)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return Handshake(self._worker.rank.address) if self._roles["produces"] else None
+        return Handshake(self._worker.rank.prefill.address) if self._roles["produces"] else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.begin(self._get_connector_metadata())

@@ -13,28 +13,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from disagg.connectors import formats
 from disagg.connectors.linear_states import LinearKind, LinearShard, states
 from disagg.connectors.tensors import (
     LayerTensor,
     TensorPart,
     UnknownFormat,
-    layer_number,
+    head_items,
+    head_rows,
+    head_shard,
+    items,
     naming,
+    rows,
 )
-from kvpool.item import Cell, Seq
+from kvpool.item import Cell, Repeat, Seq, Template
 from kvpool.layout.dtypes import dtype_name
-from kvpool.layout.formats import Heads, fp8_latent_row, index_key_page, latent_row
+from kvpool.layout.formats import Heads, fp8_latent_row, index_key_page, latent_row, scaled
 
 Parts = list[TensorPart]
 HERE = "add it to disagg/connectors/vllm/layers.py"
 LINEAR: dict[str, LinearKind] = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_ATTN": "delta_net"}
 """What a slot holds, by the name of the kind of linear attention."""
-OPAQUE = ("INT4_PER_TOKEN_HEAD",)
-"""Quantisation modes whose pages move whole. Their kernels read nothing but pages and constants:
+OPAQUE = "INT4_PER_TOKEN_HEAD"
+"""The quantisation mode whose pages move whole. Its kernel reads nothing but pages and constants:
 NVFP4 has scales of the whole tensor besides, and the device decides how TurboQuant packs.
 """
-MODES = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", *OPAQUE)
+MODES = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", OPAQUE)
 """Quantisation modes (`KVQuantMode`) that are known."""
 FLOATS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 
@@ -82,13 +85,24 @@ class RegisteredLayer:
     platform: Platform
 
     @property
+    def number(self) -> int:
+        """The number in its dotted name. Raises UnknownFormat unless there is one."""
+        numbers = [int(part) for part in self.name.split(".") if part.isdecimal()]
+        if len(numbers) != 1:
+            raise UnknownFormat(
+                f"{self.name}: a name with {len(numbers)} numbers is not known, only with the "
+                "layer's. Use another model."
+            )
+        return numbers[0]
+
+    @property
     def owner(self) -> str:
         """A draft's layers are marked by vLLM, named so, or numbered after the target's; a group of
         EAGLE's may hold the target's layers too.
         """
         marks = ((self.module, "is_draft_layer"), (self.spec, "is_draft"))
         marked = any(getattr(part, flag, False) for part, flag in marks)
-        later = layer_number(self.name) >= self.config.model_config.get_total_num_hidden_layers()
+        later = self.number >= self.config.model_config.get_total_num_hidden_layers()
         return "draft" if marked or later or self.name.startswith("draft_model.") else "target"
 
     @property
@@ -111,10 +125,18 @@ class RegisteredLayer:
 
     @property
     def element(self) -> str:
-        """The dtype of what the kernel writes. Raises UnknownFormat where it is scaled."""
+        """The dtype of what the kernel writes. Raises UnknownFormat where elements of a whole
+        tensor are scaled: that is in no page, and a peer with another scale would read wrong
+        values.
+        """
         if self.spec.kv_quant_mode.name == "FP8_PER_TENSOR":
             key, value = (getattr(self.module, f"_{role}_scale_float", 1.0) for role in "kv")
-            formats.check_unscaled(key, value)
+            if (key, value) != (1.0, 1.0):
+                raise UnknownFormat(
+                    f"its values are scaled by k {key} and v {value} of the checkpoint, which is "
+                    "not in its pages; only 1.0 is known. Use a checkpoint without KV scales, or "
+                    "--kv-cache-dtype auto."
+                )
         names = {
             **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_per_token_head"), self.platform.fp8),
             "fp8_e5m2": "float8_e5m2",
@@ -134,7 +156,7 @@ class RegisteredLayer:
         """Its KV heads on this rank."""
         parallel, total = self.config.parallel_config, self.model.get_total_num_kv_heads()
         ranks = parallel.tensor_parallel_size
-        return formats.head_shard(self.spec.num_kv_heads, total, parallel.rank % ranks, ranks)
+        return head_shard(self.spec.num_kv_heads, total, parallel.rank % ranks, ranks)
 
     def packing(self, *words: str) -> str:
         """The name of an inside that only this version's kernel knows."""
@@ -144,8 +166,7 @@ class RegisteredLayer:
 
 def read_layer(layer: RegisteredLayer) -> LayerTensor:
     """Raises UnknownFormat, which names the layer and its backend."""
-    number = layer_number(layer.name)
-    name = f"{layer.name} ({layer.owner} layer {number}), {layer.backend}"
+    name = f"{layer.name} ({layer.owner} layer {layer.number}), {layer.backend}"
     with naming(name):
         if layer.is_linear:
             view, parts = layer.view, read_linear(layer)
@@ -156,7 +177,7 @@ def read_layer(layer: RegisteredLayer) -> LayerTensor:
     slides = window or type(layer.spec).__name__.startswith("Sliding")
     return LayerTensor(
         name=name,
-        number=number,
+        number=layer.number,
         view=view,
         parts=parts,
         owner=layer.owner,
@@ -181,9 +202,8 @@ def read_linear(layer: RegisteredLayer) -> Parts:
         dim_first=layer.platform.dim_first,
         key_first=layer.platform.key_first,
     )
-    dtypes = dtype_name(spec.dtypes[0]), dtype_name(spec.dtypes[1])
-    parts = states(LINEAR[layer.backend], spec.shapes[0], spec.shapes[1], dtypes, shard)
-    return [formats.items(Seq(*parts))]
+    conv, temporal = spec.shapes
+    return [items(Seq(*states(LINEAR[layer.backend], conv, temporal, spec.dtypes, shard)))]
 
 
 def read_attention(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
@@ -199,9 +219,26 @@ def read_attention(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
             f"pages of {mode} are not known (known: {', '.join(MODES)}; scales per token and head "
             "of TRITON_ATTN). Use --kv-cache-dtype auto."
         )
-    if mode in OPAQUE:
-        return formats.whole_items(layer.view, layer.packing(mode), layer.heads)
-    return layer.view, ATTENTION[backend](layer)
+    return whole_items(layer) if mode == OPAQUE else (layer.view, ATTENTION[backend](layer))
+
+
+def whole_items(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
+    """Items of which only the name is known, and which are contiguous in some order of dims. That
+    order, the heads and the tokens become part of the name.
+    """
+    view, strides = layer.view, layer.view.stride()
+    inner = sorted(range(1, 4), key=lambda dim: -strides[dim])
+    ordered = view.permute(0, *inner)
+    if not ordered[0].is_contiguous():
+        raise UnknownFormat(
+            f"its items move whole only, but they lie among others (strides {strides}). Use a "
+            "cache layout in which blocks are contiguous."
+        )
+    names = {1: "heads", 2: "tokens", 3: "elements"}
+    shape = " x ".join(f"{view.shape[dim]} {names[dim]}" for dim in inner)
+    item = Cell("kv", ordered[0].numel() * view.element_size(), "uint8")
+    heads = f"head {layer.heads.start} of {layer.heads.total}"
+    return ordered, [items(item, f"{layer.packing(OPAQUE)}, {shape}, {heads}")]
 
 
 def index_keys(layer: RegisteredLayer) -> Parts:
@@ -210,45 +247,49 @@ def index_keys(layer: RegisteredLayer) -> Parts:
         raise UnknownFormat("shuffled index keys are not known. Use a platform without them.")
     dim, platform = layer.model.hf_text_config.index_head_dim, layer.platform
     page = index_key_page(layer.view.shape[2], dim, dtype=platform.fp8, scale=platform.index_scale)
-    return [formats.items(page)]
+    return [items(page)]
 
 
 def latent_rows(layer: RegisteredLayer) -> Parts:
     """Rows of latent and rope."""
     if getattr(layer.module, "kv_cache_dtype", "auto") == "fp8_ds_mla":
-        return [formats.rows(fp8_latent_row())]
+        return [rows(fp8_latent_row())]
     config = layer.model.hf_text_config
-    row = latent_row(config.kv_lora_rank, config.qk_rope_head_dim, layer.element)
-    return [formats.rows(row)]
+    return [rows(latent_row(config.kv_lora_rank, config.qk_rope_head_dim, layer.element))]
 
 
 def planes(layer: RegisteredLayer) -> Parts:
-    """A plane of K, and one of V."""
-    return formats.planes(layer.spec.head_size, layer.element, layer.heads)
+    """A plane of K and one of V in the place of heads, each `[token, head, dim]`."""
+    cells = (Cell(role, layer.spec.head_size, layer.element) for role in ("k", "v"))
+    return [rows(layer.heads.of(cell), plane) for plane, cell in enumerate(cells)]
 
 
 def keys_and_values(layer: RegisteredLayer) -> Parts:
-    """K and V side by side, a token and head; scaled so in some modes."""
-    key, value = layer.spec.head_size, layer.spec.head_size_v
+    """`[K | V]` a token and head; in some modes each with a float32 scale behind it."""
+    cells: list[Template] = []
     with_scales = layer.spec.kv_quant_mode.name.endswith("TOKEN_HEAD")
-    row = formats.key_value_row(key, value, layer.element, with_scales=with_scales)
-    return [formats.head_rows(row, layer.heads)]
+    for role, count in (("k", layer.spec.head_size), ("v", layer.spec.head_size_v)):
+        cells += scaled(role, count, dtype=layer.element)[: 1 + with_scales]
+    return [head_rows(Seq(*cells), layer.heads)]
 
 
 def transposed_keys(layer: RegisteredLayer) -> Parts:
-    """On a CPU: K by dim, V by token, or as an instruction set packs them."""
+    """On a CPU: of a head K as `[dim, token]`, then V as `[token, dim]`, or as an instruction set
+    packs them.
+    """
     key, value, tokens = layer.spec.head_size, layer.spec.head_size_v, layer.view.shape[2]
     dtype, isa = layer.element, getattr(layer.module, "isa", "")
     if isa in ("vec", "vec16"):  # csrc/cpu/cpu_attn_vec.hpp, which vec16 inherits from
-        item = formats.transposed_keys(tokens, key, value, dtype)
-        return [formats.head_items(item, layer.heads)]
+        keys = Repeat("dim", key, Repeat("entry", tokens, Cell("k", 1, dtype)))
+        values = Repeat("entry", tokens, Cell("v", value, dtype))
+        return [head_items(Seq(keys, values), layer.heads)]
     if isa in ("", "rvv") or (isa, dtype) == ("neon", "bfloat16"):
         raise UnknownFormat(
             f"how isa {isa or 'unknown'} packs {dtype} is decided where vLLM is built. Use --dtype "
             "float32 (neon), or hosts of another architecture."
         )
     halves = Seq(Cell("k", key * tokens, dtype), Cell("v", value * tokens, dtype))
-    return [formats.head_items(halves, layer.heads, layer.packing(isa, dtype))]
+    return [head_items(halves, layer.heads, layer.packing(isa, dtype))]
 
 
 ATTENTION: Mapping[str, Callable[[RegisteredLayer], Parts]] = {

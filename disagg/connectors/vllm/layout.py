@@ -1,19 +1,20 @@
-"""From vLLM's configuration and registered tensors to the layout of one rank.
+"""From vLLM's configuration and registered tensors to the layout of one rank, and from its block
+ids to block tables.
 
 vLLM's objects are read by name; only what its platform decides is imported, where it is needed.
 vLLM's groups take their ids from one pool of blocks and lie over one another: a block is one
-group's at a time. Block 0 is the null block.
+group's at a time. Block 0 is the null block: what its positions held is dead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from disagg.connectors.blocks import BlockGroup
 from disagg.connectors.tensors import PlacedTensor, UnknownFormat, fold_blocks, layout_of
 from disagg.connectors.vllm.layers import (
     Platform,
@@ -21,7 +22,7 @@ from disagg.connectors.vllm.layers import (
     platform_of_process,
     read_layer,
 )
-from kvpool.layout import Interleave, PoolLayout, Space
+from kvpool.layout import Interleave, PoolLayout, RequestAddress, Space, Span
 
 HERE = "add it to disagg/connectors/vllm/layout.py"
 SPECS = {
@@ -35,6 +36,43 @@ SPECS = {
 """Specs that are known, and what the spaces of their groups are called."""
 
 
+Blocks = tuple[Sequence[int], ...]
+"""Block ids of a request, by group."""
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """Layers whose blocks one list of ids addresses.
+
+    `space`: the space whose ids are this group's; empty if none of its layers is on this rank (a
+    pipeline stage). `blocks`: kernel blocks a block, which are its items. `tokens`: positions a
+    block holds, on all ranks that share them. `state`: which of a slot group's blocks is the live
+    state of n tokens: the request's first, or that of position n - 1, block number
+    `(n - 1) // tokens`.
+    """
+
+    space: str
+    blocks: int
+    tokens: int
+    state: Literal["first", "position"] | None = None
+
+    def span(self, blocks: Sequence[int], tokens: int) -> Span:
+        """The items of the first `tokens` positions."""
+        ids = np.asarray(blocks, dtype=np.int64)
+        if self.state is None:
+            ids = ids[: -(-tokens // self.tokens)]
+            return Span.from_blocks(ids, null=0, items_per_block=self.blocks)
+        live = 0 if self.state == "first" else (tokens - 1) // self.tokens
+        ids = ids[live : live + 1]
+        return Span(ids[ids != 0] * self.blocks)
+
+
+def block_table(groups: Sequence[BlockGroup], blocks: Blocks, tokens: int) -> RequestAddress:
+    """The block table of a request's first `tokens` positions."""
+    pairs = [(group, ids) for group, ids in zip(groups, blocks) if group.space]
+    return RequestAddress(tokens, {group.space: group.span(ids, tokens) for group, ids in pairs})
+
+
 @dataclass(frozen=True)
 class VllmLayout:
     """What a rank's tensors mean, and how vLLM's block ids address them. `groups` are the
@@ -44,7 +82,7 @@ class VllmLayout:
 
     layout: PoolLayout
     groups: tuple[BlockGroup, ...]
-    layers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    layers: Mapping[str, tuple[str, int]]
 
 
 def engine_layout(
@@ -71,10 +109,13 @@ def engine_layout(
         tensors = [read_layer(layer) for layer in layers]
         names |= {layer.name: (t.owner, t.number) for layer, t in zip(layers, tensors)}
         tensors, blocks = fold_blocks(tensors, kv_cache_config.num_blocks)
-        spec = layers[0].spec
-        name = f"{SPECS[type(spec).__name__]}{number}"
-        spaces = [space_of(name, layer, blocks) for layer in layers]
-        groups.append(group_of(spec, spaces[0]))
+        spaces = [space_of(number, layer, blocks) for layer in layers]
+        spec, space = layers[0].spec, spaces[0]
+        state: Literal["first", "position"] | None = None
+        if not space.has_entries:
+            state = "first" if spec.mamba_cache_mode == "none" else "position"
+        tokens = spec.block_size * space.held.ranks
+        groups.append(BlockGroup(space.name, blocks, tokens, state))
         placed += zip(spaces, tensors)
     model = vllm_config.model_config
     layout = layout_of(placed, model.get_total_num_hidden_layers(), model.model)
@@ -139,15 +180,7 @@ def shared_positions(parallel: Any, spec: Any) -> Interleave | None:
     return Interleave(size, place % ranks, ranks)
 
 
-def group_of(spec: Any, space: Space) -> BlockGroup:
-    """How the ids of a group of layers like `spec` are found."""
-    state: Literal["first", "position"] | None = None
-    if not space.has_entries:
-        state = "first" if spec.mamba_cache_mode == "none" else "position"
-    return BlockGroup(space.name, space.items_per_block, spec.block_size * space.held.ranks, state)
-
-
-def space_of(name: str, layer: RegisteredLayer, blocks: int) -> Space:
+def space_of(group: int, layer: RegisteredLayer, blocks: int) -> Space:
     """The space of a layer's blocks, of `blocks` items each; layers of a group have one space.
 
     Decode computes the last prompt token again: n - 1 tokens are handed over, and the one behind
@@ -164,7 +197,7 @@ def space_of(name: str, layer: RegisteredLayer, blocks: int) -> Space:
     if kind == "chunk":
         window, step = 0, spec.attention_chunk_size
     return Space(
-        name,
+        f"{kind}{group}",
         "slot" if kind == "state" else "paged",
         1 if kind == "state" else spec.block_size // blocks,
         window=window,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from disagg.connectors.blocks import Blocks
 from disagg.connectors.source import Recent, Source, named_room, prompt_digest, request_room
+from disagg.connectors.vllm.layout import Blocks
 from disagg.protocol.messages import Room
 
 log = logging.getLogger("vllm.kvpool")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from disagg.connectors.blocks import BlockGroup, block_table
-from disagg.connectors.layerwise import Computed, LayerId
-from disagg.connectors.rank import Rank
-from disagg.connectors.results import Results
+from disagg.connectors.rank import LayerId, Rank, Results
 from disagg.connectors.source import FIRST_TOKEN
+from disagg.connectors.vllm.layout import BlockGroup, block_table
 from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step
 
 
@@ -21,7 +19,10 @@ class ConnectorWorker:
         self, rank: Rank, groups: tuple[BlockGroup, ...], layers: Mapping[str, LayerId]
     ) -> None:
         self.rank, self._groups, self._layers = rank, groups, layers
-        self._computed = Computed(layers)
+        self._begun = False
+        """Whether vLLM has told of any layer in this forward pass."""
+        self._left: dict[str, LayerId] = {}
+        """Of which it has not told, by name. Several may be of one layer."""
         self._loading: dict[str, ReceiveTask] = {}
         """By request, what is waited for layer by layer in this step."""
         self._invalid: set[int] = set()
@@ -42,16 +43,22 @@ class ConnectorWorker:
 
     def save_layer(self, name: str, step: Step) -> None:
         """Offers a layer, once all that vLLM computes under its number was computed."""
-        for layer in self._computed.of(name):
+        if name in self._layers and not self._begun:
+            self._begun, self._left = True, dict(self._layers)
+        layer = self._left.pop(name, None)
+        if layer is not None and layer not in self._left.values():
             self._offer(step, layer)
             self.rank.turn()
 
     def save(self, step: Step) -> None:
         """Offers what was computed, and waits until all has come that this step has used."""
-        if not self._computed.begun:
+        if not self._begun:
             self._offer(step)
-        for layer in self._computed.rest():
+        while self._left:
+            layer = next(iter(self._left.values()))
+            self._left = {name: left for name, left in self._left.items() if left != layer}
             self._offer(step, layer)
+        self._begun = False
         for receive in self._loading.values():
             self.rank.wait(receive.source.room)
         self.rank.turn()
@@ -90,7 +97,7 @@ class ConnectorWorker:
                 self.rank.not_sent(send.request, send.room, error)
 
     def _send(self, send: SendTask, layer: LayerId | None) -> None:
-        last = send.last and self._computed.ended
+        last = send.last and not self._left
         aux = {FIRST_TOKEN: send.following} if last and send.following is not None else None
         self.rank.send(
             send.request,

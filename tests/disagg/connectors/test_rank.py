@@ -14,6 +14,7 @@ from disagg.connectors.settings import Settings
 from disagg.protocol import codec
 from kvpool import MLAPool
 from kvpool.layout import RequestAddress, Span
+from tests.disagg.connectors.vllm.engines import until
 from tests.streams import dial
 
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
@@ -32,10 +33,9 @@ class Side:
         self.pool = MLAPool(layers=range(2), **MLA)
         self.sent, self.received, self.failed = set(), set(), set()
         roles = {"produces": produces, "consumes": not produces}
-        settings = Settings.read({}, "extra")
-        self.rank = Rank(settings, self.pool.layout, **roles, readers=1, log=log)
+        self.rank = Rank(Settings(), self.pool.layout, **roles, readers=1, log=log, conventions={})
 
-    def results(self):
+    def step(self):
         results = self.rank.results({"a", "b", "c"})
         self.sent |= results.sent
         self.received |= results.received
@@ -46,7 +46,7 @@ class Side:
 
     def receive(self, room, prefill, first=1):
         address = table(first)
-        self.rank.receive(room, room, address, start=0, peers=(prefill.rank.address,))
+        self.rank.receive(room, room, address, start=0, peers=(prefill.rank.prefill.address,))
 
 
 @pytest.fixture
@@ -64,24 +64,11 @@ def sides(log):
         side.rank.close()
 
 
-def until(true, *sides):
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        for side in sides:
-            side.results()
-
-
-def forged(**fields):
-    """A frame that no endpoint of ours would send."""
-    return msgspec.msgpack.encode(fields)
-
-
 def test_a_stranger_that_names_a_room_as_no_caller_can_keeps_no_request_from_being_told(sides):
     prefill, decode = sides
     prefill.send("a")
-    with dial(prefill.rank.address) as stranger:
-        stranger.send(forged(type="drop_room", room="a\nb", reason="x"))
+    with dial(prefill.rank.prefill.address) as stranger:
+        stranger.send(msgspec.msgpack.encode({"type": "drop_room", "room": "a\nb", "reason": "x"}))
         refused = codec.decode(stranger.receive())
         assert not refused.final and "malformed message" in refused.why
     decode.receive("a", prefill)
@@ -120,7 +107,7 @@ def fail_three(prefill, decode, log, error):
 def test_a_log_that_fails_for_one_request_keeps_no_other_from_being_told(sides, log):
     prefill, decode = sides
     handler = fail_three(prefill, decode, log, OSError("the disk is full"))
-    decode.results()
+    decode.step()
     assert handler.raised
     assert decode.failed == decode.received == {"a", "b", "c"}
 
@@ -129,8 +116,8 @@ def test_an_interrupt_while_ends_are_told_loses_none(sides, log):
     prefill, decode = sides
     fail_three(prefill, decode, log, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        decode.results()
-    decode.results()
+        decode.step()
+    decode.step()
     assert decode.failed == decode.received == {"a", "b", "c"}
     for number, room in enumerate("abc"):  # all are forgotten: their names and pages are free
         decode.receive(room, prefill, 1 + 3 * number)
@@ -147,7 +134,7 @@ def test_a_request_whose_room_has_no_name_of_one_fails_alone(sides, room, caplog
     with pytest.raises(RoomError):
         prefill.rank.expect("c", room)
     prefill.rank.abort("c")
-    decode.rank.decline(room, (prefill.rank.address,))
+    decode.rank.decline(room, (prefill.rank.prefill.address,))
     prefill.send("a")
     decode.receive("a", prefill)
     until(lambda: {"a", "b"} <= prefill.sent and "a" in decode.received, decode, prefill)

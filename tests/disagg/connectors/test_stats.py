@@ -35,3 +35,15 @@ def test_observations_are_the_rooms_bytes_seconds_and_failures():
     assert sums["failures", "prefill/lost"] == sums["failures", "decode/lease"] == 1
     assert sums["seconds", "wire"] == 0.75
     assert {phase: seen["seconds", phase] for phase in PHASES} == dict.fromkeys(PHASES, 2)
+
+
+def test_numbers_of_ranks_add_up():
+    counted = stats.Stats()
+    counted.received(RoomMetrics(bytes_moved=3_000_000, wire_seconds=0.5), None)
+    read = counted.take()
+    counted.sent(Failure("decode", "it never asked", "lease"))
+    both = stats.total(stats.total(stats.empty(), read), counted.take())
+    assert counted.take() is None
+    line = stats.summary(both)
+    assert (line["Rooms read"], line["Rooms unserved"], line["Rooms failed"]) == (1, 1, 0)
+    assert (line["MB read"], line["Mean wire (ms)"], line["Failures decode/lease"]) == (3, 500, 1)

@@ -35,7 +35,7 @@ class WatchedConnector(KvpoolConnector):
 
         def saw_send(told: SendTask, layer: Any) -> None:
             send(told, layer)
-            if told.last and worker._computed.ended:  # its last part
+            if told.last and not worker._left:  # its last part
                 self._save("prefill", told.room, told.blocks, told.stop)
 
         def saw_receive(told: ReceiveTask) -> None:

@@ -2,14 +2,80 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
+
+import torch
 
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
+from disagg.connectors.vllm.layers import Platform
+from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step, log
 from disagg.connectors.vllm.worker import ConnectorWorker
+from tests import oracle
+from tests.disagg.connectors.vllm import kernels
 
-LATENT, ROPE = 32, 8
+LATENT, ROPE, D, BLOCKS = 32, 8, 16, 7
+
+
+class Layers:
+    """A rank with layers of one backend: vLLM's views, its layout, and its memory as the oracle
+    takes it. `heads`: of the model, `content`: elements a token and head.
+    """
+
+    def __init__(
+        self, backend, content, *, order="LBHNC", layers=1, block=16, kernel_block=None,
+        dtype=torch.bfloat16, mode="NONE", value=D, heads=2, tp=1, rank=0, dcp=1,
+        platform=Platform(version="0.32.0"), **said,
+    ):  # fmt: skip
+        size = kernel_block or block
+        shape = BLOCKS * block // size, max(1, heads // tp), size, content
+        self.tokens, self.names = block, [name(n) for n in range(layers)]
+        self.physical, self.views = kernels.views(order, layers, shape, dtype)
+        attention = spec(
+            "FullAttentionSpec", block, num_kv_heads=shape[1], head_size=D, head_size_v=value,
+            kv_quant_mode=SimpleNamespace(name=mode),
+        )  # fmt: skip
+        parallel = {"tp": tp, "rank": rank, "decode_context_parallel_size": dcp}
+        modules = dict.fromkeys(self.names, module(backend, **said))
+        self.seen = engine_layout(
+            config(modules, kv_heads=heads, **parallel),
+            caches(BLOCKS, [(self.names, attention)]),
+            dict(zip(self.names, self.views)),
+            platform,
+        )
+        self.layout = self.seen.layout
+        self.state = oracle.over(self.layout, self.physical.view(-1).view(torch.uint8).numpy())
+
+
+def until(true, *sides, turns=None):
+    """Steps of `sides`, and turns of one in whose forward pass that is, until something is so."""
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        for side in sides:
+            side.step()
+        if turns is not None:
+            turns.rank.turn()
+
+
+GDN = {
+    "shapes": ((3, 4 * 8), (2, 8, 8)),
+    "dtypes": (torch.bfloat16, torch.float32),
+    "mamba_type": SimpleNamespace(name="GDN_ATTN"),
+}
+"""Of a spec: a delta net of one head of q and k and two of v, of 8."""
+GDN_BYTES = 2 * 3 * 32 + 4 * 2 * 8 * 8
+
+
+def delta_net(view, layer, block):
+    """What its kernel writes to a block."""
+    conv, temporal = GDN["shapes"]
+    return kernels.Slots(
+        view, layer, [block], range(2), conv=conv, temporal=temporal, cell_dims=1,
+        sections=[("conv.q", 1, 0, 8), ("conv.k", 1, 0, 8), ("conv.v", 2, 0, 8)],
+    )  # fmt: skip
 
 
 class WorkerSide:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,14 +14,12 @@ import torch
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.connectors.tensors import UnknownFormat
 from disagg.connectors.vllm.layers import Platform
-from disagg.connectors.vllm.layout import engine_layout
-from kvpool.layout import Interleave, RequestAddress, Span
+from disagg.connectors.vllm.layout import block_table, engine_layout
+from kvpool.layout import Interleave, RequestAddress
 from tests.disagg.connectors.vllm import engines, kernels
 
 D, BLOCKS, TOKENS = 16, 40, 75
 ATTN, MLA, GDN = engines.name(0), engines.name(1), engines.name(2)
-GDN_ATTN = SimpleNamespace(name="GDN_ATTN")
-CONV, TEMPORAL = (3, 4 * 8), (2, 8, 8)
 
 
 @dataclass(frozen=True)
@@ -57,13 +54,12 @@ class Rank:
         self.views = {
             name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()
         }
-        self.views[GDN] = torch.zeros(BLOCKS, 1, 1, 2 * 96 + 4 * 128, dtype=torch.int8)
-        block, kinds = side.block, (torch.bfloat16, torch.float32)
-        states = {"shapes": (CONV, TEMPORAL), "dtypes": kinds, "mamba_type": GDN_ATTN}
+        self.views[GDN] = torch.zeros(BLOCKS, 1, 1, engines.GDN_BYTES, dtype=torch.int8)
+        block = side.block
         specs = [
             ([ATTN], engines.spec("FullAttentionSpec", block, num_kv_heads=held, head_size=D)),
             ([MLA], engines.spec("MLAAttentionSpec", block, num_kv_heads=1, head_size=40)),
-            ([GDN], engines.spec("MambaSpec", block, tp_replicated=True, **states)),
+            ([GDN], engines.spec("MambaSpec", block, tp_replicated=True, **engines.GDN)),
         ]
         modules = {ATTN: engines.module("FLASH_ATTN"), MLA: engines.module("TRITON_MLA"), GDN: None}
         made = engines.config(
@@ -82,18 +78,10 @@ class Rank:
             kernels.KeysAndValues(self.views[ATTN], 0, ids[0], heads, share=share, key=D),
             kernels.LatentRows(self.views[MLA], 1, ids[1], share=share, latent=engines.LATENT),
         ]
-        self.state = kernels.Slots(
-            self.views[GDN], 2, ids[2], range(2), conv=CONV, temporal=TEMPORAL, cell_dims=1,
-            sections=[("conv.q", 1, 0, 8), ("conv.k", 1, 0, 8), ("conv.v", 2, 0, 8)],
-        )  # fmt: skip
+        self.state = engines.delta_net(self.views[GDN], 2, *ids[2])
 
     def table(self) -> RequestAddress:
-        """vLLM's block ids of every group; a block stands for `group.tokens` positions."""
-        spans = {}
-        for group, ids in zip(self.described.groups, self.ids):
-            count = 1 if group.state else -(-TOKENS // group.tokens)
-            spans[group.space] = Span(ids[:count])
-        return RequestAddress(TOKENS, spans)
+        return block_table(self.described.groups, self.ids, TOKENS)
 
     def write(self) -> None:
         for kernel in self.kernels:

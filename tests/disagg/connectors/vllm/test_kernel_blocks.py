@@ -5,23 +5,18 @@ Tensors lie as vLLM's, on a CPU. Kernels write, two workers hand over, kernels r
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from disagg.connectors.blocks import BlockGroup, block_table
 from disagg.connectors.source import Source
 from disagg.connectors.vllm.layers import Platform
-from disagg.connectors.vllm.layout import engine_layout
+from disagg.connectors.vllm.layout import BlockGroup, block_table, engine_layout
 from tests.disagg.connectors.vllm import engines, kernels
 
 BLOCKS, TOKENS, D, HEADS, WINDOW = 12, 140, 8, 2, 20
 FULL, SHORT, STATES = (0, 1), (2, 3), (4, 5)
-CONV, TEMPORAL = (3, 4 * 8), (2, 8, 8)
-STATE = 96 * 2 + 128 * 4  # bytes, of a block of which the rest is padding
 HAD, HAS = 254, 255  # what lies in the memory of prefill and of decode; values are 0 to 253
 
 
@@ -46,7 +41,9 @@ class Memory:
             view = tensor.view(torch.bfloat16).view(BLOCKS * cut.ratio, *inner, 2 * D)
             view = view if cut.heads_first else view.transpose(1, 2)
             self.views |= dict.fromkeys((engines.name(FULL[n]), engines.name(SHORT[n])), view)
-            self.views[engines.name(STATES[n])] = tensor.view(torch.int8)[:, None, None, :STATE]
+            self.views[engines.name(STATES[n])] = tensor.view(torch.int8)[
+                :, None, None, : engines.GDN_BYTES
+            ]
         full, short, state = blocks
         split = [
             [b * cut.ratio + j for b in ids for j in range(cut.ratio)] for ids in (full, short)
@@ -60,11 +57,7 @@ class Memory:
                 made = kernels.KeysAndValues(view, layer, ids, range(HEADS), prefix=prefix, key=D)
                 self.kernels.append((made, range(first, TOKENS)))
         for layer in STATES:
-            made = kernels.Slots(
-                self.views[engines.name(layer)], layer, state, range(2), conv=CONV,
-                temporal=TEMPORAL, cell_dims=1,
-                sections=[("conv.q", 1, 0, 8), ("conv.k", 1, 0, 8), ("conv.v", 2, 0, 8)],
-            )  # fmt: skip
+            made = engines.delta_net(self.views[engines.name(layer)], layer, *state)
             self.kernels.append((made, range(1)))
 
     def write(self) -> None:
@@ -89,17 +82,12 @@ class Side(engines.WorkerSide):
 
     def __init__(self, memory: Memory, *, produces: bool) -> None:
         cut = memory.cut
-        states = {
-            "shapes": (CONV, TEMPORAL),
-            "dtypes": (torch.bfloat16, torch.float32),
-            "mamba_type": SimpleNamespace(name="GDN_ATTN"),
-        }
         heads = {"num_kv_heads": HEADS, "head_size": D}
         short = engines.spec("SlidingWindowSpec", cut.tokens, sliding_window=WINDOW, **heads)
         specs = [
             ([*map(engines.name, FULL)], engines.spec("FullAttentionSpec", cut.tokens, **heads)),
             ([*map(engines.name, SHORT)], short),
-            ([*map(engines.name, STATES)], engines.spec("MambaSpec", cut.tokens, **states)),
+            ([*map(engines.name, STATES)], engines.spec("MambaSpec", cut.tokens, **engines.GDN)),
         ]
         modules = {engines.name(n): engines.module("FLASHINFER") for n in (*FULL, *SHORT)}
         modules |= {engines.name(n): None for n in STATES}
@@ -153,14 +141,10 @@ def test_kernel_blocks_beside_states_arrive_in_blocks_cut_otherwise(one, other, 
     prefill, decode = opened(source, produces=True), opened(dest, produces=False)
     before = source.raw.clone()
     prefill.step(sends=[engines.send(EARLY, 0, 70, last=False)])
-    source_of = Source("room", (prefill.rank.address,))
+    source_of = Source("room", (prefill.rank.prefill.address,))
     decode.step(receives=[engines.receive(source_of, here, 0, TOKENS)])
     prefill.step(sends=[engines.send(THERE, 70, TOKENS, last=True)])
-    end = time.monotonic() + 20
-    while not decode.received:
-        assert time.monotonic() < end
-        prefill.step()
-        decode.step()
+    engines.until(lambda: decode.received, prefill, decode)
     assert decode.received == {"d"} and not decode.failed
     for kernel, tokens in dest.kernels:
         kernel.assert_holds(tokens)

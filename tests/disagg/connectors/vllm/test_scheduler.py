@@ -4,19 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from disagg.connectors.vllm.scheduler import ConnectorScheduler
+from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step
 from disagg.protocol.messages import room_name
 
-
-class Groups(SimpleNamespace):
-    """Two cache groups, both handed over."""
-
-    def select_transfer_block_ids(self, blocks):
-        return tuple(blocks)
-
-
-class Status(SimpleNamespace):
-    """A member of vLLM's RequestStatus."""
+GROUPS = SimpleNamespace(select_transfer_block_ids=tuple)
+"""Cache groups which are all handed over."""
+STOPPED = "FINISHED_ABORTED"
 
 
 def request(name, tokens, status="FINISHED_LENGTH_CAPPED", **params):
@@ -28,7 +21,7 @@ def request(name, tokens, status="FINISHED_LENGTH_CAPPED", **params):
         num_prompt_tokens=tokens,
         num_computed_tokens=0,
         max_tokens=16,
-        status=Status(name=status),
+        status=SimpleNamespace(name=status),
         kv_transfer_params=params,
     )
 
@@ -41,9 +34,9 @@ def output(request, count, blocks, resumed=()):
     )
 
 
-def scheduler(stream=False, cuts=False, produces=True, consumes=True, waits=False):
-    roles = {"produces": produces, "consumes": consumes}
-    made = ConnectorScheduler(Groups(), **roles, stream=stream, cuts=cuts, waits=waits)
+def scheduler(**options):
+    defaults = {"produces": True, "consumes": True, "stream": False, "cuts": False}
+    made = ConnectorScheduler(GROUPS, **defaults | options)
     made.serve(["ipc:///a", "ipc:///b"])
     return made
 
@@ -85,7 +78,7 @@ def test_all_tokens_but_the_last_are_handed_over(cuts):
     assert receive.source.addresses == ("ipc:///a", "ipc:///b")
     assert receive.blocks == ((7, 8, 9), (0, 6, 5))
     here.allocated(asked, BLOCKS, 0)  # vLLM calls again when the state has come
-    assert here.step() == scheduler().step()
+    assert here.step() == Step()
 
 
 def test_embeddings_are_not_handed_over_where_the_state_moves_on(caplog):
@@ -95,62 +88,47 @@ def test_embeddings_are_not_handed_over_where_the_state_moves_on(caplog):
     made.arrived(asked)
     assert made.finished(asked, ([1], [2])) == (False, None)
     assert "embeddings" in caplog.text
-    assert made.step() == scheduler().step()
+    assert made.step() == Step()
 
 
-def test_a_room_is_asked_for_once():
-    """A sequence that is scheduled after the first has read the room finds it gone."""
+@pytest.mark.parametrize("read", [True, False])
+def test_the_second_sequence_of_a_prompt_leaves_the_room_to_the_first(read):
+    """Also where the first has read it before the second is scheduled."""
     made, params = scheduler(), prefilled(scheduler())
     first, second = (arrives(made, name, **params) for name in ("0_d", "1_d"))
-    made.matched(first, 0)
     made.allocated(first, BLOCKS, 39)
-    made.received(["0_d"])
+    if read:
+        made.received(["0_d"])
     assert made.matched(second, 0) == (0, False)
-    assert not made.step().declines
+    step = made.step()
+    assert len(step.receives) == 1 and not step.declines
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_request_waits_in_its_step_or_before_it(waits):
+    """One that is stopped before its state has come aborts its room."""
     made = scheduler(waits=waits)
     asked = arrives(made, "d", **prefilled(scheduler()))
-    assert made.matched(asked, 0) == (39, not waits)
-    made.allocated(asked, BLOCKS, 39)
-    assert [each.waits for each in made.step().receives] == [waits]
+    assert made.matched(asked, 32) == (7, not waits)  # of 32 decode has the state
+    made.allocated(asked, BLOCKS, 7)
+    (receive,) = made.step().receives
+    assert (receive.start, receive.waits) == (32, waits)
     made.finished(asked, ())
     assert made.step().aborts == ([] if waits else ["d"])
 
 
-def test_a_prefix_that_decode_has_is_not_asked_for():
-    made = scheduler()
-    asked = arrives(made, "d", **prefilled(scheduler()))
-    assert made.matched(asked, 32) == (7, True)
-    made.allocated(asked, BLOCKS, 7)
-    assert made.step().receives[0].start == 32
-
-
-def test_a_decode_that_has_everything_declines():
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_decode_that_has_everything_or_is_stopped_declines(stopped):
     made, params = scheduler(), prefilled(scheduler())
     asked = arrives(made, "d", **params)
-    assert made.matched(asked, 39) == (0, False)
-    made.allocated(asked, BLOCKS, 0)
+    if stopped:
+        assert made.finished(asked, ()) == (False, None)
+    else:
+        assert made.matched(asked, 39) == (0, False)
+        made.allocated(asked, BLOCKS, 0)
     (source,) = made.step().declines
     assert source.room == params["remote_request_id"]
     assert source.addresses == ("ipc:///a", "ipc:///b")
-
-
-def test_a_request_that_is_stopped_before_it_is_scheduled_declines():
-    made, params = scheduler(), prefilled(scheduler())
-    assert made.finished(arrives(made, "d", 40, "FINISHED_ABORTED", **params), ()) == (False, None)
-    assert [each.room for each in made.step().declines] == [params["remote_request_id"]]
-
-
-def test_a_request_that_is_stopped_while_it_waits_aborts_its_room():
-    made = scheduler()
-    asked = arrives(made, "d", 40, "FINISHED_ABORTED", **prefilled(scheduler()))
-    made.matched(asked, 0)
-    made.allocated(asked, BLOCKS, 39)
-    made.finished(asked, ())
-    assert made.step().aborts == ["d"]
 
 
 def test_another_prompt_is_computed_here(caplog):
@@ -161,75 +139,46 @@ def test_another_prompt_is_computed_here(caplog):
     assert len(made.step().declines) == 1
 
 
-def test_parameters_of_another_connector_are_named(caplog):
-    made = scheduler()
-    asked = arrives(made, "d", do_remote_prefill=True, remote_block_ids=[1])
-    assert made.matched(asked, 0) == (0, False)
-    assert "remote_request_id, remote_addresses" in caplog.text
-
-
-def test_the_second_sequence_of_a_prompt_leaves_the_room_to_the_first():
-    made, params = scheduler(), prefilled(scheduler())
-    first, second = (arrives(made, name, **params) for name in ("0_d", "1_d"))
-    made.matched(first, 0)
-    made.allocated(first, BLOCKS, 39)
-    assert made.matched(second, 0) == (0, False)
-    step = made.step()
-    assert len(step.receives) == 1
-    assert not step.declines
-
-
 @pytest.mark.parametrize("cuts", [False, True])
 def test_a_room_that_a_proxy_names_is_that_of_one_prompt(cuts):
     there, here = scheduler(cuts=cuts), scheduler()
     rooms = [prefilled(there, tokens, room="x")["remote_request_id"] for tokens in (40, 50, 40)]
     assert len({*rooms}) == 3  # the last is the first's prompt once more
     known = {"do_remote_prefill": True, "remote_addresses": ["ipc:///a"], "room": "x"}
-    asked = [arrives(here, f"d{tokens}", tokens, **known) for tokens in (40, 50, 60)]
-    for each in asked:
-        assert here.matched(each, 0) == (each.num_prompt_tokens - 1, True)
-        here.allocated(each, BLOCKS, each.num_prompt_tokens - 1)
-    found = [each.source.room for each in here.step().receives]
-    assert found[:2] == rooms[:2]
-    assert found[2] not in rooms
+    for tokens in (40, 50, 60):
+        asked = arrives(here, f"d{tokens}", tokens, **known)
+        assert here.matched(asked, 0) == (tokens - 1, True)
+        here.allocated(asked, BLOCKS, tokens - 1)
+    read = [receive.source.room for receive in here.step().receives]
+    assert read[:2] == rooms[:2]
+    assert read[2] not in rooms
 
 
 def test_a_number_is_a_room_of_sglang():
     there, here = scheduler(), scheduler()
     params = prefilled(there, room=2**62)
     assert params["remote_request_id"] == 2**62
-    asked = arrives(here, "d", **params)
-    assert here.matched(asked, 0) == (39, True)
+    assert here.matched(arrives(here, "d", **params), 0) == (39, True)
     assert prefilled(there, room=2**62)["remote_request_id"] != 2**62  # it was named before
 
 
 def test_an_aborted_prefill_is_not_handed_over():
     made = scheduler()
-    asked = computing(made, status="FINISHED_ABORTED")
-    assert made.finished(asked, ([1], [2])) == (False, None)
-    assert made.step() == scheduler().step()
+    assert made.finished(computing(made, status=STOPPED), ([1], [2])) == (False, None)
+    assert made.step() == Step()
 
 
-def test_rooms_of_one_engine_have_different_names():
+@pytest.mark.parametrize("name", ["p", "x" * 300, "a\x9bb", "\udce9"])
+def test_each_request_has_a_room_of_its_own_also_if_its_id_is_no_name(name):
     made = scheduler()
-    assert len({prefilled(made)["remote_request_id"] for _ in range(3)}) == 3
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "a\x9bb", "\udce9"])
-def test_a_request_whose_id_is_no_name_has_a_room_all_the_same(name):
-    made = scheduler()
-    rooms = []
-    for _ in range(2):
-        asked = computing(made, name=name)
-        rooms.append(made.finished(asked, ([1, 2, 3], [0, 4, 5]))[1]["remote_request_id"])
+    rooms = [prefilled(made, name=name)["remote_request_id"] for _ in range(2)]
     assert [room_name(room) for room in rooms] == rooms and rooms[0] != rooms[1]
 
 
 @pytest.mark.parametrize("named", ["a\nb", "x" * 300, -1, 1 << 63])
 def test_a_room_that_a_proxy_calls_by_no_name_is_computed_here(named, caplog):
     made = scheduler()
-    asked = computing(made, room=named)
-    assert made.finished(asked, ([1, 2, 3], [0, 4, 5])) == (False, None)
+    assert made.finished(computing(made, room=named), ([1, 2, 3], [0, 4, 5])) == (False, None)
     params = {"do_remote_prefill": True, "remote_addresses": ["ipc:///a"], "room": named}
     assert made.matched(arrives(made, "d", **params), 0) == (0, False)
     assert caplog.text.count("1 to 256 printable characters") == 2
@@ -266,29 +215,30 @@ def test_what_was_offered_of_a_preempted_request_is_taken_back():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "words"),
     [
-        {"remote_addresses": 7},
-        {"remote_addresses": [7]},
-        {"remote_request_id": [7]},
-        {"remote_request_id": -7},
-        {"remote_request_id": True},
+        ({"remote_addresses": 7}, "remote_addresses"),
+        ({"remote_addresses": [7]}, "remote_addresses"),
+        ({"remote_request_id": [7]}, "remote_request_id"),
+        ({"remote_request_id": -7}, "remote_request_id"),
+        ({"remote_request_id": True}, "remote_request_id"),
+        # of another connector
+        (dict.fromkeys(("remote_request_id", "remote_addresses")), "no remote_request_id, remote"),
     ],
 )
-def test_parameters_of_a_client_that_are_of_another_type_are_refused(wrong, caplog):
+def test_parameters_of_a_client_that_cannot_be_are_refused_by_name(wrong, words, caplog):
     made = scheduler()
     asked = arrives(made, "d", **prefilled(scheduler()) | wrong)
     assert made.matched(asked, 0) == (0, False)
-    assert f"kv_transfer_params: {next(iter(wrong))}" in caplog.text
-    assert made.step() == scheduler().step()
+    assert "kv_transfer_params" in caplog.text and words in caplog.text
+    assert made.step() == Step()
 
 
 def test_an_engine_of_the_other_role_computes_the_request_itself(caplog):
     consumer, producer = scheduler(produces=False), scheduler(consumes=False)
-    asked = computing(consumer)
-    assert consumer.finished(asked, ([1], [2])) == (False, None)
+    assert consumer.finished(computing(consumer), ([1], [2])) == (False, None)
     assert "Send it to a kv_producer" in caplog.text
     asked = arrives(producer, "d", **prefilled(scheduler()))
     assert producer.matched(asked, 0) == (0, False)
     assert "Send it to a kv_consumer" in caplog.text
-    assert producer.step() == consumer.step() == scheduler().step()
+    assert producer.step() == consumer.step() == Step()

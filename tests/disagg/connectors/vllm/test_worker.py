@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from disagg.connectors.blocks import BlockGroup
 from disagg.connectors.source import Source
-from disagg.connectors.stats import empty, summary, total
+from disagg.connectors.vllm.layout import BlockGroup
 from disagg.connectors.vllm.scheduler import Step
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
 from tests.disagg.connectors.vllm import engines
+from tests.disagg.connectors.vllm.engines import until
 
 BLOCKS, TOKENS = 12, 8
 LAYERS = {"attention": ("target", 0), "state": ("target", 1)}
@@ -25,18 +25,16 @@ class Side(engines.WorkerSide):
     def __init__(self, produces, layers=LAYERS, said=None, **extra):
         torch.manual_seed(produces)
         self.memory = torch.randint(0, 255, (BLOCKS, TOKENS * 16), dtype=torch.uint8)
-        rows = describe(
-            self.memory.view(BLOCKS, TOKENS, 16), ("item", "entry", "dim"), role="latent", layer=0,
-            space="kv0",
-        )  # fmt: skip
-        state = describe(
-            self.memory[:, :50], ("item", "dim"), role="temporal", layer=1, space="state1"
-        )
-        spaces = (
+        rows, slots = self.memory.view(BLOCKS, TOKENS, 16), self.memory[:, :50]
+        kv, state = (
             Space("kv0", "paged", TOKENS, block_pool="blocks"),
             Space("state1", "slot", block_pool="blocks"),
         )
-        layout = PoolLayout.of(rows, state, spaces=spaces)
+        layout = PoolLayout.of(
+            describe(rows, ("item", "entry", "dim"), role="latent", layer=0, space=kv.name),
+            describe(slots, ("item", "dim"), role="temporal", layer=1, space=state.name),
+            spaces=[kv, state],
+        )
         groups = BlockGroup("kv0", 1, TOKENS), BlockGroup("state1", 1, TOKENS, "first")
         super().__init__(layout, groups, layers, produces=produces, model=said, **extra)
 
@@ -59,22 +57,12 @@ def sides(opened):
     return opened(True), opened(False)
 
 
-def until(true, *sides, turns=None):
-    """Steps of `sides`, and turns of one in whose forward pass that is, until something is so."""
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        for side in sides:
-            side.step()
-        if turns is not None:
-            turns.rank.turn()
-
-
 HERE = (9, 4, 5), (7,)
+NOWHERE = Source("other", ("tcp://nonsense",))
 
 
 def receive(prefill, room="room", blocks=HERE, start=0):
-    return engines.receive(Source(room, (prefill.rank.address,)), blocks, start, 20)
+    return engines.receive(Source(room, (prefill.rank.prefill.address,)), blocks, start, 20)
 
 
 def send(room="room", start=0, stop=20, last=True):
@@ -95,16 +83,6 @@ def test_pages_and_states_arrive_in_the_blocks_that_were_named(sides):
     live = torch.ones_like(expected, dtype=torch.bool)
     live[5, 64:] = False  # dead entries of the last page
     assert torch.equal(decode.memory[live], expected[live])
-
-
-def test_chunks_are_offered_one_by_one(sides):
-    prefill, decode = sides
-    decode.step(receives=[receive(prefill)])
-    for start, stop in ((0, 8), (8, 16), (16, 20)):
-        prefill.step(sends=[send(start=start, stop=stop, last=stop == 20)])
-    until(lambda: "d" in decode.received, decode, prefill)
-    assert torch.equal(decode.memory[9], prefill.memory[3])
-    assert torch.equal(decode.memory[5, :64], prefill.memory[2, :64])
 
 
 def saved(side, *names, **what):
@@ -137,15 +115,8 @@ def test_a_layer_is_there_before_the_pass_that_computes_it_has_ended(sides, told
 
 
 def test_layers_of_one_number_are_offered_once_all_were_computed(opened):
-    prefill = opened(
-        True,
-        layers={
-            "keys": ("target", 0),
-            "index": ("target", 0),
-            "state": ("target", 1),
-        },
-    )
-    decode = opened(False)
+    layers = {"keys": ("target", 0), "index": ("target", 0), "state": ("target", 1)}
+    prefill, decode = opened(True, layers=layers), opened(False)
     decode.step(receives=[receive(prefill)])
     passed = saved(prefill, "keys", "state", "index", sends=[send()])
     next(passed), next(passed)
@@ -157,9 +128,7 @@ def test_layers_of_one_number_are_offered_once_all_were_computed(opened):
     until(lambda: "d" in decode.received, decode, prefill)
 
 
-def test_what_was_offered_before_a_preemption_ends_and_what_is_offered_by_layer_after_it_stays(
-    sides,
-):
+def test_a_preemption_ends_what_was_offered_before_and_nothing_after(sides):
     prefill, decode = sides
     prefill.step(sends=[send("first", stop=16, last=False)])
     decode.step(receives=[receive(prefill, "again")])
@@ -185,7 +154,7 @@ def test_a_step_waits_for_the_layers_that_it_begins_with(sides):
 def test_blocks_of_a_step_whose_state_does_not_come_are_told(opened):
     prefill, decode = opened(True), opened(False, peer_timeout=0.5)
     one = receive(prefill, start=8)
-    nobody = replace(one, request="lost", source=Source("other", ("tcp://nonsense",)))
+    nobody = replace(one, request="lost", source=NOWHERE)
     step = Step(receives=[replace(each, waits=True) for each in (one, nobody)])
     decode.worker.begin(step)
     prefill.rank.close()
@@ -228,7 +197,7 @@ def test_a_request_that_cannot_be_offered_gives_all_its_blocks_back(sides, begun
 def test_a_declined_room_gives_prefills_blocks_back(sides):
     prefill, decode = sides
     prefill.step(sends=[send()])
-    decode.step(declines=[Source("room", (prefill.rank.address,))])
+    decode.step(declines=[Source("room", (prefill.rank.prefill.address,))])
     until(lambda: "p" in prefill.sent, decode, prefill)
 
 
@@ -243,12 +212,7 @@ def test_an_aborted_request_is_reported_once_and_not_as_failed(sides):
 def test_a_prefill_that_is_not_there_fails_its_request_only(sides):
     prefill, decode = sides
     prefill.step(sends=[send()])
-    nobody = replace(
-        receive(prefill, blocks=((8,), (10,))),
-        request="lost",
-        source=Source("other", ("tcp://nonsense",)),
-        stop=8,
-    )
+    nobody = replace(receive(prefill, blocks=((8,), (10,))), request="lost", source=NOWHERE, stop=8)
     decode.step(receives=[nobody, receive(prefill)])
     until(lambda: {"d", "lost"} <= decode.received, decode, prefill)
     assert decode.failed == {"lost"}
@@ -262,21 +226,8 @@ def test_an_idle_engine_is_no_dead_one(opened):
         decode.step(receives=[receive(prefill, f"room{number}")])
         until(lambda: "d" in decode.received, decode)
         decode.received.clear()
-        time.sleep(1.5)
+        time.sleep(0.8)
     assert not decode.failed
-
-
-def test_numbers_of_rooms_add_up(sides):
-    prefill, decode = sides
-    prefill.step(sends=[send()])
-    decode.step(receives=[receive(prefill)])
-    until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
-    read, served = decode.rank.stats.take(), prefill.rank.stats.take()
-    assert decode.rank.stats.take() is None
-    both = total(total(empty(), read), served)
-    assert both["rooms"] == {"read": 1, "served": 1}
-    assert both["bytes"] >= 20 * 16 + 50
-    assert summary(both)["Rooms read"] == 1
 
 
 ROPE = {"rope_theta": 10000.0, "model": "llama"}, {"rope_theta": 500000.0, "model": "llama"}
