@@ -181,12 +181,7 @@ COUNTERS: tuple[Family[Snapshot], ...] = (
         lambda s: s.totals.failures.items(),
     ),
     ("kvpool_chunks", "Chunks bound, per source rank.", (), lambda s: [((), s.totals.chunks)]),
-    (
-        "kvpool_moved_bytes",
-        "Bytes that have arrived.",
-        (),
-        lambda s: [((), s.totals.bytes_moved)],
-    ),
+    ("kvpool_moved_bytes", "Bytes that have arrived.", (), lambda s: [((), s.totals.bytes_moved)]),
     (
         "kvpool_bound_bytes",
         "Bytes bound, by roles that share runs.",

@@ -112,10 +112,7 @@ class RoomMetrics:
     def copy(self) -> RoomMetrics:
         """The numbers now."""
         return replace(
-            self,
-            by_role=dict(self.by_role),
-            reads=list(self.reads),
-            released=dict(self.released),
+            self, by_role=dict(self.by_role), reads=list(self.reads), released=dict(self.released)
         )
 
 

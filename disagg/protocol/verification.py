@@ -52,12 +52,7 @@ class Comparisons:
         return self._compare(room, check, now)
 
     def computed(
-        self,
-        room: DecodeRoom,
-        check: Verification,
-        values: bytes | None,
-        problem: str,
-        now: float,
+        self, room: DecodeRoom, check: Verification, values: bytes | None, problem: str, now: float
     ) -> Failure | None:
         """Takes this side's digests, or why there are none; returns why the room fails."""
         room.touched = now

@@ -165,10 +165,7 @@ def shared_out(page: int, base: int, size: int, rank: int, ranks: int) -> PoolLa
 
 HERE, THERE, FAR = 1 << 30, 1 << 40, 1 << 46
 CASES = (
-    Case(
-        rows(4, HERE),
-        [[rows(4, THERE)], [rows(8, THERE)], [rows(2, FAR, True), rows(2, THERE)]],
-    ),
+    Case(rows(4, HERE), [[rows(4, THERE)], [rows(8, THERE)], [rows(2, FAR, True), rows(2, THERE)]]),
     Case(rows(4, HERE, True), [[rows(4, THERE, True)], [rows(8, FAR)]]),
     Case(
         heads(4, HERE, 2, 4, "one row"),
@@ -188,10 +185,7 @@ CASES = (
         packed(4, HERE, 0, 4),
         [[packed(4, THERE, 0, 4)], [packed(4, THERE, 0, 2), packed(4, FAR, 2, 2)]],
     ),
-    Case(
-        padded(4, HERE, padding=False),
-        [[padded(4, THERE, padding=False)], [padded(4, FAR)]],
-    ),
+    Case(padded(4, HERE, padding=False), [[padded(4, THERE, padding=False)], [padded(4, FAR)]]),
     Case(
         hybrid(4, HERE, "blocks"),
         [[hybrid(4, THERE, "blocks")], [hybrid(8, FAR, "others", True)], [hybrid(4, FAR, None)]],

@@ -30,10 +30,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
     unknown = "it was not asked for, or it was forgotten. `receive` makes it known."
 
     def __init__(
-        self,
-        layout: PoolLayout,
-        offer_timeout: float | None,
-        allow_missing: Collection[str] = (),
+        self, layout: PoolLayout, offer_timeout: float | None, allow_missing: Collection[str] = ()
     ) -> None:
         super().__init__()
         self._of_link: dict[Link, dict[Room, None]] = {}
