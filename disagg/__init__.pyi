@@ -31,7 +31,7 @@ from .protocol.metrics import (
 from .protocol.peers.link import Link as Link
 from .protocol.peers.liveness import Leases as Leases
 from .protocol.phases import Phase as Phase
-from .protocol.rooms.ended import Ended as Ended
+from .protocol.rooms.rooms import Ended as Ended
 from .protocol.status import Failure as Failure, KVPoll as KVPoll
 from .runtime.decode_endpoint import DecodeEndpoint as DecodeEndpoint
 from .runtime.prefill_endpoint import PrefillEndpoint as PrefillEndpoint

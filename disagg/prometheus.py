@@ -81,8 +81,7 @@ def export(
         from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    registry.register(_Endpoints(endpoints))
-    registry.register(_Allocators({} if allocators is None else allocators))
+    registry.register(_Collector(endpoints, {} if allocators is None else allocators))
     try:
         server, thread = start_http_server(port, addr, registry)
         return Server(server, thread)
@@ -90,12 +89,16 @@ def export(
         raise ValueError(f"export at {addr}, port {port}: {error}.") from None
 
 
-class _Endpoints:
-    def __init__(self, endpoints: Mapping[str, Observed]) -> None:
-        self._endpoints = endpoints
+class _Collector:
+    def __init__(
+        self, endpoints: Mapping[str, Observed], allocators: Mapping[str, Allocating]
+    ) -> None:
+        self._endpoints, self._allocators = endpoints, allocators
 
     def collect(self) -> Iterator[Metric]:
-        """All metric families, with samples of every endpoint that answers."""
+        """All metric families: of every endpoint that answers, of every allocator, and of its
+        prefix cache.
+        """
         from prometheus_client.core import GaugeMetricFamily
 
         up = GaugeMetricFamily("kvpool_up", "Whether the endpoint answers.", labels=["endpoint"])
@@ -106,18 +109,10 @@ class _Endpoints:
             except Exception as error:  # one endpoint must not hide the others
                 log.warning("endpoint %r has no metrics: %s", name, error)
             up.add_metric([name], float(name in snapshots))
-        yield up
-        yield from _families("endpoint", snapshots, COUNTERS, GAUGES)
-
-
-class _Allocators:
-    def __init__(self, allocators: Mapping[str, Allocating]) -> None:
-        self._allocators = allocators
-
-    def collect(self) -> Iterator[Metric]:
-        """Gauges of every allocator, and the counts of its prefix cache."""
         usages = {name: source.usage() for name, source in list(self._allocators.items())}
         caches = {name: usage.prefix for name, usage in usages.items() if usage.prefix is not None}
+        yield up
+        yield from _families("endpoint", snapshots, COUNTERS, GAUGES)
         yield from _families("allocator", usages, (), ALLOCATOR_GAUGES)
         yield from _families("allocator", caches, PREFIX_COUNTERS, PREFIX_GAUGES)
 

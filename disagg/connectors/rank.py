@@ -23,7 +23,7 @@ from disagg.protocol.aux_values import Aux
 from disagg.protocol.conventions import Convention
 from disagg.protocol.messages import Room, room_name
 from disagg.protocol.peers.link import Link
-from disagg.protocol.rooms.ended import Ended
+from disagg.protocol.rooms.rooms import Ended
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from disagg.runtime.prefill_endpoint import PrefillEndpoint

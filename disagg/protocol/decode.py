@@ -19,10 +19,9 @@ from disagg.protocol.effects import CancelReads, Effect, StartRead
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import RoomMetrics, Snapshot
-from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFailed, LinkReady
-from disagg.protocol.peers.link import Link, PrefillRank
+from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFailed
+from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.phases import Phase, RoomEvent
-from disagg.protocol.read import Read
 from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.rooms.decode_rooms import DecodeRooms
 from disagg.protocol.status import Failure
@@ -74,10 +73,11 @@ class DecodeMachine(Machine[DecodeRoom]):
                 if rank := self.peers.rank(number):
                     self._receive(rank, message)
             case events.ReadBegun(read, begun, seconds, shares):
-                self._rooms.known(read.room).reads[read] = begun
-                self.metrics(read.room).bound(shares, seconds)
+                room = self.room(read.room)
+                room.reads[read] = begun
+                room.metrics.bound(shares, seconds)
             case events.ReadMoved(read, nbytes, seconds):
-                self.metrics(read.room).moved(nbytes, seconds)
+                self.room(read.room).metrics.moved(nbytes, seconds)
             case events.ReadEnded(read, problem):
                 self._end_read(read, problem)
             case events.ReadFailed(read, problem):
@@ -94,13 +94,16 @@ class DecodeMachine(Machine[DecodeRoom]):
             case events.EngineConnected(link, source):
                 link.unconnected.discard(source)
             case events.DigestComputed(Verification() as check, values, problem):
-                if room := self._rooms.current(check.room, check.attempt):
-                    failure = self._comparisons.computed(room, check, values, problem, now)
-                    self._compared(check.room, room, failure)
+                if of_check := self._rooms.current(check.room, check.attempt):
+                    failure = self._comparisons.computed(of_check, check, values, problem, now)
+                    self._compared(check.room, of_check, failure)
             case events.ConnectLink(link):
                 self.peers.connect(link, now)
             case events.DisconnectLink(link):
-                self._disconnect(link)
+                self.peers.check(link)
+                left = Failure("decode", "decode has disconnected.", "abort")
+                self._fail_link(LinkFailed(link, left))
+                self.peers.disconnect(link)
             case _:
                 self._handle_common(event)
         return self._effects.drain()
@@ -113,26 +116,13 @@ class DecodeMachine(Machine[DecodeRoom]):
         """How many tokens the request has; raises RoomError before success."""
         return self._succeeded(name, "how many tokens it has is known").address.num_tokens
 
-    def metrics(self, name: Room) -> RoomMetrics:
-        """What was moved, and what that took; goes on changing until the last read has ended."""
-        return self._rooms.known(name).metrics
-
-    def reading(self, name: Room) -> bool:
-        """Whether a read may still write to the room's pages."""
-        return self._rooms.known(name).reading
-
-    def layer_ready(self, name: Room, owner: str, layer: int) -> bool:
-        """Whether all that is lacking of a layer was read."""
-        return self._rooms.known(name).layer_ready(owner, layer)
-
     def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
-        """As of both sides, with the plans of all links."""
         snapshot, plans = super().snapshot(engine, telemetry), self.peers.plans
         snapshot.totals.planned(plans.seconds)
         return replace(snapshot, plans={"hit": plans.hits, "miss": plans.misses})
 
     def _succeeded(self, name: Room, what: str) -> DecodeRoom:
-        room = self._rooms.known(name)
+        room = self.room(name)
         if room.phase is not Phase.SUCCESS:
             raise RoomError(f"room {name!r}: {what} once it has succeeded.")
         return room
@@ -140,7 +130,8 @@ class DecodeMachine(Machine[DecodeRoom]):
     def _request(self, request: events.RequestRoom) -> None:
         name, link = request.room, request.link
         self.peers.check(link)
-        if request.declined and self._rooms.has_declined(name, link):
+        earlier = self._rooms.by_name.get(name)
+        if request.declined and earlier and earlier.declined and earlier.link is link:
             return
         room = DecodeRoom(
             opened_at=self._now,
@@ -161,17 +152,11 @@ class DecodeMachine(Machine[DecodeRoom]):
         elif link.plan is not None:
             self._ask(name, room)
 
-    def _disconnect(self, link: Link) -> None:
-        self.peers.check(link)
-        failure = Failure("decode", "decode has disconnected.", "abort")
-        self._fail_link(LinkFailed(link, failure))
-        self.peers.disconnect(link)
-
     def _receive(self, rank: PrefillRank, message: Message) -> None:
         if not self.peers.listens_to(rank):
             return
         self.peers.liveness.heard(rank.number, self._now)
-        if isinstance(message, (Hello, messages.Refuse, messages.UnknownPeer, messages.Pong)):
+        if isinstance(message, Hello | messages.Refuse | messages.UnknownPeer | messages.Pong):
             self._link_changed(self.peers.receive(rank, message, self._now))
             return
         if not isinstance(message, messages.ToDecode):
@@ -206,16 +191,16 @@ class DecodeMachine(Machine[DecodeRoom]):
             self._advance(read.room, room)
 
     def _link_changed(self, change: LinkChange | None) -> None:
-        if isinstance(change, LinkReady):
-            for name in self._rooms.of_link(change.link):
-                self._ask(name, self._rooms.known(name))
+        if isinstance(change, Link):
+            for name in self._rooms.of_link(change):
+                self._ask(name, self.room(name))
         elif change is not None:
             self._fail_link(change)
 
     def _fail_link(self, failed: LinkFailed) -> None:
         """Its rooms fail; after a refusal every rank knows."""
         for name in self._rooms.of_link(failed.link):
-            if not failed.asked or self._rooms.known(name).phase is not Phase.HANDSHAKE:
+            if not failed.asked or self.room(name).phase is not Phase.HANDSHAKE:
                 tell = failed.link.refusal is None
                 self._fail(name, failed.failure, failed.except_rank, tell=tell)
 
@@ -293,7 +278,7 @@ class DecodeMachine(Machine[DecodeRoom]):
         """Ends a room. Of the ranks that were asked, before that of all ranks, all but
         `except_rank` are told: their pages wait.
         """
-        room = self._rooms.known(name)
+        room = self.room(name)
         asked = room.phase is not Phase.HANDSHAKE
         room.failure = failure
         room.move(RoomEvent.FAILED)

@@ -9,8 +9,7 @@ from msgspec import Struct
 from disagg.digest.digest import Piece
 from disagg.protocol.codec import encode
 from disagg.protocol.messages import Hello, Message, Room
-from disagg.protocol.peers.link import Link
-from disagg.protocol.read import Read
+from disagg.protocol.peers.link import Link, Read
 from kvpool.layout import RequestAddress
 
 Peer = bytes | int

@@ -11,8 +11,7 @@ from disagg.protocol.aux_values import Aux
 from disagg.protocol.effects import Peer
 from disagg.protocol.messages import Message, Room
 from disagg.protocol.metrics import Shares
-from disagg.protocol.peers.link import Link
-from disagg.protocol.read import Read
+from disagg.protocol.peers.link import Link, Read
 from disagg.protocol.rooms.offered import LayerRange
 from kvpool.layout import RequestAddress
 

@@ -35,9 +35,9 @@ class Machine(ABC, Generic[R]):
         """Why the room failed, if it did."""
         return self._rooms.known(name).failure
 
-    def waits_for(self, name: Room) -> str:
-        """What must happen next in an open room."""
-        return self._rooms.known(name).waits_for
+    def room(self, name: Room) -> R:
+        """All that is known of a room."""
+        return self._rooms.known(name)
 
     def rooms(self) -> Mapping[Room, R]:
         """All rooms that are not forgotten."""

@@ -1,8 +1,7 @@
 """The phases of a room and what moves it from one to the next.
 
-Everything that affects a room's phase lives here: `TRANSITIONS` has every event that may happen to
-a room, by side and phase, and `PhasedRoom.move` is the only code that changes a phase. What a table
-lacks is a bug of the caller, and a ProtocolError. docs/protocol.md has the same table.
+`TRANSITIONS` has every event that may happen to a room, by side and phase (docs/protocol.md has the
+same table), and `PhasedRoom.move` is the only code that changes a phase.
 """
 
 from __future__ import annotations
@@ -22,25 +21,28 @@ class Phase(Enum):
     # Enum's own hash is a call in Python, and every move looks up two members
     __hash__ = object.__hash__
 
-    HANDSHAKE = "handshake"
-    """Not every rank has answered decode's hello. Prefill: no decode has asked for the chunks."""
-    REQUESTED = "requested"
-    """Decode has asked every rank. Prefill was asked, and nothing is offered."""
-    TRANSFERRING = "transferring"
-    """Decode reads chunks that are ready. Prefill serves them, until every reader is done."""
-    VERIFYING = "verifying"
-    """Decode has read everything and compares digests, if it verifies."""
-    RELEASING = "releasing"
-    """Decode has told every rank that it has read everything, and waits for their acks."""
-    SUCCESS = "success"
-    """Every rank has acked that its pages stayed leased. Prefill's pages are free."""
-    FAILED = "failed"
-    """Decode's pages stay leased while a read may still write to them. Prefill's are free."""
+    poll: KVPoll
+    """What callers see."""
 
-    @property
-    def poll(self) -> KVPoll:
-        """What callers see."""
-        return POLL[self]
+    def __new__(cls, name: str, poll: KVPoll) -> Phase:
+        phase = object.__new__(cls)
+        phase._value_, phase.poll = name, poll
+        return phase
+
+    HANDSHAKE = "handshake", KVPoll.Bootstrapping
+    """Not every rank has answered decode's hello. Prefill: no decode has asked for the chunks."""
+    REQUESTED = "requested", KVPoll.WaitingForInput
+    """Decode has asked every rank. Prefill was asked, and nothing is offered."""
+    TRANSFERRING = "transferring", KVPoll.Transferring
+    """Decode reads chunks that are ready. Prefill serves them, until every reader is done."""
+    VERIFYING = "verifying", KVPoll.Transferring
+    """Decode has read everything and compares digests, if it verifies."""
+    RELEASING = "releasing", KVPoll.Transferring
+    """Decode has told every rank that it has read everything, and waits for their acks."""
+    SUCCESS = "success", KVPoll.Success
+    """Every rank has acked that its pages stayed leased. Prefill's pages are free."""
+    FAILED = "failed", KVPoll.Failed
+    """Decode's pages stay leased while a read may still write to them. Prefill's are free."""
 
 
 class RoomEvent(Enum):
@@ -99,16 +101,6 @@ TRANSITIONS: Mapping[Side, Mapping[Phase, Mapping[RoomEvent, Phase]]] = {
         # decode has failed the room, and prefill's caller, which has not heard of it, sends it
         Phase.FAILED: {RoomEvent.OFFERED: Phase.FAILED},
     },
-}
-
-POLL: Mapping[Phase, KVPoll] = {
-    Phase.HANDSHAKE: KVPoll.Bootstrapping,
-    Phase.REQUESTED: KVPoll.WaitingForInput,
-    Phase.TRANSFERRING: KVPoll.Transferring,
-    Phase.VERIFYING: KVPoll.Transferring,
-    Phase.RELEASING: KVPoll.Transferring,
-    Phase.SUCCESS: KVPoll.Success,
-    Phase.FAILED: KVPoll.Failed,
 }
 
 

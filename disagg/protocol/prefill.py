@@ -15,16 +15,16 @@ from disagg.protocol import events, messages
 from disagg.protocol.aux_values import pack_aux
 from disagg.protocol.codec import encode
 from disagg.protocol.effects import Effect
+from disagg.protocol.latest import Latest
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
-from disagg.protocol.peers.prefill_peers import Decode, LostPeer, PrefillPeers
+from disagg.protocol.peers.prefill_peers import LostPeer, PrefillPeers
 from disagg.protocol.phases import Phase, RoomEvent
 from disagg.protocol.rooms.block_tables import BlockTables
-from disagg.protocol.rooms.ended import EndedAttempts
 from disagg.protocol.rooms.offered import layers_by_owner
-from disagg.protocol.rooms.prefill_room import PrefillRoom
+from disagg.protocol.rooms.prefill_room import MAX_TOLD, FailureNotice, PrefillRoom
 from disagg.protocol.rooms.prefill_rooms import PrefillRooms
 from disagg.protocol.status import Failure
 from disagg.protocol.verification import DigestAnswers
@@ -35,6 +35,8 @@ MAX_REQUESTED = 1 << 14
 """Rooms that one decode may ask for at once."""
 MAX_UNSENT = 1 << 16
 """Open rooms that a decode has asked for and of which nothing was sent."""
+KEPT_ATTEMPTS = 1000
+"""Attempts of rooms that have ended, of which a request may come once more: the latest."""
 LONGEST_ATTEMPT = "x" * MAX_NAME
 
 
@@ -56,7 +58,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         self._block_tables = BlockTables(layout)
         self.peers = PrefillPeers(hello, layout, self._effects, now)
         self._digests = DigestAnswers(layout, self._effects)
-        self._ended_attempts = EndedAttempts()
+        self._ended_attempts: Latest[tuple[bytes, Room, str], None] = Latest(KEPT_ATTEMPTS)
         self._lease, self._next_check = lease, 0.0
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[Effect]:
@@ -89,7 +91,7 @@ class PrefillMachine(Machine[PrefillRoom]):
     def computed(self, name: Room) -> int:
         """Positions of a room of which all layers were offered so far."""
         room = self._rooms.by_name.get(name)
-        return room.computed if room else 0
+        return room.offered.stop if room else 0
 
     @property
     def computing(self) -> bool:
@@ -106,10 +108,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         room = self._rooms.by_name.get(name) or self._rooms.new(self._now)
         if problem := room.chunk_problem(chunk):
             raise RoomError(f"room {name!r}: {problem}")
-        try:
-            self._block_tables.check(f"room {name!r}", chunk.address, tokens, last=chunk.last)
-        except ValueError as error:
-            raise RoomError(str(error)) from None
+        self._block_tables.check(name, chunk.address, tokens, last=chunk.last)
         ready = messages.ChunkReady(
             generation=self.hello.generation,
             room=name,
@@ -153,13 +152,11 @@ class PrefillMachine(Machine[PrefillRoom]):
             if room.ends_at is None or self._now < room.ends_at:
                 continue
             if room.chunks:
-                doubt = (
-                    "a decode was told of an earlier room of this name, and "
-                    if name in self._rooms.doubtful
-                    else ""
-                )
+                earlier = "a decode was told of an earlier room of this name, and "
+                doubt = earlier if name in self._rooms.doubtful else ""
+                missing = "not every reader was done" if room.requests else "no decode asked for it"
                 seconds = self._lease_of(name)
-                reason = f"its lease ended: {doubt}{room.missing} within {seconds:g} s."
+                reason = f"its lease ended: {doubt}{missing} within {seconds:g} s."
                 self._fail(name, Failure("prefill", reason, "lease"))
             elif self._now > room.ends_at + self.hello.timeout:  # decode says so first
                 reason = "no chunk of it was sent while the decodes that asked for it waited."
@@ -173,31 +170,31 @@ class PrefillMachine(Machine[PrefillRoom]):
         if isinstance(received, messages.DropRoom):
             self._dropped(received)
             return
-        decode, request = received
-        if isinstance(request, messages.ReadRequest):
-            self._requested(peer, request, decode)
+        if isinstance(received, messages.ReadRequest):
+            self._requested(peer, received)
             return
-        room = self._rooms.by_name.get(request.room)
-        asked = room.requests.get(peer) if room else None
-        mine = room if asked is not None and asked.attempt == request.attempt else None
-        if isinstance(request, messages.ReadDone):
-            self._done(peer, request, mine)
-        elif isinstance(request, messages.DigestRequest):
-            if problem := self._digests.asked(peer, request, mine):
-                self._lose(self.peers.refuse(peer, problem))
-        elif mine is not None and request.room in self._rooms.open:
-            failure = Failure("decode", request.reason, "abort")
-            self._fail(request.room, failure, except_peer=peer)
-
-    def _requested(self, peer: bytes, request: messages.ReadRequest, decode: Decode) -> None:
-        name = request.room
+        name = received.room
         room = self._rooms.by_name.get(name)
-        again = self._ended_attempts.has(peer, request)
-        if again or (room and room.requests.get(peer) == request):
+        request = room.requests.get(peer) if room else None
+        if request is None or request.attempt != received.attempt:
+            room = None  # it was not asked for, or is an earlier one of that name
+        if isinstance(received, messages.ReadDone):
+            self._done(peer, received, room)
+        elif isinstance(received, messages.DigestRequest):
+            if problem := self._digests.asked(peer, received, room):
+                self._lose(self.peers.refuse(peer, problem))
+        elif room is not None and name in self._rooms.open:
+            self._fail(name, Failure("decode", received.reason, "abort"), except_peer=peer)
+
+    def _requested(self, peer: bytes, request: messages.ReadRequest) -> None:
+        name, decode = request.room, self.peers.alive[peer]
+        room = self._rooms.by_name.get(name)
+        attempt = peer, name, request.attempt
+        if attempt in self._ended_attempts or (room and room.requests.get(peer) == request):
             return  # a duplicate; today's pages must not vouch for those that were read then
-        problem = self._reject_reason(peer, request, decode)
+        problem = self._reject_reason(peer, request)
         if problem is not None:
-            self._ended_attempts.add(peer, request)
+            self._ended_attempts[attempt] = None
             self._effects.send(peer, request.answer(messages.Abort, reason=problem))
             return
         room = self._rooms.at(name, self._now)
@@ -207,27 +204,26 @@ class PrefillMachine(Machine[PrefillRoom]):
         room.move(RoomEvent.ASKED)
         if room.chunks:  # they came before the request, and are offered to it now
             room.move(RoomEvent.OFFERED)
-        room.ends_at = self._lease_end(name) if room.chunks else room.asked_until(self._now)
-        for chunk in room.chunks[: room.published]:
+            room.ends_at = self._lease_end(name)
+        else:
+            room.ends_at = None if room.patience is None else self._now + room.patience
+        for chunk in room.chunks[: len(room.chunks) - len(room.unpublished)]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
             self._rooms.read.add(name)
 
     def _dropped(self, drop: messages.DropRoom) -> None:
         """Ends a room that a decode will not ask for, unless all its readers have."""
         room = self._rooms.by_name.get(drop.room)
-        if room is None or (drop.room in self._rooms.open and not room.full):
-            failure = Failure("decode", drop.reason, "abort")
+        asked_by_all = room is not None and 0 < room.readers == len(room.requests)
+        if room is None or (drop.room in self._rooms.open and not asked_by_all):
             self._rooms.at(drop.room, self._now)
-            self._fail(drop.room, failure)
+            self._fail(drop.room, Failure("decode", drop.reason, "abort"))
 
-    def _reject_reason(
-        self, peer: bytes, request: messages.ReadRequest, decode: Decode
-    ) -> str | None:
+    def _reject_reason(self, peer: bytes, request: messages.ReadRequest) -> str | None:
         """Why a decode may not read a room."""
-        room = self._rooms.by_name.get(request.room)
-        if room is not None and room.failure is not None:
-            room.told = room.told.also([decode.generation], request.readers)
-            return room.failure.reason
+        room, decode = self._rooms.by_name.get(request.room), self.peers.alive[peer]
+        if room is not None and room.notice is not None:
+            return room.notice.tell(decode.generation, request.readers)
         forgotten = self._rooms.forgotten.untold(request, decode.generation, self._now)
         if forgotten is not None:
             return forgotten
@@ -243,7 +239,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         leased = room is not None and room.failure is None and room.whole
         if room is not None and leased:
             room.done.add(peer)
-            if room.complete and done.room in self._rooms.open:
+            if room.readers == len(room.done) and done.room in self._rooms.open:
                 room.move(RoomEvent.ALL_DONE)
                 self._close(done.room, room)
         self._effects.send(peer, done.answer(messages.ReleaseAck, leased=leased))
@@ -262,7 +258,9 @@ class PrefillMachine(Machine[PrefillRoom]):
         room = self._rooms.known(name)
         room.failure = failure
         room.move(RoomEvent.FAILED)
-        room.told = room.told.also(room.generations, room.readers)
+        room.notice = FailureNotice(
+            reason=failure.reason, told={*room.generations[:MAX_TOLD]}, readers=room.readers
+        )
         self._close(name, room)
         for peer, request in room.requests.items():
             if peer != except_peer:
@@ -274,7 +272,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         numbers = RoomMetrics(chunks=len(room.chunks), total_seconds=seconds)
         self._record_end(name, room, numbers)
         for peer, request in room.requests.items():
-            self._ended_attempts.add(peer, request)
+            self._ended_attempts[peer, name, request.attempt] = None
             if peer in self.peers.alive:
                 self.peers.alive[peer].rooms.discard(name)
 
@@ -289,7 +287,7 @@ class PrefillMachine(Machine[PrefillRoom]):
                 return
             if not computed:
                 break
-            ready = room.chunks[room.published]
+            ready = room.chunks[-len(room.unpublished)]
             room.unpublished.pop(0)
             for peer, request in room.requests.items():
                 self._effects.send(peer, replace(ready, attempt=request.attempt))

@@ -1,6 +1,4 @@
-"""`verify="checksum"`: what a room has read, compared with what prefill holds, by digests of both
-sides. `Comparisons` is part of `DecodeMachine`, `DigestAnswers` of `PrefillMachine`.
-"""
+"""`verify="checksum"`: digests of what a room has read, compared with prefill's."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from disagg.protocol.effects import ComputeDigest, Effects
 from disagg.protocol.messages import DigestRequest, Digests, Room
 from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.rooms.prefill_room import PrefillRoom
-from disagg.protocol.status import Failure
+from disagg.protocol.status import Failure, Side
 from kvpool.layout import PoolLayout
 
 
@@ -44,22 +42,18 @@ class Comparisons:
         check = room.checks.get(source)
         if check is None or check.each != message.each or check.theirs is not None:
             return None  # a duplicate
-        room.touched = now
-        if message.problem:
-            reason = f"{room.link.ranks[source]} gives no digests: {message.problem}"
-            return Failure("prefill", reason, "digest")
         check.theirs = message.values
-        return self._compare(room, check, now)
+        problem = message.problem
+        if problem:
+            problem = f"{room.link.ranks[source]} gives no digests: {problem}"
+        return self._compare(room, check, "prefill", problem, now)
 
     def computed(
         self, room: DecodeRoom, check: Verification, values: bytes | None, problem: str, now: float
     ) -> Failure | None:
         """Takes this side's digests, or why there are none; returns why the room fails."""
-        room.touched = now
-        if values is None:
-            return Failure("decode", problem, "digest")
         check.own = values
-        return self._compare(room, check, now)
+        return self._compare(room, check, "decode", problem, now)
 
     def _ask(self, room: DecodeRoom, check: Verification) -> None:
         rank = room.link.ranks[check.source]
@@ -78,8 +72,13 @@ class Comparisons:
         )
         self._effects.send(rank.number, request)
 
-    def _compare(self, room: DecodeRoom, check: Verification, now: float) -> Failure | None:
+    def _compare(
+        self, room: DecodeRoom, check: Verification, side: Side, problem: str, now: float
+    ) -> Failure | None:
         """Once both sides' digests are there: equal, asked again entry by entry, or a failure."""
+        room.touched = now
+        if problem:
+            return Failure(side, problem, "digest")
         if check.own is None or check.theirs is None:
             return None
         if check.own == check.theirs:

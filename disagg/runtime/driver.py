@@ -28,7 +28,7 @@ from disagg.protocol import events
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
-from disagg.protocol.rooms.ended import Ended
+from disagg.protocol.rooms.rooms import Ended
 from disagg.runtime.event_loop import EventLoop
 from disagg.runtime.waiters import Waiters
 

@@ -32,8 +32,8 @@ from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.decode_room import DecodeRoom
-from disagg.protocol.rooms.ended import Ended
 from disagg.protocol.rooms.prefill_room import PrefillRoom
+from disagg.protocol.rooms.rooms import Ended
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.driver import Driver
 from disagg.runtime.event_loop import EventLoop
@@ -295,7 +295,7 @@ class Endpoint(Generic[M]):
                 if not holds():
                     raise TimeoutError(
                         f"room {name!r} is {self.machine.poll(name)} after {timeout:g} s: it waits "
-                        f"for {self.machine.waits_for(name)}."
+                        f"for {self.machine.room(name).waits_for}."
                     )
         return self.machine.poll(name)
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from disagg.engines.base import Engine
 from disagg.protocol.events import ReaderEvent
 from disagg.protocol.messages import Hello
-from disagg.protocol.peers.link import Link
-from disagg.protocol.read import Read
+from disagg.protocol.peers.link import Link, Read
 from disagg.runtime.reads.begun import ReadContext, TrackedRead
 from disagg.runtime.reads.lane import Lane
 from disagg.runtime.staging import StagingBuffers

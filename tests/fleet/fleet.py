@@ -263,7 +263,7 @@ class Fleet:
 
     def _waiting(self) -> str:
         found = [
-            f"room {name} of {rank.name} waits for {rank.endpoint.machine.waits_for(name)}"
+            f"room {name} of {rank.name} waits for {rank.endpoint.machine.room(name).waits_for}"
             for rank in self.alive.values()
             for name in rank.endpoint.machine.open_rooms()
         ]

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from disagg.protocol import codec, messages
-from disagg.protocol.rooms.ended import EndedRooms
+from disagg.protocol.rooms.rooms import EndedRooms
 from disagg.runtime.reads.lane import Lane
 from tests.fleet.__main__ import main
 from tests.fleet.figures import growth

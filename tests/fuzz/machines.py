@@ -29,7 +29,7 @@ from disagg import (
 from disagg.digest.digest import from_wire
 from disagg.protocol import codec, messages
 from disagg.protocol.events import ReadEnded
-from disagg.protocol.read import Read
+from disagg.protocol.peers.link import Read
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
 from kvpool.layout import PoolLayout, RequestAddress

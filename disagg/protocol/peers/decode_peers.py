@@ -1,12 +1,9 @@
-"""The prefills that decode reads from: handshakes, signs of life, loss and return of their ranks.
-Part of `DecodeMachine`.
-"""
+"""The prefills that decode reads from: handshakes, signs of life, loss and return of ranks."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from itertools import count
 from typing import NamedTuple
@@ -19,6 +16,7 @@ from disagg.plan.cache import PlanCache
 from disagg.protocol import messages
 from disagg.protocol.conventions import differences
 from disagg.protocol.effects import Connect, ConnectEngine, DropPeer, Effects
+from disagg.protocol.latest import Latest
 from disagg.protocol.messages import Hello, Message
 from disagg.protocol.peers.link import Link, PrefillRank
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
@@ -31,18 +29,10 @@ log = logging.getLogger("disagg")
 
 FIRST_PAUSE = 0.25
 """Of the shorter time-out: before a rank is dialled again that refuses this decode for now."""
-MAX_UNTOLD = 10_000
-"""Rooms that failed here while a rank was lost, of which it is told when it is back: the latest."""
 KEPT_SHAPES = 64
 """Layouts whose regions others share: those of the latest."""
 
 _Inside = tuple[tuple[Region, ...], tuple[Space, ...]]
-
-
-class LinkReady(NamedTuple):
-    """Every rank has answered, and the transfer is planned: its rooms can be asked for."""
-
-    link: Link
 
 
 class LinkFailed(NamedTuple):
@@ -56,13 +46,12 @@ class LinkFailed(NamedTuple):
     asked: bool = False
 
 
-LinkChange = LinkReady | LinkFailed
+LinkChange = Link | LinkFailed
+"""A link of which every rank has answered, and whose rooms can be asked for now; or a failure."""
 
 
 class DecodePeers:
-    """All links of one decode endpoint, of whose rooms each is read by `readers`. Ranks are
-    numbered over all links that ever were.
-    """
+    """All links of one decode endpoint. Ranks are numbered over all links that ever were."""
 
     def __init__(
         self,
@@ -84,7 +73,7 @@ class DecodePeers:
         self._effects = effects
         self._by_number: dict[int, PrefillRank] = {}
         self._numbers = count()
-        self._alike: OrderedDict[_Inside, PoolLayout] = OrderedDict()
+        self._alike: Latest[_Inside, PoolLayout] = Latest(KEPT_SHAPES)
         self._shortest, self._next_check = hello.timeout, 0.0
 
     def connect(self, link: Link, now: float) -> None:
@@ -134,12 +123,8 @@ class DecodePeers:
             if message.final:
                 return self._refuse(rank.link, [message.why], "prefill", rank.source)
             return self._pause(rank, f"it refuses this decode: {message.why}", "prefill", now)
-        hello = rank.hello
-        if (
-            isinstance(message, messages.UnknownPeer)
-            and hello
-            and hello.generation == message.generation
-        ):
+        generation = rank.hello and rank.hello.generation
+        if isinstance(message, messages.UnknownPeer) and generation == message.generation:
             reason = "it no longer knows this decode: it has restarted, or has dropped it."
             return self.mark_dead(rank, reason, now, logging.INFO)  # it has said so itself
         return None
@@ -203,8 +188,6 @@ class DecodePeers:
         for rank in link.ranks:
             if rank.hello is None and link.lost is not None:
                 rank.untold[drop.room] = drop
-                if len(rank.untold) > MAX_UNTOLD:
-                    rank.untold.popitem(last=False)
             elif rank.source != except_rank:
                 self.send(rank, drop)
 
@@ -252,7 +235,7 @@ class DecodePeers:
         if len(hellos) < len(link.ranks):
             return None
         change = self._plan(link, hellos)
-        if isinstance(change, LinkReady) and link.lost is not None:
+        if change is link and link.lost is not None:
             log.info("%s is back", rank)
             link.lost = None
         return change
@@ -284,7 +267,7 @@ class DecodePeers:
         link.unconnected = set(plan.contributors())
         for source in link.unconnected:
             self._effects.append(ConnectEngine(link, source, hellos[source]))
-        return LinkReady(link)
+        return link
 
     def _layout(self, rank: PrefillRank, hello: Hello) -> PoolLayout:
         """A rank's layout, read once. Ranks of many prefills are alike: what is equal is kept once.
@@ -293,10 +276,8 @@ class DecodePeers:
         if rank.layout is None:
             rank.layout = layout = PoolLayout.from_msgpack(hello.layout)
             inside = layout.regions, layout.spaces
-            layout.share(self._alike.setdefault(inside, layout))
-            self._alike.move_to_end(inside)
-            if len(self._alike) > KEPT_SHAPES:
-                self._alike.popitem(last=False)
+            self._alike[inside] = alike = self._alike.get(inside, layout)
+            layout.share(alike)
             rank.hello = replace(hello, layout=b"")
         return rank.layout
 

@@ -1,15 +1,21 @@
-"""What decode knows of a prefill."""
+"""What decode knows of a prefill, and a chunk that it is to read from one of its ranks."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
+from msgspec import Struct
+
 from disagg.plan import IncompatibleLayouts, TransferPlan
+from disagg.plan.bind import CopyBatch, Count
+from disagg.protocol.latest import Latest
 from disagg.protocol.messages import DropRoom, Hello, Room
-from disagg.protocol.rooms.offered import LayersByOwner
-from kvpool.layout import PoolLayout
+from disagg.protocol.rooms.offered import LayerRange, LayersByOwner
+from kvpool.layout import PoolLayout, RequestAddress
+
+MAX_UNTOLD = 10_000
+"""Rooms that failed here while a rank was lost, of which it is told when it is back: the latest."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -29,7 +35,7 @@ class PrefillRank:
     """Seconds before it is dialled again if it refuses this decode for now."""
     redial: float | None = None
     """When that will be; it is not connected until then."""
-    untold: OrderedDict[Room, DropRoom] = field(default_factory=OrderedDict)
+    untold: Latest[Room, DropRoom] = field(default_factory=lambda: Latest(MAX_UNTOLD))
     """What it is to be told of rooms that failed while it was lost."""
 
     @property
@@ -82,3 +88,44 @@ class Link:
     def names(self, sources: Iterable[int]) -> str:
         """Several ranks, as sentences name them."""
         return ", ".join(str(self.ranks[source]) for source in sources)
+
+
+class Read(Struct, frozen=True, eq=False, kw_only=True):
+    """A chunk to be read from rank `source` of a link: positions `tokens`, of `layers` or of all.
+    The request lies at `source_address` there and at `dest_address` here; `count` says whether
+    the latter knows how many tokens it has.
+
+    `hello` is that rank's, `plan` what was planned with it. `ready` is when the chunk was ready, by
+    the endpoint's clock.
+    """
+
+    room: Room
+    attempt: str
+    link: Link
+    source: int
+    hello: Hello
+    plan: TransferPlan
+    tokens: range
+    layers: LayerRange | None
+    source_address: RequestAddress
+    dest_address: RequestAddress
+    count: Count
+    ready: float
+
+    def bind(self) -> CopyBatch:
+        """Its runs. Raises as TransferPlan.bind; block tables were checked where they came in."""
+        return self.plan.bind(
+            self.source,
+            self.source_address,
+            self.dest_address,
+            tokens=self.tokens,
+            layers=self.layers.layers if self.layers else None,
+            owner=self.layers.owner if self.layers else "",
+            count=self.count,
+            checked=True,
+        )
+
+    def moves(self, owner: str, layer: int) -> bool:
+        """Whether it is of that layer."""
+        some = self.layers
+        return some is None or (some.owner == owner and layer in some.layers)

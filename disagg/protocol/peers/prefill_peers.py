@@ -1,11 +1,9 @@
-"""The decodes that prefill serves: their handshakes, signs of life and loss. Part of
-`PrefillMachine`.
-"""
+"""The decodes that prefill serves: their handshakes, signs of life and loss."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -14,6 +12,7 @@ from msgspec import structs
 
 from disagg.protocol import messages
 from disagg.protocol.effects import Effects
+from disagg.protocol.latest import Latest
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.peers.liveness import Liveness
 from disagg.protocol.peers.wanted import Pair, pairs_of, wanted_pairs
@@ -38,11 +37,8 @@ class Decode:
     rooms: set[Room] = field(default_factory=set)
 
 
-class RoomMessage(NamedTuple):
-    """A message about a room, from a decode that is served."""
-
-    decode: Decode
-    message: messages.ReadRequest | messages.DigestRequest | messages.ReadDone | messages.Abort
+OfServed = messages.ReadRequest | messages.DigestRequest | messages.ReadDone | messages.Abort
+"""A message about a room, from a decode that is served."""
 
 
 class LostPeer(NamedTuple):
@@ -62,12 +58,12 @@ class PrefillPeers:
         self.liveness: Liveness[bytes] = Liveness(hello.timeout, now)
         self._effects, self._layout = effects, layout
         self._pairs = pairs_of(layout.regions)
-        self._hellos: OrderedDict[tuple[frozenset[Pair], frozenset[Pair]], Hello] = OrderedDict()
-        self._greeted: OrderedDict[bytes, None] = OrderedDict()
+        self._hellos: Latest[tuple[frozenset[Pair], frozenset[Pair]], Hello] = Latest(KEPT_HELLOS)
+        self._greeted: Latest[bytes, None] = Latest(MAX_GREETED)
 
     def receive(
         self, peer: bytes, message: Message, now: float, origin: str = ""
-    ) -> RoomMessage | messages.DropRoom | LostPeer | None:
+    ) -> OfServed | messages.DropRoom | LostPeer | None:
         """Handles what concerns no room; returns what does. Notes signs of life. `origin` is where
         the peer is, as far as the transport knows.
         """
@@ -91,7 +87,7 @@ class PrefillPeers:
         elif isinstance(message, messages.Ping):
             self._effects.send(peer, messages.Pong(generation=message.generation))
         else:
-            return RoomMessage(decode, message)
+            return message
         return None
 
     def find_dead(self, now: float) -> list[LostPeer]:
@@ -148,8 +144,6 @@ class PrefillPeers:
         self.liveness.heard(peer, now)
         self._effects.send(peer, answer)
         self._greeted[peer] = None
-        if len(self._greeted) > MAX_GREETED:
-            self._greeted.popitem(last=False)
         return None
 
     def _note_refusal(self, reason: str) -> None:
@@ -181,10 +175,7 @@ class PrefillPeers:
             part = shared_part(self._layout, shared, shown)
             metadata = self.hello.metadata if shared else b""  # no engine connects to this rank
             answer = structs.replace(self.hello, layout=part.to_msgpack(), metadata=metadata)
-            self._hellos[key] = answer
-            if len(self._hellos) > KEPT_HELLOS:
-                self._hellos.popitem(last=False)
-        self._hellos.move_to_end(key)
+        self._hellos[key] = answer
         return answer
 
     def _drop(self, peer: bytes, failure: Failure) -> LostPeer | None:

@@ -12,9 +12,8 @@ from disagg.plan.positions import id_clash
 from disagg.protocol.aux_values import Aux, pack_aux, unpack_aux
 from disagg.protocol.messages import ChunkReady
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
-from disagg.protocol.peers.link import Link, PrefillRank
+from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.phases import Phase, PhasedRoom, RoomEvent
-from disagg.protocol.read import Read
 from disagg.protocol.rooms.offered import LayerRange, Offered
 from disagg.protocol.status import Side
 from kvpool.layout import RequestAddress
@@ -69,7 +68,6 @@ class DecodeRoom(PhasedRoom):
 
     @property
     def waits_for(self) -> str:
-        """What must happen next, and on which ranks."""
         link = self.link
         if self.phase is Phase.HANDSHAKE:
             silent = link.names(n for n, hello in enumerate(link.hellos) if hello is None)
@@ -87,7 +85,6 @@ class DecodeRoom(PhasedRoom):
         return f"{awaited} of {link.names(open_ranks)}"
 
     def facts(self) -> dict[str, Any]:
-        """What the log says of it."""
         hellos = self.link.hellos
         return {
             "peer": ", ".join(self.link.addresses),
@@ -213,11 +210,11 @@ class DecodeRoom(PhasedRoom):
         # packed, so that nan equals nan and 1 does not equal 1.0
         clash = [
             name
-            for name, value in aux.items()
-            if name in self.aux and pack_aux({name: value}) != pack_aux({name: self.aux[name]})
+            for name in aux.keys() & self.aux.keys()
+            if pack_aux({name: aux[name]}) != pack_aux({name: self.aux[name]})
         ]
         if clash:
-            raise ValueError(f"ranks send different values of aux {', '.join(clash)}.")
+            raise ValueError(f"ranks send different values of aux {', '.join(sorted(clash))}.")
         self.seen.add(chunk)
         offered.take(tokens, some, last)
         if last:
@@ -232,22 +229,17 @@ class DecodeRoom(PhasedRoom):
         computed, total, last = ready.stop, self.address.num_tokens, ready.last
         if computed <= total and (not last or computed == total):
             return None
-        reason = f"prefill computed {computed} tokens,"
         if not self.at_most:
-            return f"{reason} decode made room for {total}."
-        if self.closed:
-            return (
-                f"{reason} {self.link.ranks[self.closed[0]]} says {total}. Send the same tokens of "
-                "a request from all ranks."
-            )
-        if computed > total:
-            return (
-                f"{reason} decode made room for at most {total}. Give `receive` a block table with "
-                f"room for {computed} or more."
-            )
-        if computed < self.start:
-            return (
-                f"{reason} decode asked for those from position {self.start} on. Give `receive` a "
-                f"`start` of at most {computed}."
-            )
-        return None
+            reason = f"decode made room for {total}."
+        elif self.closed:
+            reason = f"{self.link.ranks[self.closed[0]]} says {total}. Send the same tokens of a "
+            reason += "request from all ranks."
+        elif computed > total:
+            reason = f"decode made room for at most {total}. Give `receive` a block table with "
+            reason += f"room for {computed} or more."
+        elif computed < self.start:
+            reason = f"decode asked for those from position {self.start} on. Give `receive` a "
+            reason += f"`start` of at most {computed}."
+        else:
+            return None
+        return f"prefill computed {computed} tokens, {reason}"

@@ -1,6 +1,4 @@
-"""The rooms of a decode endpoint: which are open, and which items they write. Part of
-`DecodeMachine`.
-"""
+"""The rooms of a decode endpoint: which are open, and which items they write."""
 
 from __future__ import annotations
 
@@ -9,9 +7,8 @@ from collections.abc import Collection
 
 from disagg.errors import RoomError
 from disagg.protocol.messages import Room
-from disagg.protocol.peers.link import Link
+from disagg.protocol.peers.link import Link, Read
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
-from disagg.protocol.read import Read
 from disagg.protocol.rooms.block_tables import BlockTables
 from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.rooms.rooms import Rooms
@@ -51,21 +48,11 @@ class DecodeRooms(Rooms[DecodeRoom]):
             raise RoomError(f"room {name!r}: start {room.start} of {total} tokens.")
         if not room.declined:
             tokens = range(room.start, total)
-            try:
-                self._block_tables.check(
-                    f"room {name!r}", room.address, tokens, at_most=room.at_most
-                )
-            except ValueError as error:
-                raise RoomError(str(error)) from None
+            self._block_tables.check(name, room.address, tokens, at_most=room.at_most)
         self._written.claim(name, room.address, room.start, room.at_most)
         self.by_name[name] = room
         self.open.add(name)
         self._of_link.setdefault(room.link, {})[name] = None
-
-    def has_declined(self, name: Room, link: Link) -> bool:
-        """Whether a link's room of that name is declined already."""
-        room = self.by_name.get(name)
-        return room is not None and room.declined and room.link is link
 
     def current(self, name: Room, attempt: str) -> DecodeRoom | None:
         """The open room of that name, if this is its attempt."""
@@ -84,11 +71,10 @@ class DecodeRooms(Rooms[DecodeRoom]):
         if longest is None or now < self._next_check:
             return []
         self._next_check = now + longest / CHECKS_PER_TIMEOUT
-        rooms = {name: self.by_name[name] for name in self.open}
-        why = f"nothing has happened for {longest:g} s: it waits for"
+        rooms = [(name, self.by_name[name]) for name in self.open]
         return [
-            (name, f"{why} {room.waits_for}.")
-            for name, room in rooms.items()
+            (name, f"nothing has happened for {longest:g} s: it waits for {room.waits_for}.")
+            for name, room in rooms
             if now - room.touched > longest and not room.working
         ]
 
@@ -123,10 +109,9 @@ class DecodeRooms(Rooms[DecodeRoom]):
         if name in self.open or room.reading:
             raise RoomError(f"room {name!r} has not ended. Abort it, and wait for its reads.")
         del self.by_name[name]
-        self.ended.drop(name)
+        self.ended.pop(name, None)
 
     def leases(self) -> Leases:
-        """Items of open rooms, and of ended ones to which a read may still write."""
         ended = (self.by_name[name] for name in self.by_name.keys() - self.open)
         return Leases(
             leased=count_items(self.by_name[name].address for name in self.open),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from disagg.protocol.latest import Latest
 from disagg.protocol.messages import ChunkReady, ReadRequest, Room
 from disagg.protocol.phases import Phase, PhasedRoom
 from disagg.protocol.rooms.offered import Offered, layer_names
@@ -25,26 +24,30 @@ MAX_TOLD = 256
 """Decodes of which it is kept, for each room, that they know of its failure."""
 
 
-class Told(NamedTuple):
-    """Which decodes know of a room's failure, by generation, and how many read it (0: none has
+@dataclass(slots=True, kw_only=True)
+class FailureNotice:
+    """Why a room has failed, which decodes know (by generation), and how many read it (0: none has
     said).
     """
 
-    generations: frozenset[str] = frozenset()
-    readers: int = 0
+    reason: str
+    told: set[str]
+    readers: int
+    forgotten_at: float = 0.0
+    refused: bool = False
+    """A decode has asked for it since it was forgotten, and was told."""
 
-    def also(self, generations: Sequence[str], readers: int) -> Told:
-        """With these decodes, at most `MAX_TOLD` in all."""
-        room_for = max(0, MAX_TOLD - len(self.generations))
-        return Told(self.generations.union(generations[:room_for]), self.readers or readers)
+    def tell(self, generation: str, readers: int) -> str:
+        """A decode learns the reason, and has said how many read the room."""
+        if len(self.told) < MAX_TOLD:
+            self.told.add(generation)
+        self.readers = self.readers or readers
+        return self.reason
 
     @property
-    def everyone(self) -> bool:
+    def known_to_all(self) -> bool:
         """Whether every reader knows."""
-        return 0 < self.readers <= len(self.generations)
-
-
-NOBODY = Told()
+        return 0 < self.readers <= len(self.told)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -66,8 +69,7 @@ class PrefillRoom(PhasedRoom):
     """The longest time-out of these."""
     generations: list[str] = field(default_factory=list)
     """Of the decodes that have asked."""
-    told: Told = NOBODY
-    """Who knows of its failure."""
+    notice: FailureNotice | None = None
     digested: set[tuple[bytes, bool]] = field(default_factory=set)
     """Who has asked for digests, and whether for one of each entry: once each."""
     done: set[bytes] = field(default_factory=set)
@@ -75,24 +77,9 @@ class PrefillRoom(PhasedRoom):
     """When the lease ends of what was sent; before, until when who has asked for it waits."""
 
     @property
-    def computed(self) -> int:
-        """Positions of which all layers were offered so far."""
-        return self.offered.stop
-
-    @property
-    def closed(self) -> bool:
-        """Whether the last chunk was offered."""
-        return self.offered.closed
-
-    @property
-    def published(self) -> int:
-        """Chunks that readers may know of."""
-        return len(self.chunks) - len(self.unpublished)
-
-    @property
     def whole(self) -> bool:
         """Whether readers may know of every chunk."""
-        return self.closed and not self.unpublished
+        return self.offered.closed and not self.unpublished
 
     @property
     def readers(self) -> int:
@@ -100,35 +87,15 @@ class PrefillRoom(PhasedRoom):
         return next(iter(self.requests.values())).readers if self.requests else 0
 
     @property
-    def full(self) -> bool:
-        """Whether every reader has asked for it."""
-        return 0 < self.readers == len(self.requests)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every reader is done."""
-        return self.closed and 0 < self.readers == len(self.done)
-
-    @property
     def waits_for(self) -> str:
-        """What must happen next."""
         if self.phase is Phase.HANDSHAKE:
             return "a decode to ask for it"
-        if not self.closed:
-            awaited = self.offered.awaited or f"the chunk from position {self.computed}"
+        if not self.offered.closed:
+            awaited = self.offered.awaited or f"the chunk from position {self.offered.stop}"
             return f"{awaited} (`send`)"
         if self.unpublished:
             return "the device to compute what was sent"
         return f"{self.readers - len(self.done)} of {self.readers} readers to be done"
-
-    @property
-    def missing(self) -> str:
-        """What did not happen while its lease lasted."""
-        return "not every reader was done" if self.requests else "no decode asked for it"
-
-    def asked_until(self, now: float) -> float | None:
-        """Until when the decodes that have asked, one of them now, wait for a chunk."""
-        return None if self.patience is None else now + self.patience
 
     def ask(self, peer: bytes, request: ReadRequest, generation: str) -> None:
         """Notes a request that has no reason against it."""
@@ -138,11 +105,10 @@ class PrefillRoom(PhasedRoom):
         self.patience = max(self.patience or 0.0, request.timeout or 0.0) if bounded else None
 
     def facts(self) -> dict[str, Any]:
-        """What the log says of it."""
         return {
             "peer": ", ".join(self.generations),
             "start": min((request.start for request in self.requests.values()), default=0),
-            "tokens": self.computed,
+            "tokens": self.offered.stop,
         }
 
     def chunk_problem(self, chunk: OfferChunk) -> str | None:
@@ -152,12 +118,11 @@ class PrefillRoom(PhasedRoom):
             return f"tokens={tokens}: a range of positions."
         if chunk.layers is not None and not self.offered.holds(chunk.layers):
             return f"{chunk.layers} are not here, but {layer_names(self.offered.all_layers)}."
-        problem = self.offered.problem(tokens, chunk.layers, last)
-        if problem is None and (tokens.stop > end or (last and tokens.stop != end)):
-            problem = f"the block table holds {end} tokens, got {tokens} with last={last}."
-        if problem is None and chunk.aux and not last:
-            problem = "aux values travel with the last chunk."
-        return problem
+        if problem := self.offered.problem(tokens, chunk.layers, last):
+            return problem
+        if tokens.stop > end or (last and tokens.stop != end):
+            return f"the block table holds {end} tokens, got {tokens} with last={last}."
+        return "aux values travel with the last chunk." if chunk.aux and not last else None
 
     def reject_reason(self, peer: bytes, request: ReadRequest) -> str | None:
         """Why this peer cannot read it, while it is open."""
@@ -170,17 +135,6 @@ class PrefillRoom(PhasedRoom):
         return None
 
 
-class ForgottenRoom(NamedTuple):
-    """Why a room failed that was `forgotten`, and which decodes know. `refused`: one has asked for
-    it since, and was told.
-    """
-
-    reason: str
-    told: Told
-    forgotten: float
-    refused: bool = False
-
-
 class ForgottenRooms:
     """Failed rooms that prefill has forgotten, until every reader knows of the failure.
 
@@ -191,30 +145,29 @@ class ForgottenRooms:
     """
 
     def __init__(self) -> None:
-        self._rooms: OrderedDict[Room, ForgottenRoom] = OrderedDict()
+        self._notices: Latest[Room, FailureNotice] = Latest(MAX_FORGOTTEN)
 
-    def add(self, name: Room, room: PrefillRoom, now: float) -> None:
+    def add(self, name: Room, notice: FailureNotice | None, now: float) -> None:
         """Remembers a room, if it has failed and not every reader knows."""
-        self._rooms.pop(name, None)
-        if room.failure is not None and not room.told.everyone:
-            self._rooms[name] = ForgottenRoom(room.failure.reason, room.told, now)
-        if len(self._rooms) > MAX_FORGOTTEN:
-            self._rooms.popitem(last=False)
+        self._notices.pop(name, None)
+        if notice is not None and not notice.known_to_all:
+            notice.forgotten_at = now
+            self._notices[name] = notice
 
     def pop(self, name: Room) -> bool:
         """The name stands for another room from now on. Whether a decode was told of the forgotten
         one that may have meant this one.
         """
-        forgotten = self._rooms.pop(name, None)
-        return forgotten is not None and forgotten.refused
+        notice = self._notices.pop(name, None)
+        return notice is not None and notice.refused
 
     def untold(self, request: ReadRequest, generation: str, now: float) -> str | None:
         """Why the room has failed, for a decode that does not know; from now on it does."""
-        while self._rooms and now - next(iter(self._rooms.values())).forgotten > FORGOTTEN_SECONDS:
-            self._rooms.popitem(last=False)
-        room = self._rooms.get(request.room)
-        if room is None or room.told.everyone or generation in room.told.generations:
+        notices = self._notices
+        while notices and now - next(iter(notices.values())).forgotten_at > FORGOTTEN_SECONDS:
+            notices.popitem(last=False)
+        notice = notices.get(request.room)
+        if notice is None or notice.known_to_all or generation in notice.told:
             return None
-        told = room.told.also([generation], request.readers)
-        self._rooms[request.room] = room._replace(told=told, refused=True)
-        return room.reason
+        notice.refused = True
+        return notice.tell(generation, request.readers)

@@ -1,5 +1,5 @@
 """The rooms of a prefill endpoint: which are open, and of which something is still to be
-sent or published. Part of `PrefillMachine`.
+sent or published.
 """
 
 from __future__ import annotations
@@ -68,11 +68,10 @@ class PrefillRooms(Rooms[PrefillRoom]):
         room = self.known(name)
         if name in self.open:
             raise RoomError(f"room {name!r} has not ended. Abort it first.")
-        self.forgotten.add(name, room, now)
+        self.forgotten.add(name, room.notice, now)
         del self.by_name[name]
-        self.ended.drop(name)
+        self.ended.pop(name, None)
 
     def leases(self) -> Leases:
-        """Items of open rooms."""
         rooms = (self.by_name[name] for name in self.open)
         return Leases(count_items(room.addresses[-1] for room in rooms if room.addresses))

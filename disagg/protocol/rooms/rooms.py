@@ -1,17 +1,46 @@
-"""What the rooms of both sides have in common."""
+"""What the rooms of both sides have in common, and those that have ended, for a caller that asks
+once a step and not for every room.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from disagg.errors import UnknownRoom
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.phases import PhasedRoom
-from disagg.protocol.rooms.ended import EndedRooms
+from disagg.protocol.status import Failure, KVPoll
 
 R = TypeVar("R", bound=PhasedRoom)
+
+
+class Ended(NamedTuple):
+    """A room that has ended, whose pages may be reused: `Success`, or `Failed` with the reason."""
+
+    room: Room
+    state: KVPoll
+    failure: Failure | None
+
+
+class EndedRooms(dict[Room, Ended]):
+    """Rooms that have ended since they were taken last, but those that were forgotten meanwhile."""
+
+    def add(self, name: Room, failure: Failure | None) -> None:
+        """A room's pages are free: it has succeeded, or failed."""
+        self[name] = Ended(name, KVPoll.Failed if failure else KVPoll.Success, failure)
+
+    def take(self) -> list[Ended]:
+        """The rooms, in the order in which they ended; the next call gives none of them."""
+        taken = list(self.values())
+        self.clear()
+        return taken
+
+    def give_back(self, taken: list[Ended]) -> None:
+        """Undoes a `take` of which the caller has seen nothing."""
+        later = self.take()
+        self.update({ended.room: ended for ended in (*taken, *later)})
 
 
 class Rooms(ABC, Generic[R]):

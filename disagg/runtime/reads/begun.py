@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from disagg.engines.base import Engine, TransferError
 from disagg.protocol.events import ReadEnded, ReaderEvent, ReadFailed, ReadMoved
-from disagg.protocol.read import Read
+from disagg.protocol.peers.link import Read
 from disagg.runtime.staging import ReadPart, StagingBuffers
 from kvpool.layout.sentences import one_line
 from kvpool.layout.types import MAX_REASON

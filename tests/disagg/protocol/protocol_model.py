@@ -364,7 +364,7 @@ class Node:
         """Notes which rooms the endpoint says have ended since it was asked last."""
         for name, state, failure in self.endpoint.ended():
             assert (state, failure) == (self.machine.poll(name), self.machine.failure(name))
-            assert isinstance(self, Prefill) or not self.machine.reading(name)
+            assert isinstance(self, Prefill) or not self.machine.room(name).reading
             if name in self.rooms:
                 self.rooms[name].reported += 1
 
@@ -532,7 +532,8 @@ class Decode(Node):
             room.plan = room.link.plan or room.plan  # its link may be lost in the turn that ends it
             if self.just_ended(name, room) and room.ended is KVPoll.Success:
                 self._check(name, room)
-            if room.ended is not None and not room.given_back and not self.machine.reading(name):
+            over = room.ended is not None and not self.machine.room(name).reading
+            if over and not room.given_back:
                 self.give_back(room)
         self.take_ended()
 
@@ -540,7 +541,7 @@ class Decode(Node):
         asked = self.asked(room.link, room.service)
         salts = {address: self.world.released.get((room.attempt, address)) for address in asked}
         assert None not in salts.values(), f"{name!r} succeeded and not every rank had said so"
-        assert not self.machine.reading(name)
+        assert not self.machine.room(name).reading
         layers = {region.layer for region in self.layout.regions}
         assert all(self.endpoint.layer_ready(name, layer) for layer in layers)
         layouts = dict(zip(room.link.addresses, room.plan.sources))

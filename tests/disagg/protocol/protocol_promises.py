@@ -103,8 +103,8 @@ def settle(world: World) -> None:
     check(world)
     for node in world.able():
         for name in list(node.machine.open_rooms()):
-            what = f"{name!r} of life {node.life} has not ended: {node.machine.waits_for(name)}"
-            assert unbounded(node, name) and may_wait(node, name), what
+            awaited = f"{name!r} of life {node.life} waits for {node.machine.room(name).waits_for}"
+            assert unbounded(node, name) and may_wait(node, name), awaited
     world.loss = 0.0
     if "loss" in world.network:
         world.pass_time(2 * silence, True)  # who was lost is back, or known to be dead
@@ -157,7 +157,7 @@ def waited_for(node: Prefill, name) -> bool:
 def forget(node: Node) -> None:
     """Forgets what may be forgotten, and is refused the rest."""
     for name in list(node.machine.rooms()):
-        reading = isinstance(node, Decode) and node.machine.reading(name)
+        reading = isinstance(node, Decode) and node.machine.room(name).reading
         if node.machine.poll(name).ended and not reading:
             node.forget(name)
         else:

@@ -39,7 +39,7 @@ def test_success_needs_every_position_of_every_layer(pair):
         assert message.layers == LayerRange("target", number, number + 1)
         hear(pair, message)
         pair.finish()
-        assert pair.decode.layer_ready("r", "target", number)
+        assert pair.decode.room("r").layer_ready("target", number)
         assert pair.polls()[0] is (KVPoll.Success if number == 3 else KVPoll.Transferring)
     assert pair.polls() == (KVPoll.Success, KVPoll.Success)
 
@@ -47,15 +47,15 @@ def test_success_needs_every_position_of_every_layer(pair):
 def test_a_layer_is_ready_when_its_reads_have_ended_and_not_those_of_others(pair):
     hear(pair, *offered(pair, (range(16), None, False), (range(16, 30), range(1), False)))
     first, second = pair.reads
-    assert not pair.decode.layer_ready("r", "target", 0)
+    assert not pair.decode.room("r").layer_ready("target", 0)
     pair.reads = [first]
     pair.read()
-    assert not pair.decode.layer_ready("r", "target", 0)
+    assert not pair.decode.room("r").layer_ready("target", 0)
     hear(pair, *offered(pair, (range(16, 30), range(1, 4), True)))
     third = pair.reads.pop()
     pair.reads = [second]
     pair.read()
-    assert [pair.decode.layer_ready("r", "target", n) for n in range(2)] == [True, False]
+    assert [pair.decode.room("r").layer_ready("target", n) for n in range(2)] == [True, False]
     assert (third.tokens, third.layers) == (range(16, 30), LayerRange("target", 1, 4))
 
 
@@ -138,4 +138,4 @@ def test_a_lease_that_ends_between_parts_voids_what_was_read(part):
     assert pair.polls() == (KVPoll.Failed, KVPoll.Failed)
     assert not pair.prefill.leases().leased
     pair.read()
-    assert not pair.decode.layer_ready("r", "target", 0)
+    assert not pair.decode.room("r").layer_ready("target", 0)

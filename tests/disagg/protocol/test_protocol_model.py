@@ -214,7 +214,7 @@ class Protocol(RuleBasedStateMachine):
             total, sent = TOKENS[name] + longer, 0
             if longer:
                 self.world.faults.add(("longer", node.service, name))
-        elif room.given_back or node.machine.rooms()[name].closed:
+        elif room.given_back or node.machine.rooms()[name].offered.closed:
             return
         else:
             total, sent = room.tokens, room.request.num_tokens
@@ -472,7 +472,7 @@ def test_a_room_fails_at_once_where_nothing_was_posted_and_its_peer_cannot_be_gi
     world.live(5)
     for node in (decode, prefill):
         assert "bind goes wrong" in node.machine.failure(0).reason
-    assert not decode.machine.reading(0)
+    assert not decode.machine.room(0).reading
 
 
 def test_a_reader_that_is_done_may_be_lost_while_another_still_reads(begin):

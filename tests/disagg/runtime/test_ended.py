@@ -71,12 +71,12 @@ def test_a_failed_room_is_in_decodes_list_once_no_read_may_write_to_it():
     pair.offer()
     pair.pump()
     pair.abort(pair.decode)
-    assert pair.decode.poll("r") is KVPoll.Failed and pair.decode.reading("r")
+    assert pair.decode.poll("r") is KVPoll.Failed and pair.decode.room("r").reading
     assert pair.decode.ended.take() == []
     pair.read()
     ((room, state, failure),) = pair.decode.ended.take()
     assert (room, state, failure.reason) == ("r", KVPoll.Failed, "gave up")
-    assert not pair.decode.reading("r") and pair.decode.ended.take() == []
+    assert not pair.decode.room("r").reading and pair.decode.ended.take() == []
 
 
 def test_rooms_come_in_the_order_in_which_they_ended(engine):
