@@ -9,11 +9,11 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.allocation.block_table import alive_start
 from kvpool.allocation.free_list import OutOfPages
 from kvpool.allocation.prefix_cache import PrefixCache, PrefixStats
 from kvpool.allocation.request import FREED, Request, rows_of, tokens_of_each, whole
 from kvpool.allocation.tables import SETTLED, Tables
-from kvpool.allocation.truncation import alive_start
 from kvpool.layout import PoolLayout
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
@@ -80,9 +80,11 @@ class Allocator:
         block for each list that grows with the tokens of a request. Raises ValueError where none
         does.
         """
-        if (pages := self._tables.free_lists.pages) is None:
+        growing = ((f, sum(space.grows for space in f.spaces)) for f in self._tables.free_lists)
+        pages = [free_list.num_free // lists for free_list, lists in growing if lists]
+        if not pages:
             raise ValueError(f"this pool has no pages of tokens: use free_items({[*self.lists]}).")
-        return pages
+        return min(pages)
 
     def free_items(self, id_list: str) -> int:
         """Free items of an id list, or of its block pool."""
@@ -307,7 +309,9 @@ class Allocator:
         if self.prefix is not None:
             for name, of_requests in ids.items():
                 ids[name] = np.concatenate([of_requests, self.prefix.pinned_items(name)])
-        self._tables.free_lists.check_integrity(ids)
+        for free_list in self._tables.free_lists:
+            names = [space.name for space in free_list.spaces]
+            free_list.check_integrity(np.concatenate([ids[name] for name in names]))
 
     def _copy_items(self, id_list: str, src: Ints, dst: Ints) -> None:
         """Copies items in every pool that has the id list."""

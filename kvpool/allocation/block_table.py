@@ -8,44 +8,43 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.allocation.free_list import FreeList
-from kvpool.allocation.truncation import alive_start, first_whole
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints, ragged
 from kvpool.layout.sentences import ranges
 
 NO_ITEM = -1
+Cells = tuple[Ints, Ints]
+"""Rows and columns of a block table."""
 
 
 class Change(NamedTuple):
-    """An extension: (row, column) of cells to free, those to fill from `since` on, how many these
-    are, and the new bounds of the rows.
+    """Rows that come to hold the items numbered `first` to `stop`. Cells (row, column) `gone` are
+    freed; `needed` items are taken: for the cells from `since` on, or for `copied`, the last items
+    that others hold too, which are replaced by a copy.
     """
 
     rows: Ints
-    gone: tuple[Ints, Ints]
-    since: Ints
-    needed: int
     first: Ints
     stop: Ints
-
-
-class Cut(NamedTuple):
-    """A truncation: the end of the items of each row, cells (row, column) to free, and those of
-    last items that others hold too, which are replaced by a copy.
-    """
-
-    rows: Ints
-    stop: Ints
-    gone: tuple[Ints, Ints]
-    copied: tuple[Ints, Ints]
+    gone: Cells
+    needed: int
+    since: Ints
+    copied: Cells
 
 
 class Fork(NamedTuple):
-    """A fork: items from number `first` on are shared `ids`, then copies of `src`."""
+    """The numbers of the items that a fork shares, and of those that it copies."""
 
-    first: int
-    ids: Ints
-    src: Ints
+    shared: range
+    copied: range
+
+
+def alive_start(space: Space, tokens: Ints) -> Ints:
+    """The first live entry of requests of `tokens` `[B]` tokens."""
+    if space.window is None:
+        return np.zeros_like(tokens)
+    step = space.window_step
+    return np.maximum(tokens // space.tokens_per_entry // step * step - space.window, 0)
 
 
 class BlockTable:
@@ -112,41 +111,37 @@ class BlockTable:
         return -(-tokens // self.space.tokens_per_item)
 
     def first_whole(self, received: int) -> int:
-        """The first item of which all came that later tokens may need; see `first_whole`."""
-        return max(first_whole(space, received) for space in self._spaces)
+        """The number of the first item of which nothing is missing that later tokens may need:
+        entries that were dead at `received` tokens never came. Of a page's ring, what is alive at
+        its end.
+        """
+        first = 0
+        for space in self._spaces:
+            start = int(alive_start(space, np.array([received]))[0])
+            at_end = space.ring is not None and start > 0
+            needed = start + (space.window or 0) if at_end else start
+            first = max(first, -(-needed // space.entries_per_item) - at_end)
+        return first
 
-    def prepare(self, rows: Ints, reach: Ints, tokens: Ints) -> Change:
+    def extension(self, rows: Ints, reach: Ints, tokens: Ints) -> Change:
         """The change after which requests hold the items of `tokens` `[B]` tokens, from those on
         that are alive after `reach`.
         """
-        first, stop = self.first(reach), self.stop(tokens)
-        had, end = self._first[rows], self._stop[rows]
-        first = np.maximum(np.minimum(first, stop), had)
+        stop, had, end = self.stop(tokens), self._first[rows], self._stop[rows]
+        first = np.maximum(np.minimum(self.first(reach), stop), had)
         since = np.maximum(end, first)
-        # counted, not listed: they may be more than there are
-        needed = int(np.maximum(stop - since, 0).sum())
-        gone = _cells(rows, had, np.minimum(first, end))
-        return Change(rows=rows, gone=gone, since=since, needed=needed, first=first, stop=stop)
+        return Change(
+            rows=rows,
+            first=first,
+            stop=stop,
+            gone=_cells(rows, had, np.minimum(first, end)),
+            # counted, not listed: they may be more than there are
+            needed=int(np.maximum(stop - since, 0).sum()),
+            since=since,
+            copied=(rows[:0], rows[:0]),
+        )
 
-    def ids(self, cells: tuple[Ints, Ints]) -> Ints:
-        """The ids in cells (row, column)."""
-        return self._table[cells]
-
-    def give_back(self, change: Change | Cut) -> None:
-        """Frees what a prepared change frees."""
-        self._put(change.gone)
-
-    def fill(self, change: Change) -> None:
-        """Takes what a prepared change needs."""
-        # tokens that are all dead need no item, and are looked up all the same
-        if (stop := int(change.stop.max(initial=0))) > self._table.shape[1]:
-            self._widen(stop)
-        if change.needed:
-            fresh = _cells(change.rows, change.since, change.stop)
-            self._table[fresh] = self.free_list.take(change.needed)
-        self._first[change.rows], self._stop[change.rows] = change.first, change.stop
-
-    def prepare_cut(self, rows: Ints, tokens: Ints) -> Cut:
+    def truncation(self, rows: Ints, tokens: Ints) -> Change:
         """The change after which requests hold the items of their first `tokens` `[B]` tokens; a
         last one that these do not fill is written to again.
         """
@@ -157,41 +152,52 @@ class BlockTable:
             kept[:] = False
         row, column = rows[kept], last[kept]
         shared = self.free_list.is_shared(self._table[row, column])
-        gone = _cells(rows, np.maximum(stop, first), end)
-        return Cut(rows, stop, gone, (row[shared], column[shared]))
+        return Change(
+            rows=rows,
+            first=np.minimum(first, stop),
+            stop=stop,
+            gone=_cells(rows, np.maximum(stop, first), end),
+            needed=int(shared.sum()),
+            since=stop,
+            copied=(row[shared], column[shared]),
+        )
 
-    def cut(self, cut: Cut) -> tuple[Ints, Ints]:
-        """Applies a prepared truncation, of which `gone` was given back; returns the ids to copy
-        from, which are to be released then, and to.
+    def ids(self, cells: Cells) -> Ints:
+        """The ids in cells."""
+        return self._table[cells]
+
+    def give_back(self, change: Change) -> None:
+        """Frees what a change frees."""
+        self._put(change.gone)
+
+    def take(self, change: Change) -> tuple[Ints, Ints]:
+        """Takes what a change needs, after all have given back; returns the ids to copy from, which
+        are to be released then, and to.
         """
-        source = self._table[cut.copied]
-        fresh = self.free_list.take(source.size)
-        self._table[cut.copied] = fresh
-        self._first[cut.rows] = np.minimum(self._first[cut.rows], cut.stop)
-        self._stop[cut.rows] = cut.stop
-        return source, fresh
+        # tokens that are all dead need no item, and are looked up all the same
+        if (stop := int(change.stop.max(initial=0))) > self._table.shape[1]:
+            self._widen(stop)
+        source = fresh = self._table[change.copied]
+        if change.needed:
+            fresh = self.free_list.take(change.needed)
+            cells = change.copied if source.size else _cells(change.rows, change.since, change.stop)
+            self._table[cells] = fresh
+        self._first[change.rows], self._stop[change.rows] = change.first, change.stop
+        return source, fresh[: source.size]
 
     def freed(self, rows: Ints) -> Ints:
         """How many items of each request were freed before those that it holds, `[B]`."""
         return self._first[rows]
 
-    def check_fork(self, row: int, first: int, shared: int, stop: int) -> Fork:
-        """The items of a fork of `row`; raises ValueError."""
-        if stop > first and first < self._first[row]:
-            raise ValueError(
-                f"space {self.space.name}: items {first} to {int(self._first[row]) - 1} of that "
-                "prefix have left the window and were freed."
-            )
-        return Fork(
-            first, self._table[row, first:shared].copy(), self._table[row, shared:stop].copy()
-        )
-
-    def apply_fork(self, row: int, fork: Fork) -> tuple[Ints, Ints]:
+    def fork(self, row: int, child: int, fork: Fork) -> tuple[Ints, Ints]:
         """Gives a new request its items; returns the ids to copy from and to."""
-        self.free_list.share(fork.ids)
-        fresh = self.free_list.take(fork.src.size)
-        self.adopt(row, fork.first, np.concatenate([fork.ids, fresh]))
-        return fork.src, fresh
+        shared, source = (
+            self._table[row, numbers.start : numbers.stop] for numbers in (fork.shared, fork.copied)
+        )
+        self.free_list.share(shared)
+        fresh = self.free_list.take(source.size)
+        self.adopt(child, fork.shared.start, np.concatenate([shared, fresh]))
+        return source, fresh
 
     def adopt(self, row: int, first: int, ids: Ints) -> None:
         """Makes held items those of a new request, from number `first` on."""
@@ -224,7 +230,7 @@ class BlockTable:
             raise RuntimeError(f"space {self.space.name}: ids are left in rows without items.")
         return ids
 
-    def _put(self, cells: tuple[Ints, Ints]) -> None:
+    def _put(self, cells: Cells) -> None:
         ids = self._table[cells]
         self._table[cells] = NO_ITEM
         self.free_list.release(ids)
@@ -235,8 +241,8 @@ class BlockTable:
         self._table = np.concatenate([self._table, more], axis=1)
 
 
-def _cells(rows: Ints, first: Ints, stop: Ints) -> tuple[Ints, Ints]:
-    """Rows and columns of the cells `first` to `stop` of every row."""
+def _cells(rows: Ints, first: Ints, stop: Ints) -> Cells:
+    """The cells `first` to `stop` of every row."""
     count = np.maximum(stop - first, 0)
     if not count.any():  # as for most lists of a decode step
         return rows[:0], rows[:0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +17,17 @@ class OutOfPages(RuntimeError):
 
 
 class FreeList:
-    """Items `reserved` to `items - 1` of one id list, or of the id lists of a block pool, free or
-    held, with reference counts. The first `reserved` items are padding and never taken. Of free
-    items, those in the prefix index `kept` (None: there is none) are taken last. `name` begins
-    sentences about it: `space kv`.
+    """Items of the id list of one space, or of those of a block pool, free or held, with reference
+    counts. The first `reserved` items are padding and never taken. Of free items, those in the
+    prefix index `kept` (None: there is none) are taken last.
     """
 
-    def __init__(self, name: str, items: int, reserved: int) -> None:
-        self.name, self.items, self.reserved = name, items, reserved
+    def __init__(self, spaces: Sequence[Space], items: int) -> None:
+        pool = spaces[0].block_pool
+        self.name = f"space {spaces[0].name}" if pool is None else f"block pool {pool}"
+        self.spaces, self.items, self.reserved = spaces, items, spaces[0].reserved
         # a stack with the lowest id on top: a new request gets consecutive ids, which fuse
-        self._stack: Ints = np.arange(items - 1, reserved - 1, -1, dtype=np.int64)
+        self._stack: Ints = np.arange(items - 1, self.reserved - 1, -1, dtype=np.int64)
         self.num_free = self._stack.size
         self._counts: Ints = np.zeros(items, dtype=np.int64)
         self.kept: PrefixIndex | None = None
@@ -65,13 +66,6 @@ class FreeList:
         """Which items are a known prefix's."""
         return np.zeros(ids.shape, np.bool_) if self.kept is None else self.kept.known[ids]
 
-    def freed_by(self, ids: Ints) -> int:
-        """How many items `release(ids)` would free."""
-        if not ids.size:
-            return 0
-        items, times = np.unique(ids, return_counts=True)
-        return int((self._counts[items] == times).sum())
-
     def release(self, ids: Ints) -> None:
         """One holder fewer of each item, for each time that it is named; those without one are
         free.
@@ -96,6 +90,25 @@ class FreeList:
             self.kept.wake(idle)
             self.kept.forget(ids)
             self._stack[height : height + idle.size] = idle
+
+    def check(self, needed: Mapping[str, int], gone: Mapping[str, Ints]) -> None:
+        """Raises OutOfPages if id lists need more items than are free, and than would be after the
+        release of `gone`.
+        """
+        more = {space.name: needed[space.name] for space in self.spaces if needed[space.name]}
+        if not more:
+            return
+        back = [gone[space.name] for space in self.spaces if space.name in gone]
+        free = self.num_free + (self._freed_by(np.concatenate(back)) if back else 0)
+        if sum(more.values()) <= free:
+            return
+        size = "" if self.spaces[0].per_request else f" of {self.spaces[0].tokens_per_item} tokens"
+        if self.spaces[0].block_pool is not None:
+            size = f" ({', '.join(f'{name} {count}' for name, count in more.items())})"
+        raise OutOfPages(
+            f"{self.name}: {sum(more.values())} more items{size} are needed, {free} of "
+            f"{self.usable} are free. Free a request, or build a larger pool."
+        )
 
     def check_integrity(self, held: Ints) -> None:
         """Raises RuntimeError unless every item is free, or held as often as `held` names it and
@@ -122,62 +135,29 @@ class FreeList:
                 times = f"counted {name} {counts[item]} times, is {wanted[item]}"
                 raise RuntimeError(f"{self.name}: item {item}: {times}.")
 
+    def _freed_by(self, ids: Ints) -> int:
+        """How many items `release(ids)` would free."""
+        items, times = np.unique(ids, return_counts=True)
+        return int((self._counts[items] == times).sum())
+
     @property
     def _height(self) -> int:
         """Items on the stack."""
         return self.num_free if self.kept is None else self.num_free - self.kept.num_idle
 
 
-class FreeLists:
-    """The free lists of a layout's id lists: one each, and one for all those of a block pool."""
-
-    def __init__(self, layout: PoolLayout, id_lists: Iterable[str]) -> None:
-        items: dict[str, int] = {}
-        for buffer in layout.buffers:
-            name = layout.space_by_name[buffer.space].id_list
-            items[name] = min(items.get(name, buffer.items), buffer.items)
-        self.by_id_list: dict[str, FreeList] = {}
-        self._users: list[tuple[FreeList, list[Space]]] = []
-        by_name: dict[str, list[Space]] = {}
-        for space in (layout.space_by_name[name] for name in id_lists):
-            pool = space.block_pool
-            users = by_name.setdefault(f"block pool {pool}" if pool else f"space {space.name}", [])
-            users.append(space)
-        for name, users in by_name.items():
-            fewest = min(items[space.name] for space in users)
-            free_list = FreeList(name, fewest, users[0].reserved)
-            self._users.append((free_list, users))
-            self.by_id_list.update((space.name, free_list) for space in users)
-
-    @property
-    def pages(self) -> int | None:
-        """See Allocator.free_pages; None without pages of tokens."""
-        growing = ((free_list, sum(s.grows for s in users)) for free_list, users in self._users)
-        return min(
-            (free_list.num_free // lists for free_list, lists in growing if lists), default=None
-        )
-
-    def check(self, needed: Mapping[str, int], gone: Mapping[str, Ints]) -> None:
-        """Raises OutOfPages if an id list needs more items than are free, and than would be after
-        the release of `gone`.
-        """
-        for free_list, users in self._users:
-            more = {space.name: needed[space.name] for space in users if needed[space.name]}
-            if not more:
-                continue
-            back = [gone[space.name] for space in users if space.name in gone]
-            free = free_list.num_free + (free_list.freed_by(np.concatenate(back)) if back else 0)
-            if sum(more.values()) <= free:
-                continue
-            size = "" if users[0].per_request else f" of {users[0].tokens_per_item} tokens"
-            if users[0].block_pool is not None:
-                size = f" ({', '.join(f'{name} {count}' for name, count in more.items())})"
-            raise OutOfPages(
-                f"{free_list.name}: {sum(more.values())} more items{size} are needed, {free} of "
-                f"{free_list.usable} are free. Free a request, or build a larger pool."
-            )
-
-    def check_integrity(self, held: Mapping[str, Ints]) -> None:
-        """See FreeList.check_integrity; `held` by id list."""
-        for free_list, users in self._users:
-            free_list.check_integrity(np.concatenate([held[space.name] for space in users]))
+def free_lists(layout: PoolLayout, id_lists: Iterable[str]) -> dict[str, FreeList]:
+    """The free list of each id list: one each, and one for all those of a block pool."""
+    items: dict[str, int] = {}
+    for buffer in layout.buffers:
+        name = layout.space_by_name[buffer.space].id_list
+        items[name] = min(items.get(name, buffer.items), buffer.items)
+    users: dict[tuple[str | None, str], list[Space]] = {}
+    for space in (layout.space_by_name[name] for name in id_lists):
+        key = space.block_pool, space.name if space.block_pool is None else ""
+        users.setdefault(key, []).append(space)
+    by_id_list: dict[str, FreeList] = {}
+    for spaces in users.values():
+        free_list = FreeList(spaces, min(items[space.name] for space in spaces))
+        by_id_list.update((space.name, free_list) for space in spaces)
+    return by_id_list

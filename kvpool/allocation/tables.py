@@ -5,16 +5,16 @@ Row n of every table is one request: changing a batch is a few array operations,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from kvpool.allocation.block_table import BlockTable, Fork
-from kvpool.allocation.free_list import FreeLists
+from kvpool.allocation.block_table import BlockTable, Change, Fork, alive_start
+from kvpool.allocation.free_list import free_lists
 from kvpool.allocation.pins import Pins
-from kvpool.allocation.truncation import first_kept, need_kept, overwritten
-from kvpool.layout import PoolLayout, Span
+from kvpool.layout import PoolLayout, Space, Span
 from kvpool.layout.grid import Ints
+from kvpool.layout.request_address import MAX_TOKENS
 
 SETTLED = -1
 """In place of the least tokens of a request of which the number of tokens is known."""
@@ -42,10 +42,10 @@ class Tables:
         used = {layout.space_by_name[buffer.space].name for buffer in layout.buffers}
         self.spaces = tuple(space for space in layout.spaces if space.name in used)
         named = {space.id_list: layout.space_by_name[space.id_list] for space in self.spaces}
-        self.free_lists = FreeLists(layout, named)
+        of_list = free_lists(layout, named)
+        self.free_lists = tuple(dict.fromkeys(of_list.values()))
         self.lists = {
-            name: BlockTable(space, self.spaces, self.free_lists.by_id_list[name])
-            for name, space in named.items()
+            name: BlockTable(space, self.spaces, of_list[name]) for name, space in named.items()
         }
         self.pins = Pins(self.lists)
         self.tokens: Ints = np.zeros(0, dtype=np.int64)
@@ -112,15 +112,10 @@ class Tables:
         # computed tokens read what is alive before them, received ones what is alive at the end,
         # which may be anywhere from `before` on if at most so many come
         reach = after if received and not at_most else before
-        changes = {name: table.prepare(rows, reach, after) for name, table in self.lists.items()}
-        needed = {name: change.needed for name, change in changes.items()}
-        gone = {name: table.ids(changes[name].gone) for name, table in self.lists.items()}
-        self.free_lists.check(needed, gone)
+        changes = {name: table.extension(rows, reach, after) for name, table in self.lists.items()}
+        self._check_free(changes)
         self.pins.check_extend(rows, after, changes)
-        for name, table in self.lists.items():  # first, as one list may take what another frees
-            table.give_back(changes[name])
-        for name, table in self.lists.items():
-            table.fill(changes[name])
+        self._apply(changes)
         self.tokens[rows] = after
         if received or at_most:
             self.received[rows] = after
@@ -138,16 +133,13 @@ class Tables:
         for space in self.spaces:
             if not space.wraps:
                 freed = self.lists[space.id_list].freed(rows) * space.entries_per_item
-                need_kept(space, written, after, received, freed)
+                _need_kept(space, written, after, received, freed)
         lost = self._lost_at(rows, written, after, received)
-        cuts = {name: table.prepare_cut(rows, after) for name, table in self.lists.items()}
-        copied = [row for cut in cuts.values() for row in cut.copied[0].tolist()]
+        changes = {name: table.truncation(rows, after) for name, table in self.lists.items()}
+        copied = [row for change in changes.values() for row in change.copied[0].tolist()]
         self.pins.check_truncate(rows, after, copied)
-        gone = {name: table.ids(cuts[name].gone) for name, table in self.lists.items()}
-        self.free_lists.check({name: cut.copied[0].size for name, cut in cuts.items()}, gone)
-        for name, table in self.lists.items():  # first, as one list may take what another frees
-            table.give_back(cuts[name])
-        copies = {name: table.cut(cuts[name]) for name, table in self.lists.items()}
+        self._check_free(changes)
+        copies = self._apply(changes)
         for name, (src, dst) in copies.items():
             copy(name, src, dst)
         for name, (src, _) in copies.items():  # after the copies: nobody takes them before
@@ -161,15 +153,17 @@ class Tables:
         """See Allocator.fork; returns the fork's row, and the ids to copy from and to."""
         tokens_before, received = self.tokens[row : row + 1], self.received[row : row + 1]
         end = np.array([tokens], dtype=np.int64)
-        parts = {name: self._part(table, row, tokens) for name, table in self.lists.items()}
+        forks = {name: self._fork(table, row, tokens) for name, table in self.lists.items()}
         lost = self._lost_at(np.array([row]), tokens_before, end, received)
-        self.free_lists.check({name: part.src.size for name, part in parts.items()}, {})
+        needed = {name: len(fork.copied) for name, fork in forks.items()}
+        for free_list in self.free_lists:
+            free_list.check(needed, {})
         child = self.add()
         self.tokens[child] = tokens
         self.received[child] = min(int(received[0]), tokens)
         for name, entries in lost.items():
             self.lost[name][child] = entries[0]
-        return child, {n: table.apply_fork(child, parts[n]) for n, table in self.lists.items()}
+        return child, {n: table.fork(row, child, forks[n]) for n, table in self.lists.items()}
 
     def locate(self, rows: Ints, positions: Ints, after: Ints) -> dict[str, Ints]:
         """Flat locations by space of `positions` `[B, T]` of requests of `after` `[B]` tokens; -1
@@ -183,7 +177,7 @@ class Tables:
             present = items >= 0
             if space.wraps:
                 lost = self.lost[space.name][rows]
-                present &= entries >= first_kept(space, entries, after[:, None], lost[:, None])
+                present &= entries >= _first_kept(space, entries, after[:, None], lost[:, None])
             locations[space.name] = np.where(present, items * space.steps + steps, -1)
         return locations
 
@@ -193,7 +187,20 @@ class Tables:
         tokens = self.tokens[live]
         return {name: table.check_integrity(live, tokens) for name, table in self.lists.items()}
 
-    def _part(self, table: BlockTable, row: int, tokens: int) -> Fork:
+    def _check_free(self, changes: Mapping[str, Change]) -> None:
+        """Raises OutOfPages if too few items are free for changes by id list."""
+        needed = {name: change.needed for name, change in changes.items()}
+        gone = {name: table.ids(changes[name].gone) for name, table in self.lists.items()}
+        for free_list in self.free_lists:
+            free_list.check(needed, gone)
+
+    def _apply(self, changes: Mapping[str, Change]) -> dict[str, tuple[Ints, Ints]]:
+        """Applies changes by id list; returns the ids to copy from and to."""
+        for name, table in self.lists.items():  # first, as one list may take what another frees
+            table.give_back(changes[name])
+        return {name: table.take(changes[name]) for name, table in self.lists.items()}
+
+    def _fork(self, table: BlockTable, row: int, tokens: int) -> Fork:
         """What a fork of the first `tokens` tokens shares and copies of an id list."""
         space, end = table.space, np.array([tokens], dtype=np.int64)
         before = int(self.tokens[row])
@@ -210,8 +217,15 @@ class Tables:
                 f"space {space.name}: entries {start} to {came - 1} of that prefix were dead when "
                 "it was received, and were not transferred."
             )
+        freed = int(table.freed(np.array([row]))[0])
+        if stop > first and first < freed:
+            raise ValueError(
+                f"space {space.name}: items {first} to {freed - 1} of that prefix have left the "
+                "window and were freed."
+            )
         copied = space.per_request or tokens % space.tokens_per_item > 0
-        return table.check_fork(row, first, max(stop - copied, first), stop)
+        end_shared = max(stop - copied, first)
+        return Fork(range(first, end_shared), range(end_shared, stop))
 
     def _lost_at(self, rows: Ints, before: Ints, after: Ints, received: Ints) -> dict[str, Ints]:
         """First entries that rings have once requests of `before` `[B]` tokens have `after` `[B]`
@@ -219,7 +233,63 @@ class Tables:
         """
         lost = {}
         for space in self.rings:
-            gone = overwritten(space, before, after, self.lost[space.name][rows])
-            need_kept(space, before, after, received, gone)
+            gone = _overwritten(space, before, after, self.lost[space.name][rows])
+            _need_kept(space, before, after, received, gone)
             lost[space.name] = gone
         return lost
+
+
+def _first_kept(space: Space, entries: Ints, tokens: Ints, lost: Ints) -> Ints:
+    """The first entry that the items of `entries` still have, of requests of `tokens` tokens that
+    lack those before `lost`; of rings, whose later entries overwrite earlier ones.
+    """
+    size = space.entries_per_item if space.ring else MAX_TOKENS
+    stop = (entries // size + 1) * size
+    written = np.minimum(tokens // space.tokens_per_entry, stop)
+    first: Ints = np.maximum(written - space.steps, np.where(lost <= stop, lost, 0))
+    return first
+
+
+def _overwritten(space: Space, before: Ints, after: Ints, lost: Ints) -> Ints:
+    """The entry before which a ring has none of its last item's, that lacked those before `lost`
+    `[B]`, has taken `before` `[B]` tokens since and is to have `after` `[B]` of them: 0 without
+    tokens.
+    """
+    stop = after // space.tokens_per_entry
+    last = np.maximum(stop - 1, 0)
+    size = space.entries_per_item if space.ring else MAX_TOKENS
+    gone = np.minimum(_first_kept(space, last, before, lost), stop)
+    return np.where(gone > last // size * size, gone, 0)
+
+
+def _need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: Ints) -> None:
+    """Raises ValueError unless requests of `before` `[B]` tokens, of which entries before `gone`
+    `[B]` were freed or overwritten, have all that is alive of `after` `[B]`; after `received` `[B]`
+    tokens were received, entries that were dead then never came.
+    """
+    if not space.has_entries:
+        if (rows := np.flatnonzero((after > 0) & (after < before))).size:
+            row = rows[0]
+            raise ValueError(
+                f"space {space.name}: a slot holds the state after {before[row]} tokens, and there "
+                f"is no checkpoint of that after {after[row]}. Fork the request before it takes "
+                "tokens that may be rejected."
+            )
+        return
+    start, stop = alive_start(space, after), after // space.tokens_per_entry
+    alive = start < stop
+    why = "left the window and were freed. Truncate before the next tokens are extended"
+    if space.wraps:
+        why = (
+            f"were overwritten in the ring of {space.steps}. Build the pool with longer "
+            "rings, as for speculation"
+        )
+    never = "were dead when the request was received, and did not come. Keep what was received"
+    for end, reason in ((gone, why), (alive_start(space, received), never)):
+        rows = np.flatnonzero(alive & (start < end))
+        if rows.size:
+            row = rows[0]
+            raise ValueError(
+                f"space {space.name}: of the entries that are alive at {after[row]} tokens, "
+                f"{start[row]} to {min(end[row], stop[row]) - 1} {reason}."
+            )

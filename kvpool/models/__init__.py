@@ -7,65 +7,21 @@ config. A path of a config.json, its directory, or its fields as a mapping are r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvpool.layout.sentences import nearest, steps
+from kvpool.layout.sentences import nearest
 from kvpool.models.config import Fields, read_config, shipped as shipped, short
-from kvpool.models.drafts import DRAFTS
-from kvpool.models.families import FAMILIES, TARGETS, WRAPPERS
-from kvpool.models.layers import Need
+from kvpool.models.declaration import Declaration as Declaration
+from kvpool.models.families import DRAFTS, FAMILIES, TARGETS, WRAPPERS
 from kvpool.models.refused import CROSS, REFUSED
 from kvpool.models.rules import refuse_unread
-from kvpool.pools.base import KVPool
-from kvpool.pools.states import State
 
 BY_HAND = (
     "build MHAPool, MLAPool, NSAPool, SWAPool, HybridLinearPool, DSv4Pool or LayeredPool with the "
     "model's heads, dims and layers, or subclass KVPool and define declare() (docs/add-a-pool.md)"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Declaration(Need):
-    """A pool class and its arguments, without sizes, dtype, device, shard and pipeline stage.
-
-    `layers` are global ids: all layers of a target; a draft's follow them. `page_size` is the
-    default of `build`, `kinds` are the classes of the states that it has, `speculation` the
-    arguments of a pool that serves speculative decoding.
-    """
-
-    layers: tuple[int, ...]
-    total_kv_layers: int
-    owner: str
-    model: str
-
-    def __str__(self) -> str:
-        """The model and its pool, then a line for all layers that keep the same."""
-        others = dict(self.arguments)
-        layers: dict[tuple[State, ...], list[int]] = {}
-        for layer, states in others.pop("states", {}).items():
-            layers.setdefault(states, []).append(layer)
-        rows = [f"{self.model} ({self.owner}): {self.pool.__name__}, {len(self.layers)} layers"]
-        for states, numbers in layers.items():
-            kept = (f"{s.kind}{f', a window of {s.window}' * bool(s.window)}" for s in states)
-            rows.append(f"layers {steps(numbers)}: {'; '.join(kept)}")
-        return "\n".join((*rows, *(f"{name}: {value}" for name, value in others.items())))
-
-    def build(self, **common: Any) -> KVPool:
-        """The pool. Give a dtype or a packing, and num_pages, num_window_pages and num_slots where
-        the pool has such spaces. What is given here overrides the declaration.
-        """
-        return self.pool(**self._arguments(common))
-
-    def from_budget(self, nbytes: int, **common: Any) -> KVPool:
-        """As `build`, with as many pages as fit into `nbytes`; see KVPool.from_budget."""
-        return self.pool.from_budget(nbytes, **self._arguments(common))
-
-    def _arguments(self, common: Mapping[str, Any]) -> dict[str, Any]:
-        names = ("layers", "total_kv_layers", "owner", "model", "page_size")
-        return {**{name: getattr(self, name) for name in names}, **self.arguments, **common}
 
 
 def declare(config: str | Path | Mapping[str, Any]) -> Declaration:
@@ -76,10 +32,10 @@ def declare(config: str | Path | Mapping[str, Any]) -> Declaration:
     found value where a field does not fit.
     """
     fields, text = _fields(config)
-    need = TARGETS[text](fields)
+    declaration, count = TARGETS[text](fields), _layers(fields, text)
     refuse_unread(fields)
-    count = _layers(fields, text)
-    return _declared(fields, need, range(count), count, owner="target")
+    layers = tuple(range(count))
+    return replace(declaration, layers=layers, total_kv_layers=count, model=fields.model)
 
 
 def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
@@ -93,10 +49,16 @@ def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
     if text not in DRAFTS:
         raise ValueError(
             f"{fields.model} config: {count} draft layers, but drafts of this type are not known "
-            f"(known: {', '.join(DRAFTS)}). Build their pool yourself, with owner='draft'."
+            f"(known: {', '.join(sorted(DRAFTS))}). Build their pool yourself, with owner='draft'."
         )
     layers = range(first, first + count)
-    return _declared(fields, DRAFTS[text](fields, layers), layers, first, owner="draft")
+    return replace(
+        DRAFTS[text](fields, layers),
+        layers=tuple(layers),
+        total_kv_layers=first,
+        owner="draft",
+        model=fields.model,
+    )
 
 
 def known() -> tuple[str, ...]:
@@ -149,17 +111,3 @@ def _unknown(model: str, text: str, values: Mapping[str, Any]) -> str:
 
 def _layers(fields: Fields, text: str) -> int:
     return FAMILIES[text].layers(fields) if text in FAMILIES else fields.num_layers
-
-
-def _declared(fields: Fields, need: Need, layers: range, total: int, owner: str) -> Declaration:
-    return Declaration(
-        pool=need.pool,
-        arguments=need.arguments,
-        kinds=need.kinds,
-        page_size=need.page_size,
-        speculation=need.speculation,
-        layers=tuple(layers),
-        total_kv_layers=total,
-        owner=owner,
-        model=fields.model,
-    )

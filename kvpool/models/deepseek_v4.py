@@ -6,28 +6,41 @@ from typing import Any
 
 from kvpool.layout.formats import IndexKey, Ring, V4Latent
 from kvpool.models.config import Fields
-from kvpool.models.layers import Need
+from kvpool.models.declaration import Declaration
 from kvpool.models.rules import HEADS, SLIDING
 from kvpool.pools.dsv4 import DSv4Pool
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
-def deepseek_v4(fields: Fields) -> Need:
+def deepseek_v4(fields: Fields) -> Declaration:
     """Ratios by layer: compress_ratios (published configs; draft layers follow), or layer_types
     with compress_rates (transformers).
     """
     fields.ignore(HEADS, "compress_rope_theta", "o_lora_rank", "num_hash_layers")
     rated = _rated(fields) if fields.has("layer_types") else None
     if rated is not None and not fields.has("compress_ratios"):
-        return compressed(fields, rated)
-    ratios = ratios_of(fields)[: fields.num_layers]
+        return _compressed(fields, rated)
+    ratios = _ratios_of(fields)[: fields.num_layers]
     if rated not in (None, ratios):
         raise fields.wrong("compress_ratios", "equal to layer_types with compress_rates")
-    return compressed(fields, ratios)
+    return _compressed(fields, ratios)
 
 
-def compressed(fields: Fields, ratios: tuple[int, ...]) -> Need:
+def deepseek_v4_draft(fields: Fields, layers: range) -> Declaration:
+    """The window only, unless compress_ratios has entries for the draft's layers."""
+    ratios = deepseek_v4(fields).arguments["compress_ratios"]
+    further = _ratios_of(fields)[len(ratios) :] if fields.has("compress_ratios") else ()
+    if further and len(further) != len(layers):
+        least, most = layers.start, layers.stop
+        raise ValueError(
+            f"{fields.model} config: compress_ratios must have {least} entries, or {most} with the "
+            f"draft's, got {least + len(further)}."
+        )
+    return _compressed(fields, ratios + (further or (0,) * len(layers)))
+
+
+def _compressed(fields: Fields, ratios: tuple[int, ...]) -> Declaration:
     """A pool of these ratios; rope is a size, or a fraction of head_dim."""
     head_dim = fields.whole("head_dim", 2)
     if fields.has("partial_rotary_factor") and not fields.has("qk_rope_head_dim"):
@@ -46,7 +59,7 @@ def compressed(fields: Fields, ratios: tuple[int, ...]) -> Need:
         "window": fields.whole("sliding_window", 2) - 1,
         "compress_ratios": ratios,
     }
-    return Need(
+    return Declaration(
         pool=DSv4Pool,
         arguments=arguments,
         kinds=frozenset((V4Latent, IndexKey, Ring)),
@@ -69,7 +82,7 @@ def _rated(fields: Fields) -> tuple[int, ...]:
     )
 
 
-def ratios_of(fields: Fields) -> tuple[int, ...]:
+def _ratios_of(fields: Fields) -> tuple[int, ...]:
     """compress_ratios, those of the draft's layers too where they are given."""
     ratios = fields.get("compress_ratios")
     if not isinstance(ratios, (list, tuple)) or len(ratios) < fields.num_layers:

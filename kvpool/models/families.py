@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from kvpool.layout.formats import MHA, IndexKey
 from kvpool.models.config import Fields
-from kvpool.models.deepseek_v4 import deepseek_v4
+from kvpool.models.declaration import Declaration, Layer
+from kvpool.models.deepseek_v4 import deepseek_v4, deepseek_v4_draft
 from kvpool.models.latents import FAMILIES as LATENT_FAMILIES
-from kvpool.models.layers import Layer, Need
 from kvpool.models.linear import FAMILIES as LINEAR_FAMILIES
 from kvpool.models.rules import (
     BOTH,
@@ -91,10 +91,7 @@ def _exaone(fields: Fields, count: int) -> Sequence[str]:
 
 
 def _last_full(types: Types) -> Types:
-    def last_full(fields: Fields, count: int) -> Sequence[str]:
-        return [*types(fields, count)[:-1], FULL]
-
-    return last_full
+    return lambda fields, count: [*types(fields, count)[:-1], FULL]
 
 
 def _flint(fields: Fields, count: int) -> Sequence[str]:
@@ -240,10 +237,8 @@ def _minimax_m3(fields: Fields, name: str, needs: Needs) -> Layer:
 
 def _cycles(fields: Fields) -> int:
     """Layers run several times, each time with keys of their own."""
-    if fields.has("num_layers_per_stack"):
-        layers = fields.whole("num_layers_per_stack")
-    else:
-        layers = fields.num_layers
+    stack = "num_layers_per_stack"
+    layers = fields.whole(stack) if fields.has(stack) else fields.num_layers
     fields.ignore("L_bp_cycles")
     return layers * fields.whole("H_cycles") * (fields.whole("L_cycles") + 1)
 
@@ -330,7 +325,11 @@ FAMILIES: dict[str, Family] = {
     **LATENT_FAMILIES,
     **LINEAR_FAMILIES,
 }
-TARGETS: dict[str, Callable[[Fields], Need]] = {**FAMILIES, "deepseek_v4": deepseek_v4}
+TARGETS: dict[str, Callable[[Fields], Declaration]] = {**FAMILIES, "deepseek_v4": deepseek_v4}
+DRAFTS: dict[str, Callable[[Fields, range], Declaration]] = {
+    **{name: family.drafted for name, family in FAMILIES.items() if family.draft},
+    "deepseek_v4": deepseek_v4_draft,
+}
 # types whose fields are in text_config, and the type of these where it is not given
 WRAPPERS = {
     "dots3_note": "dots3_note_text",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvpool.layout.formats import MLA
 from kvpool.models.config import Fields
-from kvpool.models.layers import Layer
+from kvpool.models.declaration import Layer
 from kvpool.models.rules import (
     FULL,
     HEAD_DIM,
@@ -75,17 +75,15 @@ def _two_a_block(fields: Fields) -> int:
     return fields.num_layers
 
 
+INDEXED_LATENTS = Family(latent, _all_indexed, names=(FULL, INDEXED), also=indexed)
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(
-        ("axk1", "deepseek_v2", "deepseek_v3", "minicpm3", "mistral4", "youtu"), Family(latent)
-    ),
+    **dict.fromkeys(("axk1", "deepseek_v2", "minicpm3", "mistral4", "youtu"), Family(latent)),
+    "deepseek_v3": Family(latent, draft=FULL),
     "glm4_moe_lite": Family(_glm4_moe_lite),
     "longcat_flash": Family(latent, layers=_two_a_block),
     "axk2": Family(latent, _all_indexed, names=(FULL, INDEXED)),
-    **dict.fromkeys(
-        ("deepseek_v32", "glm_moe_dsa"),
-        Family(latent, _all_indexed, names=(FULL, INDEXED), also=indexed),
-    ),
+    "glm_moe_dsa": INDEXED_LATENTS,
+    "deepseek_v32": replace(INDEXED_LATENTS, draft=INDEXED),
     "hy_v4": Family(latent, _all_indexed, names=(FULL, INDEXED), also=_hy_v4),
     "mistral_large4_text": Family(latent, _all_indexed, names=(INDEXED,), also=_mistral_large4),
     "dots3_note_text": Family(_dots3_note, listed, names=(FULL, SLIDING, INDEXED)),

@@ -18,7 +18,7 @@ from kvpool.layout.formats import (
     short_conv,
 )
 from kvpool.models.config import Fields
-from kvpool.models.layers import Layer
+from kvpool.models.declaration import Layer
 from kvpool.models.rules import (
     BOTH,
     FULL,
@@ -75,11 +75,6 @@ def _gated_delta_net(fields: Fields) -> LinearState:
     )
 
 
-def _interval(fields: Fields, count: int) -> Sequence[str]:
-    step = fields.whole("full_attention_interval")
-    return [LINEAR if (n + 1) % step else FULL for n in range(count)]
-
-
 def _kda(fields: Fields) -> LinearState:
     """Sizes are in linear_attn_config in published configs."""
     sizes, names, kernel = fields, ("linear_num_heads", "linear_head_dim"), "linear_conv_kernel_dim"
@@ -97,12 +92,6 @@ def _bailing(fields: Fields) -> LinearState:
         return _kda(fields)
     count, dim = fields.whole("num_attention_heads"), fields.whole(HEAD_DIM)
     return kda(count, dim, fields.whole("short_conv_kernel_size", 2))
-
-
-def _groups(fields: Fields, count: int) -> Sequence[str]:
-    """Full attention on the last layer of each group."""
-    size = fields.whole("layer_group_size")
-    return [LINEAR if (n + 1) % size else FULL for n in range(count)]
 
 
 def _unrotated(fields: Fields, name: str, needs: Needs) -> Layer:
@@ -213,13 +202,7 @@ def _all(kind: str) -> Callable[[Fields, int], Sequence[str]]:
 
 
 def _short_conv(fields: Fields) -> LinearState:
-    fields.ignore(
-        "conv_bias",
-        "conv_dim",
-        "conv_dim_out",
-        "conv_use_xavier_init",
-        "full_attn_idxs",
-    )
+    fields.ignore("conv_bias", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "full_attn_idxs")
     return short_conv(fields.whole("hidden_size"), fields.whole("conv_L_cache", 2))
 
 
@@ -262,6 +245,7 @@ def _zaya(fields: Fields, name: str, needs: Needs) -> Layer:
 
 
 GATED = beside(_gated_delta_net)
+QWEN = Family(GATED, every(None, "full_attention_interval", LINEAR), (FULL, LINEAR), needs=BOTH)
 FAMILIES: dict[str, Family] = {
     "bamba": Family(
         beside(BAMBA), _by_indices("attn_layer_indices", LINEAR), (FULL, LINEAR), needs=ONLY_HEADS
@@ -269,7 +253,9 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": Family(beside(BAMBA), _all(HYBRID), (HYBRID,), needs=ONLY_HEADS),
     "falcon_mamba": Family(beside(_mamba1("expand", "state_size", "conv_kernel")), _all(LINEAR)),
     "granitemoehybrid": Family(beside(BAMBA), listed, (FULL, LINEAR)),
-    "bailing_hybrid": Family(beside(_bailing, latent), _groups, (FULL, LINEAR)),
+    "bailing_hybrid": Family(
+        beside(_bailing, latent), every(None, "layer_group_size", LINEAR), (FULL, LINEAR)
+    ),
     **dict.fromkeys(
         ("inkling2_text", "inkling_text"),
         Family(_inkling, listed, (HYBRID, HYBRID_SLIDING), needs=BOTH),
@@ -300,10 +286,8 @@ FAMILIES: dict[str, Family] = {
         needs=BOTH,
     ),
     "olmo_hybrid": Family(GATED, listed, (FULL, LINEAR)),
-    **dict.fromkeys(
-        ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-        Family(GATED, _interval, (FULL, LINEAR), needs=BOTH),
-    ),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), QWEN),
+    "qwen3_next": replace(QWEN, draft=FULL),
     "zamba": Family(beside(_zamba, _zamba2_attention), listed, (LINEAR, HYBRID), needs=ONLY_HEADS),
     "zaya": Family(_zaya, _all(HYBRID), (HYBRID, HYBRID_SLIDING), needs=BOTH),
     "zamba2": Family(beside(ZAMBA2, _zamba2_attention), listed, (LINEAR, HYBRID)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvpool.layout.formats import MHA, MLA, IndexKey
 from kvpool.models.config import ALIASES, MAX_VALUE, Fields
-from kvpool.models.layers import Layer, Need, layered
+from kvpool.models.declaration import Declaration, Layer, layered
 from kvpool.pools.states import State
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -180,11 +180,14 @@ def listed(fields: Fields, count: int) -> Sequence[str]:
     raise fields.wrong("layer_types", f"a list of {count} values, one for each layer")
 
 
-def every(full: int, field: str = "", rest: str = SLIDING, offset: int = 1) -> Types:
-    """Full attention on each layer n with (n + offset) % full == 0; `field` overrides `full`."""
+def every(full: int | None, field: str = "", rest: str = SLIDING, offset: int = 1) -> Types:
+    """Full attention on each layer n with (n + offset) % full == 0; `field` overrides `full`, and
+    must be given where that is None.
+    """
 
     def types(fields: Fields, count: int) -> Sequence[str]:
-        step = fields.whole_or(field, full) if field else full
+        step = fields.whole(field) if full is None else full
+        step = fields.whole_or(field, step) if field else step
         return [rest if (n + offset) % step else FULL for n in range(count)]
 
     return types
@@ -225,7 +228,7 @@ class Family:
     keep state. `also`: what a rule over all layers changes. `needs`: fields for which the type has
     a default of its own, so that they must be given; others default to hidden_size / heads and to
     as many KV heads as heads. `ignores`: those for which the type has these defaults whatever is
-    given.
+    given. `draft`: the type of the draft's layers, where they are known.
     """
 
     attention: Callable[[Fields, str, Needs], Layer]
@@ -235,10 +238,15 @@ class Family:
     also: Callable[[Fields, list[Layer], Needs], list[Layer]] = lambda _, layers, __: layers
     needs: Needs = frozenset()
     ignores: Needs = frozenset()
+    draft: str = ""
 
-    def __call__(self, fields: Fields) -> Need:
+    def __call__(self, fields: Fields) -> Declaration:
         """The pool of a config."""
         return layered(self.describe(fields))
+
+    def drafted(self, fields: Fields, layers: range) -> Declaration:
+        """The pool of a config's draft layers, which are alike."""
+        return layered([self.attention(fields, self.draft, self.needs)] * len(layers), layers.start)
 
     def describe(self, fields: Fields) -> list[Layer]:
         """What each layer keeps. Raises ValueError where a field does not fit."""

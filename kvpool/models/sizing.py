@@ -7,6 +7,7 @@ stage are alike, so one is computed for all. Pools are built on the meta device.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -205,46 +206,46 @@ def shares(layout: PoolLayout) -> tuple[RoleBytes, ...]:
     bytes of the buffers' items, or of the blocks that they lie in. Windows are counted at their
     largest, with chunks of one token.
     """
-    roles: dict[tuple[str, str, str], dict[int, float]] = {}  # bytes by layer
-    unused: dict[tuple[str, str, str], dict[int, float]] = {}
-    regions: dict[str, list[Region]] = {}
+    # bytes of owner, role and token or request, by layer
+    sizes: dict[tuple[str, str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    regions: dict[str, list[Region]] = defaultdict(list)
     for region in layout.regions:
-        regions.setdefault(region.buffer, []).append(region)
+        regions[region.buffer].append(region)
     rests = _rests_of_blocks(layout)
     for buffer in layout.buffers:
         space, inside = layout.space_by_name[buffer.space], regions[buffer.name]
         space = layout.space_by_name[space.id_list]  # whose items a request holds
         per = "token" if space.grows else "request"
-        owner, layer = inside[0].owner, inside[0].layer
         items = 1 / space.tokens_per_item if space.grows else items_per_request(space, 1)
         for region in inside:
-            roles.setdefault((owner, region.role, per), {})[layer] = region.nbytes * items
+            sizes[region.owner, region.role, per][region.layer] += region.nbytes * items
         rest = buffer.item_bytes - sum(region.nbytes for region in inside)
-        rest += rests.get(buffer.name, 0)
-        if rest:
-            padding = unused.setdefault((owner, "padding", per), {})
-            padding[layer] = padding.get(layer, 0) + rest * items
+        if rest := rest + rests.get(buffer.name, 0):
+            sizes[inside[0].owner, "padding", per][inside[0].layer] += rest * items
     rows = [
         RoleBytes(
-            owner=owner, role=role, per=per, layers=tuple(sorted(sizes)), nbytes=sum(sizes.values())
+            owner=owner,
+            role=role,
+            per=per,
+            layers=tuple(sorted(by_layer)),
+            nbytes=sum(by_layer.values()),
         )
-        for (owner, role, per), sizes in (*roles.items(), *unused.items())
+        for (owner, role, per), by_layer in sizes.items()
     ]
-    return tuple(sorted(rows, key=lambda share: share.per == "request"))
+    return tuple(sorted(rows, key=lambda row: (row.per == "request", row.role == "padding")))
 
 
 def _rests_of_blocks(layout: PoolLayout) -> dict[str, int]:
     """What the items of an id list leave of a block, by the last of their buffers."""
-    records: dict[tuple[str, str], list[Buffer]] = {}
+    records: dict[tuple[str, str], list[Buffer]] = defaultdict(list)
     for region in layout.regions:
         buffer, ids = layout.buffer_of(region), layout.space_of(region).id_list
         if layout.space_by_name[ids].block_pool is not None:
-            records.setdefault((region.owner, ids), []).append(buffer)
-    rests = {}
-    for buffers in records.values():
-        used = sum(buffer.item_bytes for buffer in set(buffers))
-        rests[buffers[-1].name] = max(0, buffers[-1].item_stride - used)
-    return rests
+            records[region.owner, ids].append(buffer)
+    return {
+        rows[-1].name: max(0, rows[-1].item_stride - sum(buffer.item_bytes for buffer in {*rows}))
+        for rows in records.values()
+    }
 
 
 def split(layers: Sequence[int], stages: int) -> list[tuple[int, ...]]:

@@ -49,34 +49,6 @@ def test_window_pages_may_go_until_one_is_alive_in_what_is_pinned():
     assert pages_of(alloc, request, "swa") == before and before[0] == 2
 
 
-def test_no_tokens_free_no_window_page_that_is_pinned():
-    alloc, request = started(swa(), 8)
-    old = request.address()
-    alloc.extend(request, 2)
-    Room(request, address=old)
-    with pytest.raises(RequestPinned, match="at 10 tokens it would lose"):
-        alloc.extend(request, 0)
-
-
-@pytest.mark.parametrize("build", [mla, swa, hybrid, dsv4])
-def test_between_chunks_a_request_grows(build):
-    alloc, request = started(build(), 1)
-    for tokens in range(1, 30):
-        Room(request, last=False)
-        alloc.extend(request, 1)
-        assert request.num_tokens == tokens + 1
-    with pytest.raises(RequestPinned, match="free would give up items"):
-        alloc.free(request)
-
-
-def test_pages_without_a_window_grow_while_they_are_pinned():
-    alloc, request = started(mla(), 5)
-    Room(request)
-    Room(request)
-    alloc.extend(request, 20)
-    assert request.num_tokens == 25
-
-
 def test_a_batch_with_a_pinned_request_is_refused_whole():
     alloc, request = started(hybrid(), 5)
     others = [alloc.new_request() for _ in range(3)]
@@ -104,15 +76,6 @@ def test_a_pinned_request_is_not_freed_and_its_items_are_named(side):
     room.ended = True
     alloc.free(request)
     alloc.check_integrity()
-
-
-def test_an_offered_request_is_forked_and_the_fork_is_free():
-    alloc, request = started(hybrid(), 9)
-    Room(request)
-    child = alloc.fork(request, 9)
-    assert child.pins() == [] and len(request.pins()) == 1
-    alloc.extend(child, 1)
-    alloc.free(child)
 
 
 def test_a_request_that_is_received_is_neither_forked_nor_saved_nor_loaded():
@@ -157,18 +120,6 @@ def test_a_pin_is_of_the_memory_that_its_endpoint_has():
         alloc.extend(request, 1)
     room.ended = True
     alloc.extend(request, 1)
-
-
-def test_a_pin_that_is_taken_back_holds_nothing():
-    alloc, request = started(mla(), 9)
-    rooms = [Room(request) for _ in range(2)]
-    for room in rooms:
-        with pytest.raises(RequestPinned, match=f"'{room.name}'"):
-            alloc.free(request)
-        request.unpin(room.pin)
-    alloc.free(request)
-    request.unpin(room.pin)
-    assert request.pins() == []
 
 
 def test_a_freed_request_is_not_pinned():

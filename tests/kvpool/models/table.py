@@ -11,7 +11,7 @@ import transformers
 
 from kvpool import IndexKey
 from kvpool.models import Declaration, declare
-from kvpool.models.drafts import DRAFTS
+from kvpool.models.families import DRAFTS
 from kvpool.models.refused import REFUSED
 from tests.kvpool.models.tiny import TEXTS, TYPES, changes
 
@@ -88,7 +88,7 @@ def main() -> str:
     left: dict[str, list[str]] = {}
     for name, why in sorted(REFUSED.items()):
         left.setdefault(why, []).append(f"`{name}`")
-    drafts = ", ".join(f"`{name}`" for name in DRAFTS)
+    drafts = ", ".join(f"`{name}`" for name in sorted(DRAFTS))
     end = (
         "\n## Drafts\n\n"
         f"`declare_draft(config)` declares the multi-token prediction layers of {drafts}.\n"

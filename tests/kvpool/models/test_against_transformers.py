@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from kvpool.layout.dtypes import ITEMSIZE  # noqa: E402
 from kvpool.models import declare, declare_draft, known, shipped  # noqa: E402
-from kvpool.models.drafts import DRAFTS  # noqa: E402
+from kvpool.models.families import DRAFTS  # noqa: E402
 from tests.kvpool.models.configs import FEW, config_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")

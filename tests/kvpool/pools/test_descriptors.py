@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-from itertools import pairwise
-
-import numpy as np
 import pytest
-import torch
 
 from kvpool import MHA, Shard, StateType
 from kvpool.layout.formats import gated_delta_net
@@ -112,50 +107,6 @@ def test_every_kind_of_buffer_is_listed_once_in_order(name):
     assert (pool.total_kv_layers, pool.start_layer, pool.end_layer) == (4, 0, 4)
 
 
-@every
-def test_what_a_view_writes_lies_at_pointer_plus_id_times_item_length(build):
-    pool = build()
-    rows = list(zip(*pool.get_contiguous_buf_infos()))
-    for component in pool.get_state_buf_infos():
-        rows += zip(*component[1:5])
-    by_pointer = {row[0]: row for row in rows}
-    random = np.random.default_rng(1)
-    for region in pool.layout.regions:
-        view = pool.view(region.role, region.layer).view(torch.uint8)
-        buffer = pool.layout.buffer_of(region)
-        pointer, length, item_length, layer = by_pointer[buffer.base]
-        assert layer == region.layer
-        assert length == buffer.items * item_length
-        item = int(random.integers(1, buffer.items))
-        before = ctypes.string_at(pointer, length)
-        pattern = random.integers(1, 255, view.shape[1:], dtype=np.uint8)
-        view[item] = torch.from_numpy(pattern)
-        after = bytearray(ctypes.string_at(pointer, length))
-        start = pointer + item * item_length
-        got = np.frombuffer(ctypes.string_at(start, item_length), dtype=np.uint8)
-        grid = np.lib.stride_tricks.as_strided(
-            got[region.offset :],
-            (*(axis.size for axis in region.axes), region.width),
-            (*(axis.stride for axis in region.axes), 1),
-        )
-        assert (grid == pattern).all()
-        inside = slice(item * item_length, (item + 1) * item_length)
-        changed = np.frombuffer(before, dtype=np.uint8) != np.frombuffer(after, dtype=np.uint8)
-        assert changed.sum() == changed[inside].sum() <= region.nbytes
-
-
-@every
-def test_listed_memory_lies_in_the_pools_one_slab_and_apart(build):
-    pool = build()
-    rows = list(zip(*pool.get_contiguous_buf_infos()))
-    for component in pool.get_state_buf_infos():
-        rows += zip(*component[1:5])
-    start = pool._slab.data_ptr()
-    spans = sorted((pointer, pointer + length) for pointer, length, _, _ in rows)
-    assert spans[0][0] == start and spans[-1][1] <= start + pool.nbytes
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-
-
 @pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
 def test_lists_per_layer_are_refused_where_layers_lie_side_by_side(build):
     pool = build(placement="page", device="meta")
@@ -254,21 +205,6 @@ def test_what_an_item_repeats_before_its_sharded_steps_is_counted():
             assert (k.sections[0], k.outer_counts[0]) == ([("swa.k", 0, heads, heads)], times)
     (rows,) = swa().get_state_buf_infos()
     assert (rows.sections, rows.outer_counts) == ([[], []], [1, 1])
-
-
-def test_a_sparse_indexer_beside_linear_attention_is_listed_as_components_of_their_own():
-    keys, conv, temporal = hybrid_nsa().get_state_buf_infos()
-    kinds = [each.state_type.value for each in (keys, conv, temporal)]
-    assert kinds == ["dsa", "mamba", "mamba"]
-    assert (keys.dim_per_tensor, keys.sections) == ([0], [[]])
-
-
-def test_what_is_sharded_is_that_of_this_rank():
-    whole, part = (hybrid(shard=shard).get_state_buf_infos() for shard in (Shard(), Shard(1, 4)))
-    assert [component.dim_per_tensor[0] for component in whole] == [2 * 3 + 2 * 3 + 4 * 5, 4]
-    assert [component.dim_per_tensor[0] for component in part] == [3 + 3 + 5, 1]
-    two = swa(swa=None, shard=Shard(0, 2)).get_state_buf_infos()
-    assert [component.dim_per_tensor for component in two] == [[2, 2], [2, 2]]
 
 
 def test_a_draft_is_listed_like_a_target():

@@ -17,18 +17,12 @@ import torch
 from kvpool import BufferSpec, DeviceUnavailable, KVPool, LayoutError, MHAPool, MLAPool, Shard
 from kvpool.item import Cell, Repeat, Seq, item_regions
 from kvpool.layout import Interleave, Space
-from kvpool.layout.dtypes import ITEMSIZE, dtype_name
+from kvpool.layout.dtypes import dtype_name
 
 MARK = 0xA5  # no written value below has this byte by design, and zeroed memory has not either
 PAGES, PAGE, HEADS, DIM, V_DIM, LAYERS = 5, 4, 3, 8, 16, (0, 2, 3)
 LATENT, ROPE = 16, 8
-DTYPES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1}
-ORDERS, PLACEMENTS = ("nhd", "hnd"), ("layer", "page", "block")
-
-orders = pytest.mark.parametrize("order", ORDERS)
-placements = pytest.mark.parametrize("placement", PLACEMENTS)
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
-devices = pytest.mark.parametrize("device", ["cpu", "meta"])
+PLACEMENTS = ("layer", "page", "block")
 
 
 def mha(**more):
@@ -79,19 +73,13 @@ def mla_templates(order, dtype):
     yield Repeat("entry", PAGE, row)
 
 
-@devices
-@placements
-@dtypes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize(
     ("build", "templates", "order"),
     [(mha, mha_templates, "nhd"), (mha, mha_templates, "hnd"), (mla, mla_templates, None)],
 )
-def test_a_pool_holds_the_regions_of_its_templates(
-    device, placement, dtype, build, templates, order
-):
-    options = {} if order is None else {"order": order}
-    pool = build(device=device, placement=placement, dtype=dtype, **options)
-    pool.check_integrity()
+def test_a_pool_holds_the_regions_of_its_templates(dtype, build, templates, order):
+    pool = build(dtype=dtype, **({} if order is None else {"order": order}))
     expected = [
         region
         for template in templates(order, dtype)
@@ -173,19 +161,6 @@ def test_the_layers_of_the_model_are_not_guessed_from_a_part_of_them(owner, laye
         mla(owner=owner, layers=layers, total_kv_layers=None)
 
 
-def test_a_draft_merges_with_its_target():
-    target, draft = mla(), mla(owner="draft", layers=[61])
-    merged = type(target.layout).merge(target.layout, draft.layout)
-    assert {region.owner for region in merged.regions} == {"target", "draft"}
-
-
-def test_equal_pools_have_equal_fingerprints():
-    one, two = mha(), mha()
-    assert one.layout != two.layout
-    assert one.layout.fingerprint() == two.layout.fingerprint()
-    assert one.layout.fingerprint() != mha(order="hnd").layout.fingerprint()
-
-
 # shards
 
 
@@ -214,7 +189,7 @@ def test_heads_that_do_not_divide_are_refused():
         mha(num_kv_heads=6, shard=Shard(0, 4))
 
 
-# reads and writes: whole memory against a copy that is written by hand
+# reads and writes that are refused; the kit has those that are not
 
 
 def slab_bytes(pool) -> np.ndarray:
@@ -230,58 +205,8 @@ def marked(pool) -> np.ndarray:
     return slab_bytes(pool)
 
 
-def buffer_start(pool, role, layer) -> tuple[int, int]:
-    """Offset of a role's buffer in the slab, and its item stride."""
-    buffer = pool.layout.buffer_of(pool.layout.region_by_key["target", layer, role])
-    return buffer.base - pool.layout.slabs()[0].base, buffer.item_stride
-
-
-def as_bytes(values: torch.Tensor) -> np.ndarray:
-    """`[..., element]` as bytes `[..., byte]`."""
-    return values.contiguous().view(torch.uint8).numpy()
-
-
-def draw(*shape, dtype) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype))
-
-
 def zeros(*shape) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.bfloat16)
-
-
-LOCATIONS = [4, 19, 6, 0, 13]  # one in the padding page, in no order
-
-
-@orders
-@placements
-@dtypes
-def test_set_kv_buffer_writes_the_given_locations_and_nothing_else(order, placement, dtype):
-    pool, size = mha(order=order, placement=placement, dtype=dtype), DTYPES[dtype]
-    expected = marked(pool)
-    k, v = draw(5, HEADS, DIM, dtype=dtype), draw(5, HEADS, V_DIM, dtype=dtype)
-    pool.set_kv_buffer(2, LOCATIONS, k, v)
-    for role, values, dim in (("k", k, DIM), ("v", v, V_DIM)):
-        start, stride = buffer_start(pool, role, 2)
-        for n, location in enumerate(LOCATIONS):
-            page, entry = divmod(location, PAGE)
-            for head in range(HEADS):
-                row = entry * HEADS + head if order == "nhd" else head * PAGE + entry
-                at = start + page * stride + row * dim * size
-                expected[at : at + dim * size] = as_bytes(values)[n, head]
-    assert (slab_bytes(pool) == expected).all()
-    for got, given in zip(pool.get_kv_buffer(2, LOCATIONS), (k, v)):
-        assert (as_bytes(got) == as_bytes(given)).all()
-        assert (got.dtype, got.shape) == (given.dtype, given.shape)
-
-
-@dtypes
-def test_values_of_another_dtype_are_refused(dtype):
-    pool = mla(dtype=dtype)
-    before = marked(pool)
-    says = rf"target layer 0 latent: values \(1, 16\) torch.int8, the pool takes .* torch.{dtype}"
-    with pytest.raises(ValueError, match=says):
-        pool.scatter(0, [5], {"latent": torch.zeros(1, LATENT, dtype=torch.int8)})
-    assert (slab_bytes(pool) == before).all()
 
 
 def test_values_of_a_graph_are_written_without_it():
@@ -303,16 +228,6 @@ def test_inference_mode_changes_nothing(built, viewed, written):
         pool.scatter(0, [5], {"latent": torch.ones(1, LATENT)})
     pool.scatter(0, [6], {"latent": torch.ones(1, LATENT)})
     assert pool.gather("latent", 0, [5, 6]).sum() == 2 * LATENT
-
-
-@pytest.mark.parametrize("dtype", ITEMSIZE)
-def test_bits_of_every_dtype_come_back_as_they_were(dtype):
-    """Any dtype that a pool can be built with can be written and read."""
-    pool = mla(dtype=dtype)
-    bits = torch.arange(LATENT * ITEMSIZE[dtype], dtype=torch.uint8)[None] % 2
-    latent = bits.view(getattr(torch, dtype))
-    pool.scatter(0, [5], {"latent": latent})
-    assert torch.equal(pool.gather("latent", 0, [5]).view(torch.uint8), bits)
 
 
 @pytest.mark.parametrize(
@@ -340,13 +255,11 @@ def test_locations_that_are_no_flat_integers_are_refused(locations):
         mla().get_kv_buffer(0, locations)
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, HEADS, DIM), (HEADS, DIM), (5, 1, DIM), (5, HEADS, 1), (5, DIM), (6, HEADS, DIM)]
-)
+@pytest.mark.parametrize("shape", [(1, HEADS, DIM), (HEADS, DIM), (5, 1, DIM), (6, HEADS, DIM)])
 def test_values_of_another_shape_are_refused(shape):
     """No broadcast: one token's K over five tokens is a bug of the caller."""
     with pytest.raises(ValueError, match=r"target layer 0 k: values .* the pool takes \(5, 3, 8\)"):
-        mha().scatter(0, LOCATIONS, {"k": zeros(*shape)})
+        mha().scatter(0, [4, 19, 6, 0, 13], {"k": zeros(*shape)})
 
 
 def test_a_layer_or_role_that_is_not_held_is_refused():
@@ -394,7 +307,7 @@ def test_a_pool_without_memory_refuses_reads_and_writes():
 # sizes
 
 
-@placements
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_deepseek_v3_takes_1152_bytes_a_layer_and_token(placement):
     pool = MLAPool(
         layers=range(61),
@@ -406,11 +319,6 @@ def test_deepseek_v3_takes_1152_bytes_a_layer_and_token(placement):
     )
     assert pool.bytes_per_token == 61 * 1152
     assert pool.nbytes == 9 * 64 * 61 * 1152
-
-
-def test_bytes_per_token_are_those_of_this_rank():
-    whole, part = mha(num_kv_heads=4), mha(num_kv_heads=4, shard=Shard(1, 2))
-    assert part.bytes_per_token == whole.bytes_per_token / 2
 
 
 def resident() -> int:
@@ -461,13 +369,6 @@ def test_memory_lives_as_long_as_a_view():
     assert view[4, 3].float().sum() == HEADS * V_DIM
     del view
     assert mappings() == before
-
-
-def test_what_was_read_does_not_keep_the_memory():
-    before = mappings()
-    got = mla().get_kv_buffer(0, [5])
-    assert mappings() == before
-    assert got[0].shape == (1, LATENT)
 
 
 class SharedOut(MLAPool):
