@@ -11,7 +11,7 @@ from tests.faults.run import Outcome, Run
 from tests.faults.shapes import SHAPES
 from tests.faults.world import Late, Violation, World
 
-IN_A_ROW = 5
+IN_A_ROW = 3
 """Consecutive runs of one shape."""
 REPEATS = 2
 """How often a run is repeated in which something was late."""

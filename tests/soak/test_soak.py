@@ -22,7 +22,7 @@ KEPT_EVERY = 0.1
 
 @pytest.mark.parametrize(
     ("engine", "minutes", "memory"),
-    [("local", 0.1, 64), *(pytest.param(name, 3, 4, marks=pytest.mark.long) for name in ENGINES)],
+    [("local", 0.05, 64), *(pytest.param(name, 3, 4, marks=pytest.mark.long) for name in ENGINES)],
 )
 def test_a_run_passes_and_reports_what_it_did(tmp_path, capsys, engine, minutes, memory):
     options = ["--minutes", str(minutes), "--engines", engine, "--memory", str(memory)]
@@ -65,7 +65,7 @@ def run(seconds, **engines):
 
 
 def test_what_a_process_keeps_is_found():
-    failures = run(6, d0=Keeping)
+    failures = run(4, d0=Keeping)
     assert [sentence.partition(" grew ")[0] for sentence in failures] == [
         f"local mha: d0: {what}" for what in ("memory", "files", "threads")
     ]

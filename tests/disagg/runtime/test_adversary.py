@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
@@ -221,9 +220,8 @@ def replace_hello(hello, layout):
     )
 
 
-@each_engine
-def test_a_thousand_strangers_leave_room_for_a_decode(engine):
-    with Prefill(engine) as prefill, Decode(engine) as decode:
+def test_a_thousand_strangers_leave_room_for_a_decode():
+    with Prefill("local") as prefill, Decode("local") as decode:
         strangers = [dial(prefill.address) for _ in range(1000)]
         for number, stranger in enumerate(strangers):
             stranger.socket.sendall(os.urandom(1 + number % 50))
@@ -232,9 +230,3 @@ def test_a_thousand_strangers_leave_room_for_a_decode(engine):
         for stranger in strangers:
             stranger.socket.close()
         prefill.close()
-
-
-def test_the_secret_is_longer_than_a_pool():
-    """Or a lying prefill would be refused for other reasons."""
-    pool = MLAPool(layers=range(2), **MLA)
-    assert np.frombuffer(SECRET, dtype=np.uint8).size >= pool.nbytes

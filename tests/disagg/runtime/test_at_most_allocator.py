@@ -39,7 +39,7 @@ def received(source, prefill, decode, request, tokens, start=0):
 
 
 @every
-@pytest.mark.parametrize("tokens", [0, 1, 7, 16, 21, ROOM])
+@pytest.mark.parametrize("tokens", [0, 7, 21, ROOM])
 def test_fewer_tokens_than_there_is_room_for_come_whole_and_the_request_goes_on(build, tokens):
     with receiving(build) as (source, prefill, dest, decode):
         alloc = Allocator(dest)

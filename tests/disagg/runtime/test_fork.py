@@ -70,7 +70,7 @@ with (
 ):
     link = decode.connect([prefill.address], timeout=60)
     move("before")
-    for number in range(4):
+    for number in range(2):
         room = f"open {number}"
         decode.receive(room, dest)
         prefill.send(room, source)  # its reads are in flight in the endpoints' threads

@@ -38,8 +38,10 @@ def pools():
     return source, given, dest, oracle.place(dest, TOKENS, 9)
 
 
-@pytest.mark.parametrize("transport", ["unix", "insecure", "keys", "memory"])
-@pytest.mark.parametrize("verify", [None, "checksum"])
+@pytest.mark.parametrize(
+    ("transport", "verify"),
+    [("unix", None), ("insecure", None), ("keys", "checksum"), ("memory", "checksum")],
+)
 def test_a_room_is_handed_over_by_steps_alone(pools, transport, verify, keys):
     source, given, dest, into = pools
     bind, sides = "tcp://127.0.0.1:*", [{"threaded": False}, {"threaded": False}]

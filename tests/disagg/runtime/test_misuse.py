@@ -14,11 +14,10 @@ from disagg import (
     EndpointClosed,
     KVPoll,
     PrefillEndpoint,
-    RoomError,
     SocketTransport,
     UnknownRoom,
 )
-from disagg.engines.base import TransferError, create_engine
+from disagg.engines.base import create_engine
 from disagg.engines.local import LocalEngine
 from disagg.protocol import codec, messages
 from kvpool import MLAPool, RequestAddress, Span
@@ -161,7 +160,7 @@ def test_an_address_in_use_is_a_sentence_and_leaves_nothing_behind(pair):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_hundred_endpoints_leave_no_file_and_no_thread_behind():
+def test_endpoints_leave_no_file_and_no_thread_behind():
     pool = MLAPool(layers=[0], **MLA)
 
     def once():
@@ -174,7 +173,7 @@ def test_a_hundred_endpoints_leave_no_file_and_no_thread_behind():
 
     once()
     files, threads = held()
-    for _ in range(100):
+    for _ in range(25):
         once()
     end = time.monotonic() + 20  # threads that touch memory in the background end by themselves
     while held()[1] > threads and time.monotonic() < end:
@@ -255,40 +254,6 @@ def test_a_wait_that_takes_too_long_says_what_the_room_waits_for(pair):
     succeeds(decode, "r")
 
 
-def test_pages_of_a_room_that_is_not_over_are_refused_to_another(pair):
-    decode, address = pair[2], pair[3]
-    decode.receive("one", address)
-    first = int(np.sort(address.spans["kv"].ids)[0])
-    with pytest.raises(RoomError, match=rf"'two': item {first}.* of id list kv is written by room"):
-        decode.receive("two", address)
-    with pytest.raises(UnknownRoom):
-        decode.poll("two")
-    decode.abort("one", "retry")
-    works(pair, "two")
-
-
-class Odd(Exception):
-    """What a device's binding may raise."""
-
-
-class Failing:
-    """An event of a device that has failed."""
-
-    def query(self):
-        raise Odd("odd")
-
-
-def test_an_event_that_raises_anything_fails_its_room_and_no_other(pair):
-    prefill, given, *_ = pair
-    prefill.send("waits", RequestAddress(16, given.spans), last=False)
-    prefill.send("bad", given, after=Failing())  # the room says what is wrong, not the call
-    assert prefill.wait("bad", 20) is KVPoll.Failed
-    assert str(prefill.failure("bad")) == "prefill: its device failed: odd"
-    assert prefill.poll("waits") is KVPoll.Bootstrapping
-    assert prefill.leases().leased == {"kv": 5}
-    works(pair, "next")
-
-
 def test_a_fault_in_the_loop_fails_its_rooms_by_name_and_the_loop_goes_on(pair, monkeypatch):
     _, _, decode, address, _ = pair
     decode.receive("r", address)
@@ -301,24 +266,6 @@ def test_a_fault_in_the_loop_fails_its_rooms_by_name_and_the_loop_goes_on(pair, 
     assert decode.wait("r", 20) is KVPoll.Failed
     assert "cable pulled" in str(decode.failure("r"))
     works(pair, "next")
-
-
-def test_a_failed_read_that_cannot_be_fenced_keeps_the_rooms_pages_leased(pair, monkeypatch):
-    prefill, given, decode, address, _ = pair
-
-    def fail(*_):
-        raise TransferError("injected")
-
-    monkeypatch.setattr(decode.engine, "read", fail)
-    monkeypatch.setattr(decode.engine, "fence", fail)
-    decode.receive("r", address)
-    prefill.send("r", given)
-    assert decode.wait("r", 20) is KVPoll.Failed
-    assert decode.reading("r")
-    with pytest.raises(ValueError, match="wait for its reads"):
-        decode.forget("r")
-    monkeypatch.undo()
-    works(pair, "next", oracle.elsewhere(pair[4], address))
 
 
 def test_private_memory_that_the_kernel_keeps_in_two_mappings_is_one_segment():

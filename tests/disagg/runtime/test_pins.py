@@ -75,8 +75,7 @@ def arrives(there, decode, room, tokens=TOKENS, **options):
     return request
 
 
-@pytest.mark.parametrize("verify", [None, "checksum"])
-@pytest.mark.parametrize("build", [slotted, ringed])
+@pytest.mark.parametrize(("build", "verify"), [(slotted, None), (ringed, "checksum")])
 def test_a_state_that_is_offered_is_not_overwritten_by_the_next_token(build, verify):
     with pinning(build, verify=verify) as (here, prefill, there, decode):
         request = here.request(TOKENS)
@@ -88,9 +87,8 @@ def test_a_state_that_is_offered_is_not_overwritten_by_the_next_token(build, ver
         here.compute(request, 1)
 
 
-@pytest.mark.parametrize("verify", [None, "checksum"])
-def test_a_window_page_that_is_offered_goes_to_no_other_request(verify):
-    with pinning(windowed, verify=verify) as (here, prefill, there, decode):
+def test_a_window_page_that_is_offered_goes_to_no_other_request():
+    with pinning(windowed, verify="checksum") as (here, prefill, there, decode):
         request = here.request(TOKENS)
         prefill.send("r", request.address())
         with pytest.raises(RequestPinned, match=r"it would lose items \d+ of space swa") as no:

@@ -411,18 +411,6 @@ def test_a_transport_that_is_bound_anew_listens_there_only(transports, tmp_path)
     pair_of(listener, new, dialler, peer=8)
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5", "tcp://example.com:5"])
-def test_tcp_without_keys_is_refused_unless_it_is_said(transports, address, caplog):
-    ways = r"TCP needs keys on both sides .*use ipc://PATH, or say insecure=True"
-    with pytest.raises(ValueError, match=f"connect: address '{address}': .*{ways}"):
-        transports(insecure=False).connect(1, address)
-    with pytest.raises(ValueError, match=f"bind '{address}': .*{ways}"):
-        transports(insecure=False).bind(address)
-    assert not caplog.records
-    transports().connect(1, address)
-    assert f"{address}: control messages without keys (insecure=True)" in caplog.text
-
-
 def test_keys_of_the_other_side_are_refused(transports):
     with pytest.raises(ValueError, match="these are decode's keys"):
         transports("decode").bind(TCP)

@@ -30,6 +30,7 @@ from tests.disagg.waiting import until
 TOKENS = 75
 MHA = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 12, "page_size": 16}
 LAYERS = {"layers": range(3)}
+STAGED = [("nixl", 0), *((engine, MIN_STAGING) for engine in ENGINES)]
 
 
 class Joining(LocalEngine):
@@ -162,8 +163,7 @@ def test_runs_are_joined_by_where_the_source_has_them():
 # rooms
 
 
-@pytest.mark.parametrize("staging", [MIN_STAGING, 0])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "staging"), STAGED)
 def test_heads_of_four_ranks_arrive_in_a_decode_of_another_order(engine, staging):
     ranks = [{**MHA, **LAYERS, "shard": Shard(rank, 4)} for rank in range(4)]
     dest = MHAPool(**LAYERS, **{**MHA, "order": "hnd", "page_size": 8, "num_pages": 20})
@@ -203,8 +203,7 @@ def hand_over(
             oracle.assert_holds(dest, address)
 
 
-@pytest.mark.parametrize("staging", [MIN_STAGING, 0])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "staging"), STAGED)
 def test_one_rank_s_heads_of_eight_arrive_with_what_lies_between_left_out(engine, staging):
     shape = {**MHA, "num_kv_heads": 8}
     dest = MHAPool(**LAYERS, **{**shape, "shard": Shard(5, 8)})

@@ -103,9 +103,9 @@ def test_tiny_messages_take_no_memory():
         prefill.works("before")
         before = prefill.resident()
         with dial(prefill.address) as stranger:
-            push(stranger, frame(b"\xc1") * (24 * MIB // 5))
+            push(stranger, frame(b"\xc1") * (12 * MIB // 5))
             prefill.works("beside")
-            assert prefill.resident() - before < 64 * MIB
+            assert prefill.resident() - before < 32 * MIB
         prefill.works("after")
 
 

@@ -103,6 +103,8 @@ def test_where_no_fence_is_sure_all_fail_with_what_failed_first(both):
     for room in range(ROOMS):
         assert made.decode.poll(room) is KVPoll.Failed
         assert "injected" in made.decode.failure(room).reason and made.decode.reading(room)
+        with pytest.raises(ValueError, match="wait for its reads"):
+            made.decode.forget(room)
 
 
 def test_where_a_fence_takes_too_long_all_fail_and_keep_their_pages_until_it_is_passed():
