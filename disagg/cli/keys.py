@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from disagg.runtime.keys import SIDE_DAYS, write_keys
+from kvpool.extras import needed_by
 
 
 def keys(
@@ -16,7 +16,7 @@ def keys(
     renew: Annotated[
         bool, typer.Option("--renew", help="Replace both sides' files in the folder.")
     ] = False,
-    days: Annotated[int, typer.Option(min=1, help="How long they are valid.")] = SIDE_DAYS,
+    days: Annotated[int, typer.Option(min=1, help="How long they are valid.")] = 365,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """Write TLS files for endpoints: an authority's, and one a side.
@@ -27,6 +27,8 @@ def keys(
     Example:
       kvpool keys /etc/kvpool
     """
+    with needed_by("kvpool keys"):
+        from disagg.runtime.keys import write_keys
     try:
         files = write_keys(path, days, renew=renew)
     except OSError as error:

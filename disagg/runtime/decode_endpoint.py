@@ -28,7 +28,7 @@ from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.link import Link
 from disagg.protocol.rooms.offered import layer_names, layers_by_owner
 from disagg.protocol.status import KVPoll
-from disagg.runtime.endpoint import Endpoint, Reads
+from disagg.runtime.endpoint import Endpoint
 from disagg.runtime.options import Options, check_values
 from disagg.runtime.staging import staging_buffers
 from kvpool.layout import PoolLayout, RequestAddress
@@ -94,7 +94,8 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             layout,
             engine,
             options,
-            Reads(staging_buffers(layout, engine, staging), read_timeout),
+            staging_buffers(layout, engine, staging),
+            read_timeout,
         )
         self.driver.start()
 

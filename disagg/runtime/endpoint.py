@@ -12,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Generic, Literal, TypeVar, cast
 
 from typing_extensions import Self
@@ -45,14 +45,6 @@ from kvpool.layout import Pin, PoolLayout, RequestAddress
 M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 
 
-@dataclass(frozen=True)
-class Reads:
-    """What decode's reads go through, and how long a part may take, in seconds."""
-
-    stage: StagingBuffers = field(default_factory=StagingBuffers)
-    timeout: float = float("inf")
-
-
 class Endpoint(Generic[M]):
     """The calls of both sides.
 
@@ -71,9 +63,14 @@ class Endpoint(Generic[M]):
         layout: PoolLayout,
         engine: Engine,
         options: Options,
-        reads: Reads | None = None,
+        stage: StagingBuffers | None = None,
+        read_timeout: float = float("inf"),
     ) -> None:
-        """`reads` are decode's; without, this is a prefill, whose memory is read."""
+        """`stage` is what decode's reads go through; without, this is a prefill, whose memory is
+        read. A part of a read may take `read_timeout` seconds.
+        """
+        reads = stage is not None
+        stage = stage or StagingBuffers()
         peer_timeout = check_options(type(self).__name__, options)
         conventions = checked_conventions(options.get("conventions", {}))
         clock = options.get("clock", time.monotonic)
@@ -82,7 +79,6 @@ class Endpoint(Generic[M]):
         self._transport_is_lent = options.get("transport") is not None
         self.layout = replace(layout, generation=layout.generation or uuid.uuid4().hex)
         self.engine = engine
-        stage = reads.stage if reads else StagingBuffers()
         slabs = (*self.layout.slabs(), *stage.slabs)
         try:
             engine.register(list(slabs))
@@ -104,7 +100,7 @@ class Endpoint(Generic[M]):
             layout=self.layout,
             engine=engine,
             transport=transport,
-            reader=Reader(engine, reads.timeout if reads else float("inf"), clock, stage),
+            reader=Reader(engine, read_timeout, clock, stage),
             digester=Digester(),
             clock=clock,
             telemetry=dict(engine.telemetry()),
