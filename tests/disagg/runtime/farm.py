@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from tests.processes import FORKS
+from tests.processes import Child
 
 PATIENCE = 60  # seconds after which a process that does not answer is stuck
 
@@ -77,7 +77,7 @@ class Farm:
     """The processes, by engine; one that has died is replaced, and who called it is told."""
 
     def __init__(self) -> None:
-        self._running: dict[str, tuple[Any, Any]] = {}
+        self._running: dict[str, Child] = {}
 
     @contextmanager
     def case(self, engine: str, ranks: Sequence[Sequence[Any]], tokens: int) -> Iterator[Any]:
@@ -95,32 +95,19 @@ class Farm:
     def end(self) -> None:
         """Ends all processes; each must exit well."""
         for engine in list(self._running):
-            process, pipe = self._running.pop(engine)
-            with suppress(OSError):
-                pipe.send(None)
-            process.join(PATIENCE)
-            status = process.exitcode
-            process.kill()
+            with self._running.pop(engine) as child:
+                status = child.close()
             assert status == 0, f"farm of {engine}: exit status {status}"
 
     def _call(self, engine: str, name: str, *given: Any) -> Any:
-        if engine not in self._running:
-            here, there = FORKS.Pipe()
-            process = FORKS.Process(target=serve, args=(there,), daemon=True)
-            process.start()
-            there.close()
-            self._running[engine] = process, here
-        process, pipe = self._running[engine]
+        child = self._running.get(engine) or Child(serve)
+        self._running[engine] = child
         try:
-            pipe.send((name, given))
-            if not pipe.poll(PATIENCE):
-                raise EOFError
-            answer, problem = pipe.recv()
-        except (EOFError, OSError):
-            del self._running[engine]
-            process.join(1)
-            status = process.exitcode
-            process.kill()
+            answer, problem = child.ask(name, given)
+        except (AssertionError, EOFError, OSError):
+            with self._running.pop(engine):
+                child.process.join(1)
+                status = child.process.exitcode
             how = "does not answer" if status is None else f"ended with status {status}"
             raise RuntimeError(f"farm of {engine}: {how}, asked to {name}.") from None
         if problem is not None:

@@ -17,7 +17,7 @@ from kvpool import MLAPool
 from kvpool.layout import PoolLayout
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import FORKS
+from tests.processes import Child
 from tests.streams import dial
 
 TOKENS = 75
@@ -61,42 +61,18 @@ def serve(pipe, engine, bind, options, lie):
         while (room := pipe.recv()) is not None:
             prefill.send(room, oracle.RequestAddress(TOKENS, given.spans))
             pipe.send(None)
-    pipe.send("closed")
 
 
-class Prefill:
+class Prefill(Child):
     """A prefill in a process of its own."""
 
     def __init__(self, engine, bind=None, options=None, lie=None):
-        self._pipe, there = FORKS.Pipe()
-        self._process = FORKS.Process(
-            target=serve, args=(there, engine, bind, options or {}, lie), daemon=True
-        )
-        self._process.start()
-        there.close()
-        self.address = self._answer()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._process.kill()
-        self._process.join(20)
-
-    def send(self, room):
-        self._pipe.send(room)
-        self._answer()
+        super().__init__(serve, engine, bind, options or {}, lie)
+        self.address = self.answer()
 
     def close(self):
         """It must still be able to close, and exit well."""
-        self._pipe.send(None)
-        assert self._answer() == "closed"
-        self._process.join(30)
-        assert self._process.exitcode == 0
-
-    def _answer(self):
-        assert self._pipe.poll(60), "the prefill process does not answer"
-        return self._pipe.recv()
+        assert super().close() == 0
 
 
 class Decode:
@@ -118,7 +94,7 @@ class Decode:
         """A room is handed over byte by byte."""
         oracle.blank(self.pool)
         self.endpoint.receive(room, self.table, link=link)
-        prefill.send(room)
+        prefill.ask(room)
         state = self.endpoint.wait(room, 60)
         assert state is KVPoll.Success, self.endpoint.failure(room)
         oracle.assert_holds(self.pool, self.table)
@@ -133,14 +109,11 @@ def holder(whose):
     """A pointer to memory that no engine registered, of this process or of another one."""
     if whose == "decode's":
         held = ctypes.create_string_buffer(SECRET)
+        assert len(SECRET) >= MLAPool(layers=range(2), **MLA).nbytes  # or it is refused for that
         yield ctypes.addressof(held)
         return
-    pipe, there = FORKS.Pipe()
-    process = FORKS.Process(target=hold, args=(there,), daemon=True)
-    process.start()
-    yield pipe.recv()
-    pipe.send(None)
-    process.join(20)
+    with Child(hold) as other:
+        yield other.answer()
 
 
 def hold(pipe):
@@ -157,7 +130,7 @@ def test_a_prefill_that_names_memory_it_has_not_registered_gets_nothing_read(eng
         with Prefill(engine, lie=lie) as liar:
             link = decode.endpoint.connect([liar.address], timeout=30)
             decode.endpoint.receive("r", decode.table, link=link)
-            liar.send("r")
+            liar.ask("r")
             assert decode.endpoint.wait("r", 60) is KVPoll.Failed
             assert decode.untouched()
             good = decode.endpoint.connect([honest.address], timeout=30)
@@ -175,7 +148,7 @@ def test_a_squatter_without_the_keys_gets_nothing(engine, keys, other_keys):
             decode.receives("before", prefill, link)
         for name, options in (("plain", {"insecure": True}), ("others", {"keys": other_keys})):
             with Prefill(engine, address, options) as squatter:
-                squatter.send(name)
+                squatter.ask(name)
                 decode.endpoint.receive(name, decode.table, link=link)
                 assert decode.endpoint.wait(name, 30) is KVPoll.Failed
                 assert decode.untouched()

@@ -41,9 +41,11 @@ def filled(holders):
     return tables
 
 
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("size", [1, 8])
-@pytest.mark.parametrize(("sources", "dests"), [(2, 1), (1, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize(
+    ("sources", "dests", "cuts"),
+    [(2, 1, CUTS[0]), (1, 2, CUTS[1]), (2, 3, CUTS[2]), (3, 3, CUTS[1])],
+)
 def test_ranks_of_prefill_hand_over_to_other_ranks(sources, dests, size, cuts):
     theirs = [state(size, rank, sources) for rank in range(sources)]
     ours = [state(size, rank, dests) for rank in range(dests)]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from disagg import EndpointClosed, KVPoll, PrefillEndpoint
+from disagg import KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError, create_engine
 from kvpool import Allocator, OutOfPages, RequestAddress, RequestPinned
 from tests import oracle
@@ -99,20 +99,6 @@ def test_a_window_page_that_is_offered_goes_to_no_other_request():
         assert request.num_tokens == 96 and "at 97 tokens it would lose" in str(no.value)
         here.reuse()
         arrives(there, decode, "r")
-
-
-@pytest.mark.parametrize("build", [paged, windowed, slotted, ringed])
-def test_what_is_offered_is_not_freed(build):
-    with pinning(build, verify="checksum") as (here, prefill, there, decode):
-        request = here.request(TOKENS)
-        prefill.send("r", request.address())
-        with pytest.raises(RequestPinned, match=r"offers the 80 .* free would give up items"):
-            here.allocator.free(request)
-        here.reuse()
-        arrives(there, decode, "r")
-        succeeds(prefill, "r")
-        here.allocator.free(request)
-        here.allocator.check_integrity()
 
 
 def writers(there, request, saved):
@@ -250,36 +236,6 @@ def test_a_room_of_the_same_name_is_another_room():
             here.allocator.free(second)
 
 
-def test_a_request_that_several_rooms_offer_is_pinned_until_all_have_ended():
-    with pinning(paged, verify="checksum") as (here, prefill, there, decode):
-        request = here.request(TOKENS)
-        for room in range(3):
-            prefill.send(room, request.address())
-        for room in (1, 0, 2):
-            with pytest.raises(RequestPinned, match="free would give up"):
-                here.allocator.free(request)
-            there.allocator.free(arrives(there, decode, room))
-            succeeds(prefill, room)
-        here.allocator.free(request)
-
-
-@pytest.mark.parametrize("build", [paged, windowed, slotted])
-def test_rooms_of_forks_share_pages_and_end_one_by_one(build):
-    with pinning(build, verify="checksum") as (here, prefill, there, decode):
-        parent = here.request(TOKENS)
-        prefill.send("parent", parent.address())
-        child = here.allocator.fork(parent, TOKENS)
-        here.compute(child, 20)  # nothing of the fork is offered yet
-        prefill.send("child", child.address())
-        there.allocator.free(arrives(there, decode, "parent"))
-        succeeds(prefill, "parent")
-        here.allocator.free(parent)
-        here.reuse()
-        with pytest.raises(RequestPinned, match="room 'child' offers the 100"):
-            here.allocator.free(child)
-        arrives(there, decode, "child", TOKENS + 20)
-
-
 @pytest.mark.parametrize("build", [slotted, windowed])
 def test_a_block_table_that_is_no_longer_the_requests_is_refused(build):
     with pinning(build) as (here, prefill, _, _):
@@ -295,16 +251,6 @@ def test_a_block_table_that_is_no_longer_the_requests_is_refused(build):
         here.allocator.free(request)
         with pytest.raises(ValueError, match="this request was freed"):
             prefill.send("s", old)
-
-
-def test_a_block_table_of_pages_alone_stays_good_while_the_request_grows():
-    with pinning(paged) as (here, prefill, there, decode):
-        request = here.request(TOKENS)
-        old = request.address()
-        here.compute(request, 1)
-        prefill.send("r", old)
-        here.compute(request, 1)
-        arrives(there, decode, "r")
 
 
 def test_two_rooms_do_not_receive_one_request():
@@ -356,15 +302,6 @@ def test_a_block_table_that_is_not_a_requests_pins_nothing():
         here.allocator.free(request)
         decode.receive("r", RequestAddress(TOKENS, wanted.address().spans))
         there.allocator.free(wanted)
-
-
-def test_an_endpoint_that_is_closed_pins_nothing():
-    with pinning(paged) as (here, prefill, _, _):
-        request = here.request(TOKENS)
-        prefill.close()
-        with pytest.raises(EndpointClosed):
-            prefill.send("r", request.address())
-        here.allocator.free(request)
 
 
 def test_what_prefill_frees_between_chunks_is_not_offered_to_a_larger_window():

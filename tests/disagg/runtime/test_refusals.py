@@ -84,22 +84,6 @@ def test_another_engine_is_listed_too(prefill, caplog):
     assert f"a decode engine cannot read from here: {listed}" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("layout", "why"),
-    [(b"", "malformed layout"), (b"\x81\xa7version\x63", "layout version 99: this kvpool reads")],
-)
-def test_a_layout_that_cannot_be_read_is_listed_too(prefill, layout, why, caplog):
-    hello = messages.Hello(
-        protocol=OWN, generation="d", engine="local", layout=layout, metadata=b"", timeout=10.0
-    )
-    with dial(prefill.address) as stranger:
-        stranger.send(codec.encode(hello))
-        assert why in codec.decode(stranger.receive()).why
-        (listed,) = prefill.refusals()
-        assert listed.startswith(f"decode d ({where(prefill, stranger)}): {why}")
-    assert listed in caplog.text
-
-
 def test_a_hello_that_is_refused_again_is_listed_once(prefill, caplog):
     with dial(prefill.address) as stranger:
         for _ in range(3):
