@@ -8,8 +8,6 @@ from typing import Annotated
 
 import typer
 
-from kvpool.extras import needed_by
-
 
 def keys(
     path: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
@@ -27,8 +25,8 @@ def keys(
     Example:
       kvpool keys /etc/kvpool
     """
-    with needed_by("kvpool keys"):
-        from disagg.runtime.keys import write_keys
+    from disagg.runtime.keys import write_keys  # not for --help: it needs cryptography
+
     try:
         files = write_keys(path, days, renew=renew)
     except OSError as error:

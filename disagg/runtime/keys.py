@@ -14,23 +14,25 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric.ec import (
-    SECP256R1,
-    EllipticCurvePrivateKey,
-    generate_private_key,
-)
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
 from disagg.host.trusted_files import open_folder, read_in_folder, write_file
 from disagg.runtime.sockets.tls import USAGES, Side, role_uri
+from kvpool.extras import needed_by
+
+with needed_by("kvpool keys"):
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import (
+        SECP256R1,
+        EllipticCurvePrivateKey,
+        generate_private_key,
+    )
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 SIDE_DAYS = 365
 CA_DAYS = 3650
@@ -70,7 +72,7 @@ def write_keys(
 ) -> list[KeyFile]:
     """Makes an authority and the files of both sides, valid for `days`, in a new folder that only
     its owner may open. With `renew`, replaces both sides' files in such a folder by new ones of its
-    authority. Raises OSError, and ValueError for another folder.
+    authority. Raises OSError, ValueError for another folder.
     """
     place = Path(path)
     if not renew:
