@@ -12,7 +12,6 @@ import threading
 import time
 import tracemalloc
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
@@ -228,15 +227,18 @@ def test_an_unfinished_message_has_a_time_to_end_and_a_first_message_to_come(
     listening, monkeypatch
 ):
     listener, address = listening
-    monkeypatch.setattr(connection, "MAX_UNFINISHED", 1)
+    monkeypatch.setattr(connection, "MAX_SILENT", 1)
+    monkeypatch.setattr(connection, "MAX_UNFINISHED", 2)
     with dial(address) as silent, dial(address) as slow, dial(address) as good:
         slow.send(b"hello")
         good.send(b"hello")
         ((one, _), (two, _)) = receive(listener, 2)
         slow.socket.sendall(frame(b"never ended")[:-1])
+        collect(listener, lambda _: silent.closed(0.01))
+        assert not slow.closed(0.01)
         ((peer, end),) = collect(listener, bool)
-        assert peer in (one, two) and "not finished within 1 s" in end.reason
-        assert slow.closed() and silent.closed()
+        assert peer in (one, two) and "not finished within 2 s" in end.reason
+        assert slow.closed()
         good.send(b"still here")  # silence between messages is the protocol's matter
         assert [data for _, data in receive(listener, 1)] == [b"still here"]
 
@@ -309,16 +311,6 @@ def test_however_many_are_silent_a_peer_that_speaks_is_heard(transports, where, 
             stack.enter_context(dial(address))
         assert dialler.send(7, b"still there") is None
         assert receive(listener, 1, beside=[dialler])[0][1] == b"still there"
-
-
-def test_a_peer_that_says_nothing_is_closed_before_one_that_is_slow(listening, monkeypatch):
-    listener, address = listening
-    monkeypatch.setattr(connection, "MAX_SILENT", 1)
-    with dial(address) as silent, dial(address) as slow:
-        slow.socket.sendall(frame(b"slow")[:-1])
-        collect(listener, lambda _: silent.closed(0.01))
-        slow.socket.sendall(frame(b"slow")[-1:])
-        assert receive(listener, 1)[0][1] == b"slow"
 
 
 @contextmanager
@@ -397,18 +389,6 @@ def test_a_unix_socket_is_its_users_alone_and_goes_with_the_transport(transports
     assert path.read_text() == "another's by now"
     with pytest.raises(ValueError, match="a file that is no socket lies there"):
         transports().bind(f"ipc://{path}")
-
-
-def test_a_transport_that_is_bound_anew_listens_there_only(transports, tmp_path):
-    listener, dialler = transports(), transports()
-    old = listener.bind("ipc://*")
-    listener.send(pair_of(listener, old, dialler), b"welcome")
-    assert receive(dialler, 1, beside=[listener]) == [(7, b"welcome")]
-    new = listener.bind("ipc://*")
-    assert not Path(old.removeprefix("ipc://")).exists()
-    assert isinstance(receive(dialler, 1, beside=[listener])[0][1], Lost)
-    dialler.connect(7, None)
-    pair_of(listener, new, dialler, peer=8)
 
 
 def test_keys_of_the_other_side_are_refused(transports):

@@ -116,9 +116,7 @@ def options(request, keys):
     return kinds[request.param] | {"bind": None if request.param == "unix" else LOOPBACK}
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\0\0", b"\0" * 4, b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n", frame(b"\xc1")]
-)
+@pytest.mark.parametrize("data", [b"", b"\0" * 4, b"GET / HTTP/1.1\r\n\r\n", frame(b"\xc1")])
 def test_whatever_strangers_say_first_the_others_are_served(data, options):
     with prefill_of(**options) as prefill, dial(prefill.address) as stranger:
         stranger.socket.sendall(data)

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from disagg import Ended, KVPoll, Link, UnknownRoom, UsageError
-from disagg.runtime.waiters import Waiters
 from kvpool import RequestAddress, Span
 from tests import oracle
 from tests.disagg.runtime.sides import decode_side, prefill_side
@@ -158,23 +157,3 @@ def test_a_handshake_that_was_done_is_no_timeout_though_the_link_is_lost_at_once
     with decode_side() as (decode, _, _):
         decode.handshake(BrieflySettled(("ipc:///tmp/nowhere",)), 20)
         assert not any(BrieflySettled.states)
-
-
-@pytest.mark.parametrize("room", [None, "r"])
-def test_a_waiter_that_gave_up_is_asked_no_more(room):
-    lock, questions = threading.RLock(), []
-    waiters = Waiters(lock)
-
-    def holds():
-        questions.append(1)
-        return False
-
-    assert not waiters.wait(lambda: False, 0.0)
-    with lock:
-        waiters.turned()
-    assert not waiters.wait(holds, 0.0, room)
-    asked = len(questions)
-    with lock:
-        waiters.turned()
-        waiters.ended("r")
-    assert len(questions) == asked
