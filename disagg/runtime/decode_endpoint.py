@@ -94,8 +94,8 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             layout,
             engine,
             options,
-            staging_buffers(layout, engine, staging),
-            read_timeout,
+            stage=staging_buffers(layout, engine, staging),
+            read_timeout=read_timeout,
         )
         self.driver.start()
 

@@ -63,6 +63,7 @@ class Endpoint(Generic[M]):
         layout: PoolLayout,
         engine: Engine,
         options: Options,
+        *,
         stage: StagingBuffers | None = None,
         read_timeout: float = float("inf"),
     ) -> None:

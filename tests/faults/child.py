@@ -24,9 +24,8 @@ from disagg.protocol.messages import ReadDone, ReadRequest
 from disagg.runtime.sockets.tls import open_keys
 from kvpool.allocation.allocator import Request
 from tests.faults.orders import Order, Setup
-from tests.faults.stock import Stock
+from tests.faults.stock import Stock, put, wrong
 from tests.faults.trips import Trip, TrippedTransport
-from tests.faults.values import put, wrong
 from tests.processes import stands_still
 
 PR_SET_PDEATHSIG = 1

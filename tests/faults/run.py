@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from disagg.protocol.status import KVPoll
 from tests.faults.orders import Course
-from tests.faults.values import MOST_TOKENS
+from tests.faults.stock import MOST_TOKENS
 from tests.faults.world import BOUND, PATIENCE, Late, Room, Violation, World, parts
 
 ENOUGH = 0.4

@@ -16,10 +16,9 @@ import pytest
 
 from disagg.protocol.status import KVPoll
 from tests.disagg.engines.peers import ENGINES
-from tests.faults.late import LateEngine
-from tests.faults.orders import Course
-from tests.faults.shapes import SHAPES
-from tests.faults.values import MOST_TOKENS
+from tests.faults.orders import SHAPES, Course
+from tests.faults.stock import MOST_TOKENS
+from tests.faults.trips import LateEngine
 from tests.faults.world import PATIENCE, Violation, World
 from tests.faults.worlds import Worlds
 

@@ -16,8 +16,7 @@ from disagg.engines.base import Engine
 from disagg.protocol.status import KVPoll
 from disagg.runtime.keys import write_keys
 from tests.faults.child import FaultyChild, main
-from tests.faults.orders import Course, Order, Setup
-from tests.faults.shapes import Shape
+from tests.faults.orders import Course, Order, Setup, Shape
 from tests.ports import free_port
 from tests.processes import Child, stands_still
 

@@ -9,9 +9,8 @@ import pytest
 
 from disagg.protocol.status import KVPoll
 from tests.disagg.engines.peers import ENGINES
-from tests.faults.orders import Course
-from tests.faults.shapes import SHAPES
-from tests.faults.values import MOST_TOKENS
+from tests.faults.orders import SHAPES, Course
+from tests.faults.stock import MOST_TOKENS
 from tests.faults.world import BOUND, PATIENCE, World
 
 # over TCP NIXL's reads are in flight; over CMA they end within the call

@@ -16,8 +16,7 @@ from pathlib import Path
 from tests.disagg.engines.peers import ENGINES
 from tests.faults.world import Violation
 from tests.soak.report import MIB, Ended, Report
-from tests.soak.samples import Limits, trends
-from tests.soak.slices import FAMILIES, FAULTS, USUAL, Slice
+from tests.soak.slices import FAMILIES, FAULTS, USUAL, Limits, Slice, trends
 
 PERIOD = 10.0
 """Seconds between two lines of progress."""

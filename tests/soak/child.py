@@ -20,8 +20,7 @@ from kvpool.allocation.allocator import Request
 from kvpool.layout import RequestAddress
 from tests.faults.child import FaultyChild
 from tests.faults.orders import Order, Setup
-from tests.faults.stock import Stock
-from tests.faults.values import MOST_TOKENS, put, wrong
+from tests.faults.stock import MOST_TOKENS, Stock, put, wrong
 
 CHECKPOINT = 64
 """Tokens between two states of slots and rings that a prefix cache keeps."""

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.soak.samples import Trend
-from tests.soak.slices import Slice
+from tests.soak.slices import Slice, Trend
 
 MIB = 1 << 20
 

@@ -13,8 +13,7 @@ from disagg.engines.local import LocalEngine
 from tests.disagg.engines.peers import ENGINES
 from tests.soak.__main__ import main, soak
 from tests.soak.report import MIB, Report
-from tests.soak.samples import LEAST, Limits, Sample, trends
-from tests.soak.slices import QUIET, RECONNECT, Slice
+from tests.soak.slices import LEAST, QUIET, RECONNECT, Limits, Sample, Slice, trends
 
 KEPT_EVERY = 0.1
 """Seconds after which the next read leaves something behind, however many there are."""
