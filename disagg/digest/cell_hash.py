@@ -1,4 +1,5 @@
-"""Hashes of cells: at most `CELL` consecutive bytes of one grid point of one entry.
+"""Hashes of cells, and what reads them from memory. A cell is at most `CELL` consecutive bytes of
+one grid point of one entry.
 
 A cell's hash depends on its region's key, its entry, its number in the whole model, and its bytes.
 It detects accidents, not forgery: collisions are easy to construct.
@@ -6,16 +7,17 @@ It detects accidents, not forgery: collisions are easy to construct.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from disagg.plan.runs import Box
-from kvpool.layout import Axis, Key
+from kvpool.layout import Axis, Buffer, Key
 from kvpool.layout.grid import Ints
 
 Hashes = npt.NDArray[np.uint64]
@@ -83,6 +85,47 @@ def sums(read: ReadCells, starts: Ints, cells: Cells, key: Key, entries: Ints) -
     hashes += cells.numbers
     hashes += (entries.astype(np.uint64) * _ENTRY + _seed(key))[:, None]
     return np.asarray(_mix(hashes).sum(axis=1), dtype=np.uint64)
+
+
+def reader(buffer: Buffer) -> ReadCells:
+    """A function that reads a buffer by offset. Raises ValueError, as it does, if the buffer's
+    device is not available.
+    """
+    return _of_host(buffer) if buffer.on_host else _of_device(buffer)
+
+
+def _of_host(buffer: Buffer) -> ReadCells:
+    memory: Any = (ctypes.c_ubyte * (buffer.end - buffer.base)).from_address(buffer.base)
+
+    def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
+        shape = (len(memory) - width + 1,)
+        rows: Any = np.ndarray(shape, f"V{width}", memory, strides=(1,))
+        return np.asarray(rows[offsets])
+
+    return read
+
+
+def _of_device(buffer: Buffer) -> ReadCells:
+    from kvpool.device import DeviceUnavailable, get_device  # imports torch
+
+    subject = f"buffer {buffer.name} on {buffer.memory}"
+    try:
+        device = get_device(buffer.memory)
+    except DeviceUnavailable as reason:
+        raise ValueError(f"{subject}: {reason}") from None
+
+    def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
+        stage = device.allocate(offsets.size * width)
+        packed = stage.data_ptr() + np.arange(offsets.size, dtype=np.int64) * width
+        lengths = np.full(offsets.size, width, dtype=np.int64)
+        try:
+            device.copy_runs(buffer.base + offsets.ravel(), packed, lengths)
+            device.record().synchronize()
+        except DeviceUnavailable as reason:
+            raise ValueError(f"{subject}: {reason}") from None
+        return stage.cpu().numpy().view(f"V{width}").reshape(offsets.shape)
+
+    return read
 
 
 @lru_cache(maxsize=4096)

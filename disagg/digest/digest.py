@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, sums
-from disagg.digest.memory import reader
+from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, reader, sums
 from disagg.plan import TransferPlan
 from disagg.plan.matching.pairing import cut
 from disagg.plan.positions import BlockLookup
@@ -49,7 +48,6 @@ class Piece(NamedTuple):
     held: tuple[Interleave, ...] = ()
 
     def numbers(self) -> Ints:
-        """The entries, in the request's numbers."""
         first, *others = sorted(self.held, key=lambda part: -part.ranks) or [EVERY]
         indices = first.part(self.entries)
         numbers = first.number(np.arange(indices.start, indices.stop, dtype=np.int64))
@@ -149,10 +147,10 @@ class _PieceShape(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     owner: Name
     role: Name
-    box: Annotated[list[tuple[Name, _Number, _Number]], Meta(max_length=MAX_AXES)]
+    box: Annotated[tuple[tuple[Name, _Number, _Number], ...], Meta(max_length=MAX_AXES)]
     start: _Number
     stop: _Number
-    held: Annotated[list[tuple[_Number, _Number, _Number]], Meta(max_length=2)]
+    held: Annotated[tuple[tuple[_Number, _Number, _Number], ...], Meta(max_length=2)]
     """Size, rank and ranks of each interleave."""
 
 
@@ -171,23 +169,21 @@ def to_wire(pieces: Sequence[Piece]) -> bytes:
     """Encodes pieces for `from_wire`. Raises ValueError above `MAX_PARTS` pieces."""
     if len(pieces) > MAX_PARTS:
         raise ValueError(f"{len(pieces)} pieces: at most {MAX_PARTS} are sent at once.")
-    shapes: dict[tuple[str, str, Box, range, tuple[Interleave, ...]], int] = {}
-    which = [
-        shapes.setdefault((p.key[0], p.key[2], p.box, p.entries, p.held), len(shapes))
-        for p in pieces
-    ]
-    encoded = [
-        _PieceShape(
-            owner=owner,
-            role=role,
-            box=list(box),
-            start=entries.start,
-            stop=entries.stop,
-            held=[(part.size, part.rank, part.ranks) for part in held],
-        )
-        for owner, role, box, entries, held in shapes
-    ]
-    return msgspec.msgpack.encode(_Pieces(encoded, which, [piece.key[1] for piece in pieces]))
+    shapes: dict[_PieceShape, int] = {}
+    which = [shapes.setdefault(_shape(piece), len(shapes)) for piece in pieces]
+    layers = [piece.key[1] for piece in pieces]
+    return msgspec.msgpack.encode(_Pieces(list(shapes), which, layers))
+
+
+def _shape(piece: Piece) -> _PieceShape:
+    return _PieceShape(
+        owner=piece.key[0],
+        role=piece.key[2],
+        box=piece.box,
+        start=piece.entries.start,
+        stop=piece.entries.stop,
+        held=tuple([(part.size, part.rank, part.ranks) for part in piece.held]),
+    )
 
 
 def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
@@ -203,19 +199,15 @@ def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
     for what, count in (("pieces", len(sent.which)), ("shapes of pieces", len(sent.shapes))):
         if count > most:
             raise ValueError(f"{count} {what}: at most {most} are digested at once.")
-    shapes = [
-        Piece(
-            (shape.owner, 0, shape.role),
-            tuple(shape.box),
-            range(shape.start, shape.stop),
-            tuple(Interleave(size, rank, ranks) for size, rank, ranks in shape.held),
-        )
-        for shape in sent.shapes
+    parts = [
+        (range(s.start, s.stop), tuple([Interleave(*numbers) for numbers in s.held]))
+        for s in sent.shapes
     ]
-    return [
-        shapes[number]._replace(key=(shapes[number].key[0], layer, shapes[number].key[2]))
-        for number, layer in zip(sent.which, sent.layers)
-    ]
+    moved = []
+    for number, layer in zip(sent.which, sent.layers):
+        shape = sent.shapes[number]
+        moved.append(Piece((shape.owner, layer, shape.role), shape.box, *parts[number]))
+    return moved
 
 
 def _where(layout: PoolLayout, piece: Piece) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from disagg.digest.cell_hash import Hashes
 from disagg.digest.digest import Piece, differing, digests, to_wire
 from kvpool.layout import PoolLayout, RequestAddress
 
@@ -38,7 +38,6 @@ class Verification:
     theirs: bytes | None = None
 
     def wire(self) -> bytes:
-        """The pieces, as they travel."""
         return to_wire(self.pieces)
 
 
@@ -60,24 +59,16 @@ def differences(check: Verification, who: str) -> tuple[Verification | None, str
     return replace(check, pieces=wrong[:most], each=True, own=None, theirs=None), ""
 
 
-@dataclass(eq=False, slots=True)
-class DigestJob:
-    """Digests being made for `key`."""
-
-    key: Hashable
-    steps: Iterator[npt.NDArray[np.uint64] | None]
-    parts: list[npt.NDArray[np.uint64]] = field(default_factory=list)
-
-
 class Digester:
     """Makes digests in small steps, between which its thread serves others."""
 
     def __init__(self) -> None:
-        self._jobs: deque[DigestJob] = deque()
+        self._jobs: deque[tuple[Hashable, Iterator[Hashes | None]]] = deque()
+        self._parts: list[Hashes] = []
+        """Of the first job."""
 
     @property
     def busy(self) -> bool:
-        """Whether there is more to do."""
         return bool(self._jobs)
 
     def add(
@@ -89,7 +80,7 @@ class Digester:
         each: bool,
     ) -> None:
         """Takes a job over; `step` returns its digests with `key`."""
-        self._jobs.append(DigestJob(key, digests(layout, address, pieces, each)))
+        self._jobs.append((key, digests(layout, address, pieces, each)))
 
     def step(self) -> tuple[Hashable, bytes | None, str] | None:
         """Goes one step on; where that ends a job, its key, and its digests or the reason why there
@@ -97,16 +88,17 @@ class Digester:
         """
         if not self._jobs:
             return None
-        job = self._jobs[0]
+        key, steps = self._jobs[0]
         try:
-            part = next(job.steps)
+            part = next(steps)
         except StopIteration:
-            self._jobs.popleft()
-            values = np.concatenate(job.parts) if job.parts else np.empty(0, dtype=np.uint64)
-            return job.key, values.astype("<u8").tobytes(), ""
+            values, reason = np.concatenate([*self._parts, np.empty(0, dtype="<u8")]).tobytes(), ""
         except Exception as error:  # what goes wrong in one job fails that room and no other
-            self._jobs.popleft()
-            return job.key, None, str(error) or type(error).__name__
-        if part is not None:
-            job.parts.append(part)
-        return None
+            values, reason = None, str(error) or type(error).__name__
+        else:
+            if part is not None:
+                self._parts.append(part)
+            return None
+        self._jobs.popleft()
+        self._parts = []
+        return key, values, reason

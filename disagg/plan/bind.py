@@ -69,12 +69,10 @@ class CopyBatch:
 
     @property
     def runs(self) -> int:
-        """Number of runs."""
         return self.src.size
 
     @property
     def total(self) -> int:
-        """Total bytes."""
         if self.runs and self.nbytes.strides == (0,):
             return self.runs * int(self.nbytes[0])
         return int(self.nbytes.sum())
@@ -223,7 +221,6 @@ def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
 
 
 def _bases(layout: PoolLayout, buffers: Sequence[str]) -> Ints:
-    """Pointers to the first bytes of some buffers."""
     return np.array([layout.buffer_by_name[name].base for name in buffers], dtype=np.int64)
 
 

@@ -40,7 +40,6 @@ class ExplainRow:
 
     @property
     def bytes_per_run(self) -> float:
-        """Mean length of a run."""
         return self.nbytes / self.runs if self.runs else 0.0
 
 
@@ -53,16 +52,13 @@ class Explanation:
 
     @property
     def runs(self) -> int:
-        """Total runs."""
         return sum(row.runs for row in self.rows)
 
     @property
     def nbytes(self) -> int:
-        """Total bytes."""
         return sum(row.nbytes for row in self.rows)
 
     def table(self) -> Table:
-        """The rows as a rich table."""
         from rich.markup import escape
 
         from kvpool.render.table import FittedTable

@@ -84,13 +84,11 @@ class _Side(NamedTuple):
     moved: Sequence[_Moved]
 
     def check(self) -> None:
-        """Checks runs of entries and of items."""
         chains, singles = self._columns(self.runs.chains), self._columns(self.runs.singles)
         self._check_entry(chains, singles)
         self._check_item(chains, singles)
 
     def refuse(self, first: int, end: int, what: str) -> NoReturn:
-        """Raises RuntimeError for bytes of an item."""
         names = ", ".join(f"{owner} layer {layer} {role}" for owner, layer, role in self.keys)
         raise RuntimeError(
             f"{names}: on the {self.name}, bytes {first} to {end} of an item (from buffer "

@@ -56,11 +56,9 @@ class Runs:
 
     @property
     def size(self) -> int:
-        """Number of runs."""
         return self.src.size
 
     def pick(self, which: npt.NDArray[np.bool_] | Ints) -> Runs:
-        """The runs of a mask, or in an order."""
         return rows_of(self, which)
 
 

@@ -60,7 +60,6 @@ class Staging:
             self._here[:size].copy_(self._there[:size])
 
     def scatter(self, offsets: Ints, pointers: Ints, nbytes: Ints, size: int) -> None:
-        """The other way."""
         if self._device is not None:
             self._there[:size].copy_(self._here[:size])
         self._runs(self._base + offsets, pointers, nbytes)

@@ -53,7 +53,6 @@ class SnapshotFile:
         return block_table(self.header.layout, self.header.tokens)
 
     def read(self, offset: int, into: Bytes) -> None:
-        """Fills an array with the data from byte `at` on."""
         with self._named():
             self._read(self._start + offset, into)
 
@@ -95,7 +94,6 @@ class SnapshotFile:
             raise SnapshotRefused(f"{self.path}: written to while it was loaded.")
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._descriptor)
 
     def __enter__(self) -> Self:
@@ -123,7 +121,6 @@ class SnapshotFile:
         return status
 
     def _header(self, size: int) -> tuple[Header, int]:
-        """The header, and where the data begin."""
         start = np.empty(min(LENGTH.size, size), dtype=np.uint8)
         self._read(0, start)
         text = np.empty(header_bytes(start.tobytes(), size), dtype=np.uint8)
@@ -140,7 +137,7 @@ class SnapshotFile:
             left, offset = left[count:], offset + count
 
     def _reader(self, buffer: Buffer) -> ReadCells:
-        """Reads cells of a buffer. See disagg.digest.memory."""
+        """Reads cells of a buffer. See disagg.digest.cell_hash."""
 
         def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
             low, high = int(offsets.min()), int(offsets.max()) + width
@@ -184,7 +181,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def write(descriptor: int, offset: int, data: memoryview | bytes) -> None:
-    """Writes all of `data` at byte `at`."""
     left = memoryview(data)
     while left.nbytes:
         count = os.pwrite(descriptor, left, offset)

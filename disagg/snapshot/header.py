@@ -78,7 +78,6 @@ class Header:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of data that follow the header."""
         return data_bytes(self.layout)
 
     def encode(self) -> bytes:

@@ -92,7 +92,6 @@ def load(
 
 
 def _read(file: SnapshotFile, batch: CopyBatch, staging: Staging) -> None:
-    """Reads runs of a file to a pool."""
     for offsets, pointers, nbytes in windows(batch.src, batch.dst, batch.nbytes, max_gap=MAX_GAP):
         first = int(offsets[0])
         size = int(offsets[-1] + nbytes[-1]) - first

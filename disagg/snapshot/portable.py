@@ -67,7 +67,6 @@ def block_table(layout: PoolLayout, tokens: int) -> RequestAddress:
 
 
 def data_bytes(layout: PoolLayout) -> int:
-    """Bytes of a file's data."""
     return max((buffer.end for buffer in layout.buffers), default=0)
 
 

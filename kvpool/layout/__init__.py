@@ -72,17 +72,14 @@ class PoolLayout:
 
     @cached_property
     def buffer_by_name(self) -> dict[str, Buffer]:
-        """Buffers by name."""
         return {buffer.name: buffer for buffer in self.buffers}
 
     @cached_property
     def space_by_name(self) -> dict[str, Space]:
-        """Spaces by name."""
         return {space.name: space for space in self.spaces}
 
     @cached_property
     def region_by_key(self) -> dict[Key, Region]:
-        """Regions by (owner, layer, role)."""
         return {region.key: region for region in self.regions}
 
     @cached_property
@@ -162,7 +159,6 @@ class PoolLayout:
         self.__dict__["region_by_key"] = other.region_by_key
 
     def buffer_of(self, region: Region) -> Buffer:
-        """The buffer in which a region lies."""
         return self.buffer_by_name[region.buffer]
 
     def space_of(self, region: Region) -> Space:

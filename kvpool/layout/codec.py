@@ -58,7 +58,6 @@ def to_msgpack(layout: PoolLayout) -> bytes:
 
 
 def to_json(layout: PoolLayout) -> str:
-    """Encodes a layout as JSON."""
     return _bounded(msgspec.json.encode(layout, enc_hook=index)).decode()
 
 

@@ -171,12 +171,10 @@ class Array(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return ITEMSIZE[dtype_name(self.dtype)]
 
 
 def array_of(tensor: torch.Tensor, dims: Sequence[str]) -> Array:
-    """A tensor's strides and memory."""
     if tensor.device.type == "meta":  # no memory: counts from the start of its storage
         pointer = int(tensor.storage_offset()) * tensor.element_size()
     else:

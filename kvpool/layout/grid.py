@@ -73,7 +73,6 @@ def region_runs(region: Region) -> tuple[Ints, int]:
 
 
 def run_count(region: Region) -> int:
-    """The number of runs of `region_runs`."""
     _, axes = fuse(region.width, ((axis.size, axis.stride) for axis in region.axes))
     count = 1
     for size, _ in axes:

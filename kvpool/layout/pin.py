@@ -44,7 +44,6 @@ class Pin:
 
     @property
     def claimant(self) -> str:
-        """What claims the items, as the subject of a sentence."""
         return str(self.room) if self.call else f"room {self.room!r}"
 
     def lost(self, tokens: int, first: Callable[[str], int]) -> str | None:

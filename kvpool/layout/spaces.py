@@ -57,7 +57,6 @@ class Interleave:
         )
 
     def number(self, index: _Numbers) -> _Numbers:
-        """The number at an index."""
         return (index // self.size * self.ranks + self.rank) * self.size + index % self.size
 
     def index(self, number: _Numbers) -> _Numbers:
@@ -165,7 +164,6 @@ class Space:
 
     @property
     def traits(self) -> SpaceKind:
-        """What its kind decides."""
         return KINDS[self.kind]
 
     @property

@@ -86,7 +86,6 @@ def _positive(value: int, subject: str) -> None:
 
 
 def item_bytes(template: Template) -> int:
-    """Bytes of one item."""
     match template:
         case Cell():
             return template.count * ITEMSIZE[template.dtype]

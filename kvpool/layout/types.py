@@ -37,7 +37,6 @@ def need(true: bool, subject: str, sentence: str) -> None:
 
 
 def need_name(name: str, subject: str) -> None:
-    """Raises LayoutError unless this is a short, printable name."""
     need(0 < len(name) <= MAX_NAME, subject, f"a name of 1 to {MAX_NAME} characters, got {name!r}.")
     need(is_printable(name), subject, f"a name of printable characters, got {name!r}.")
 
@@ -75,7 +74,6 @@ class Axis:
 
     @property
     def stop(self) -> int:
-        """`start + size`."""
         return self.start + self.size
 
 
@@ -169,7 +167,6 @@ class Region:
         return sorted(self.axes, key=lambda axis: -axis.stride)
 
     def axis(self, name: str) -> Axis | None:
-        """The axis of that name, or None."""
         return next((axis for axis in self.axes if axis.name == name), None)
 
 
@@ -210,7 +207,6 @@ class Buffer:
 
     @property
     def on_host(self) -> bool:
-        """Whether the host reads and writes it directly."""
         return self.memory == HOST
 
     @property
@@ -229,7 +225,6 @@ class Slab:
 
     @property
     def on_host(self) -> bool:
-        """Whether the host reads and writes it directly."""
         return self.memory == HOST
 
     @property

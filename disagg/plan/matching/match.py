@@ -144,7 +144,6 @@ def kinds(source: Space, dest: Space, packed: bool) -> tuple[str, str]:
 
 
 def _other_packing(offered: Region, wanted: Region) -> str:
-    """Why a packed region does not pair with another."""
     theirs, ours = (
         f"packing {region.packing!r}" if region.packing else "no packing"
         for region in (offered, wanted)
@@ -188,7 +187,6 @@ def tile(alike: Alike) -> tuple[list[Overlap], list[str]]:
 
 
 def _say_missing(space: Space, missing: Sequence[int]) -> str:
-    """Names ranks that share out a space of prefill's with the rank of `space`."""
     size = space.held.size * space.tokens_per_entry
     ranks, are = ("ranks", "are") if len(missing) > 1 else ("rank", "is")
     return (

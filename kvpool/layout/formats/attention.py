@@ -43,7 +43,6 @@ class MHA(Attention):
             raise ValueError(f"order: one of {ORDERS}, got {self.order!r}.")
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
-        """K, V, then the scales of both if the packing has any."""
         v_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
         dims = {"k": self.head_dim, "v": v_dim}
         if not at.takes(self, *PACKINGS):
@@ -103,11 +102,9 @@ class MLA(Attention):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Latent and rope key, or the latent alone."""
         return ("latent", "rope") if self.qk_rope_head_dim else ("latent",)
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
-        """One row a token."""
         if at.takes(self, "fp8"):
             row = fp8_latent_row(self.kv_lora_rank, self.qk_rope_head_dim)
         else:
@@ -129,7 +126,6 @@ class V4Latent(Attention):
     shared_kv = True
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
-        """One page of rows."""
         if at.takes(self, "fp8"):
             page: Template = v4_latent_page(at.entries, self.latent_dim, self.qk_rope_head_dim)
         else:
@@ -162,7 +158,6 @@ class IndexKey:
     inputs = ("index_key",)
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
-        """One page of keys."""
         if at.takes(self, *["fp8"] * (not self.pooled)):
             page: Template = index_key_page(at.entries, self.head_dim)
         else:
@@ -180,9 +175,7 @@ class Ring:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The role."""
         return (self.role,)
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
-        """One row a token."""
         yield at.buffer(self.role, Repeat("entry", at.entries, Cell(self.role, self.count, "f32")))

@@ -33,7 +33,6 @@ class Heads(NamedTuple):
     total: int
 
     def of(self, inside: Template) -> Repeat:
-        """`inside` for each head."""
         return Repeat("head", self.size, inside, self.start, self.total)
 
 
@@ -62,13 +61,11 @@ class Shard:
         )
 
     def heads(self, total: int) -> Heads:
-        """The heads held, of `total`."""
         start, size = self.of(total)
         return Heads(start, size, total)
 
 
 def scale_role(role: str) -> str:
-    """The role of the scales of `role`."""
     return f"{role}.scale"
 
 
@@ -133,11 +130,9 @@ class BufferSpec:
         return -(-item_bytes(self.item) // multiple) * multiple
 
     def buffer_name(self, owner: str, layer: int) -> str:
-        """The name of one layer's buffer."""
         return f"{owner}.{self.name}.{layer}"
 
     def regions(self, owner: str) -> list[Region]:
-        """The regions of all layers."""
         names = {layer: self.buffer_name(owner, layer) for layer in self.layers}
         return [
             region
@@ -168,7 +163,6 @@ class At:
             object.__setattr__(self, "packing", dtype_name(self.packing))
 
     def buffer(self, name: str, item: Template) -> BufferSpec:
-        """A buffer of each layer."""
         item = prefixed(item, self.prefix)
         return BufferSpec(self.prefix + name, self.layers, self.space, item, state=self.state)
 

@@ -27,16 +27,13 @@ class ConvSection(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Channels on this rank."""
         return self.heads.size * self.dim
 
     @property
     def role(self) -> str:
-        """The role of its state."""
         return f"conv.{self.name}"
 
     def of(self, inside: Template) -> Template:
-        """`inside` for each channel."""
         return self.heads.of(Repeat("dim", self.dim, inside))
 
 
@@ -107,12 +104,10 @@ class LinearState:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Sections of the convolution, then the temporal state."""
         conv = [f"conv.{name}" for name, _, _ in self.sections]
         return *conv, *["temporal"] * bool(self.heads)
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
-        """The conv state, then the temporal state."""
         at.takes(self)
         if self.taps:
             sections, taps_first = self.conv_sections(at.shard), self.conv_layout == "taps_first"
@@ -124,11 +119,9 @@ class LinearState:
             yield at.buffer("temporal", state)
 
     def conv_sections(self, shard: Shard) -> list[ConvSection]:
-        """The sections of the convolution on one rank."""
         return [ConvSection(name, shard.heads(total), dim) for name, total, dim in self.sections]
 
     def channels(self, shard: Shard) -> int:
-        """Channels of the convolution on one rank."""
         return sum(section.channels for section in self.conv_sections(shard))
 
 
