@@ -87,9 +87,10 @@ class BlockLookup:
         that are not listed, ValueError for ids outside the buffer.
         """
         first, stop = int(numbers[0]), int(numbers[-1]) + 1
-        if stop - first == numbers.size and (numbers[1:] > numbers[:-1]).all():
-            return self.consecutive(first, stop)
-        return self._inside(self._listed(first, stop)[numbers - first])
+        listed = self._listed(first, stop)
+        if stop - first != numbers.size or (numbers[1:] == numbers[:-1]).any():
+            listed = listed[numbers - first]
+        return self._inside(listed)
 
     def consecutive(self, first: int, stop: int) -> Ints:
         """As `ids`, of items number `first` to `stop`."""

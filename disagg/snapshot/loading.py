@@ -66,7 +66,6 @@ def load(
         raise ValueError("load needs at least one file.")
     with ExitStack() as stack:
         files = [stack.enter_context(SnapshotFile(path)) for path in names]
-        _check_alike(files)
         _check_agree(files, layout, total, conventions)
         transfer = plan([file.header.layout for file in files], layout, allow_missing=allow_missing)
         what = f"load of {files[0].path}"
@@ -99,51 +98,34 @@ def _read(file: SnapshotFile, batch: CopyBatch, staging: Staging) -> None:
         staging.scatter(offsets - first, pointers, nbytes, size)
 
 
-def _check_alike(files: Sequence[SnapshotFile]) -> None:
-    """Refuses files that are not parts of one request."""
-    first, *others = files
-    header = first.header
-    if others and not header.request:
-        raise SnapshotRefused(
-            f"{first.path}: it does not say of which request it is, so other files may be of "
-            "another. Save the files of several ranks with request=..."
-        )
-    for file in others:
-        theirs_header = file.header
-        for what, value, other in (
-            ("request", header.request, theirs_header.request),
-            ("tokens", header.tokens, theirs_header.tokens),
-            ("model", header.layout.model, theirs_header.layout.model),
-        ):
-            if value != other:
-                raise SnapshotRefused(
-                    f"{file.path}: {what} {other!r}, in {first.path} {value!r}. Load the files of "
-                    "one request, saved at one time."
-                )
-
-
 def _check_agree(
     files: Sequence[SnapshotFile],
     layout: PoolLayout,
     tokens: int,
     conventions: Mapping[str, Convention],
 ) -> None:
-    """Refuses files of another model than `layout` and `conventions` are of, or than each other,
-    and those of fewer tokens than are wanted.
+    """Refuses files that are not parts of one request, of another model than `layout` and
+    `conventions` are of, and those of fewer tokens than are wanted.
     """
+    first = files[0]
+    if len(files) > 1 and not first.header.request:
+        raise SnapshotRefused(
+            f"{first.path}: it does not say of which request it is, so other files may be of "
+            "another. Save the files of several ranks with request=..."
+        )
     agreed = {name: (value, "here") for name, value in checked_conventions(conventions).items()}
     for file in files:
         header = file.header
-        if header.tokens < tokens:
-            raise SnapshotRefused(
-                f"{file.path}: it has {header.tokens} tokens, the block table {tokens}. Load at "
-                f"most {header.tokens}."
-            )
-        models = header.layout.model, layout.model
-        if all(models) and models[0] != models[1]:
-            raise SnapshotRefused(
-                f"{file.path}: state of model {models[0]!r}, this is {models[1]!r}."
-            )
+        for what, value, other in (
+            ("request", first.header.request, header.request),
+            ("tokens", first.header.tokens, header.tokens),
+            ("model", first.header.layout.model, header.layout.model),
+        ):
+            if value != other:
+                raise SnapshotRefused(
+                    f"{file.path}: {what} {other!r}, in {first.path} {value!r}. Load the files of "
+                    "one request, saved at one time."
+                )
         for name, value in header.conventions.items():
             wanted, source = agreed.setdefault(name, (value, f"in {file.path}"))
             if wanted != value:
@@ -151,3 +133,13 @@ def _check_agree(
                     f"{file.path}: {name} {value!r}, {source} {wanted!r}. Load it into the same "
                     "model with the same settings."
                 )
+    header = first.header
+    if header.tokens < tokens:
+        raise SnapshotRefused(
+            f"{first.path}: it has {header.tokens} tokens, the block table {tokens}. Load at most "
+            f"{header.tokens}."
+        )
+    if layout.model and header.layout.model not in ("", layout.model):
+        raise SnapshotRefused(
+            f"{first.path}: state of model {header.layout.model!r}, this is {layout.model!r}."
+        )

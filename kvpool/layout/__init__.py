@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -222,30 +223,30 @@ class PoolLayout:
         return fingerprint(self)
 
     def to_msgpack(self) -> bytes:
-        """Bytes that `from_msgpack` reads back exactly."""
-        from kvpool.layout.codec import to_msgpack
+        """Bytes that `from_msgpack` reads back exactly. Raises LayoutError above 8 MiB."""
+        from kvpool.layout import codec
 
-        return to_msgpack(self)
+        return codec.bounded(codec.encode(self))
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back exactly. Raises LayoutError above 8 MiB."""
+        from kvpool.layout import codec
+
+        return codec.bounded(codec.encode_json(self)).decode()
 
     @staticmethod
     def from_msgpack(data: bytes) -> PoolLayout:
         """Reads untrusted bytes; raises LayoutError with the reason."""
-        from kvpool.layout.codec import from_msgpack
+        from kvpool.layout import codec
 
-        return from_msgpack(data)
-
-    def to_json(self) -> str:
-        """Text that `from_json` reads back exactly."""
-        from kvpool.layout.codec import to_json
-
-        return to_json(self)
+        return codec.decode(data, msgspec.msgpack.decode)
 
     @staticmethod
     def from_json(text: str | bytes) -> PoolLayout:
         """Reads untrusted text; raises LayoutError with the reason."""
-        from kvpool.layout.codec import from_json
+        from kvpool.layout import codec
 
-        return from_json(text)
+        return codec.decode(text, msgspec.json.decode)
 
     @staticmethod
     def of(

@@ -22,6 +22,7 @@ from kvpool.layout.types import MAX_AXES, MAX_PARTS, MAX_REASON, Axis, Buffer, L
 
 MAX_BYTES = 8 << 20
 encode = msgspec.msgpack.Encoder(enc_hook=index).encode  # numpy's integers too
+encode_json = msgspec.json.Encoder(enc_hook=index).encode
 
 
 def _strict(kind: type, **lists: Any) -> Any:
@@ -52,29 +53,6 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
-def to_msgpack(layout: PoolLayout) -> bytes:
-    """Encodes a layout; raises LayoutError above `MAX_BYTES`, which decoders refuse."""
-    return _bounded(encode(layout))
-
-
-def to_json(layout: PoolLayout) -> str:
-    return _bounded(msgspec.json.encode(layout, enc_hook=index)).decode()
-
-
-def from_msgpack(data: bytes) -> PoolLayout:
-    """Reads a layout; raises LayoutError: too large, malformed, another version, inconsistent."""
-    return _decode(data, msgspec.msgpack.decode)
-
-
-def from_json(text: str | bytes) -> PoolLayout:
-    """As `from_msgpack`, for JSON."""
-    try:
-        data = text.encode() if isinstance(text, str) else text
-    except UnicodeEncodeError as error:
-        raise LayoutError(f"malformed layout: {error}") from None
-    return _decode(data, msgspec.json.decode)
-
-
 def fingerprint(layout: PoolLayout) -> str:
     """SHA-256 of a layout without device numbers, generation and the order of its parts. Of bases
     only the distance to the first of the buffers that lie side by side counts.
@@ -103,9 +81,9 @@ def read_file(path: str | Path) -> PoolLayout | None:
     try:
         data = Path(path).read_bytes()
         if data[:1] >= b"\x80":
-            return from_msgpack(data)
+            return PoolLayout.from_msgpack(data)
         names = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        return from_json(data) if {"buffers", "regions"} & set(names) else None
+        return PoolLayout.from_json(data) if {"buffers", "regions"} & set(names) else None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}.") from None
     except LayoutError as error:
@@ -120,15 +98,17 @@ def _shape(buffer: Buffer) -> tuple[object, ...]:
     return buffer.name, buffer.space, *sizes, buffer.memory.partition(":")[0], buffer.padding
 
 
-def _bounded(data: bytes) -> bytes:
+def bounded(data: bytes) -> bytes:
+    """Raises LayoutError above `MAX_BYTES`."""
     if len(data) > MAX_BYTES:
         raise LayoutError(f"a layout of {len(data)} bytes: at most {MAX_BYTES} are exchanged.")
     return data
 
 
-def _decode(data: bytes, decode: Callable[..., Any]) -> PoolLayout:
-    _bounded(data)
+def decode(data: str | bytes, decode: Callable[..., Any]) -> PoolLayout:
+    """Reads a layout; raises LayoutError: too large, malformed, another version, inconsistent."""
     try:
+        data = bounded(data.encode() if isinstance(data, str) else data)
         version = decode(data, type=_Versioned).version
         if version != VERSION:
             raise LayoutError(
@@ -138,7 +118,7 @@ def _decode(data: bytes, decode: Callable[..., Any]) -> PoolLayout:
         layout = msgspec.convert(decode(data, type=WireLayout), PoolLayout, from_attributes=True)
     except LayoutError:
         raise
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         # the reason may quote megabytes, and escape codes
         raise LayoutError(f"malformed layout: {one_line(str(error), MAX_REASON)}") from None
     layout.fingerprint()  # a plan with many ranks needs theirs at once

@@ -126,13 +126,7 @@ def describe_sections(
             f"{shared.owner}: {cut} has {sizes[cut]} elements, its sections {sum(lengths)} "
             f"({parts}). Name every section, with its sizes on this rank."
         )
-    home = shared.buffer or describe_buffer(
-        tensor,
-        dims,
-        name=f"{shared.owner}.{'+'.join(roles)}.{layer}",
-        space=shared.space,
-        padding=shared.padding,
-    )
+    home = home_of(tensor, dims, f"{'+'.join(roles)}.{layer}", shared)
     place = list(dims).index(cut)
     regions: list[Region] = []
     for section, part in zip(sections, tensor.split_with_sizes(lengths, place)):
@@ -158,6 +152,12 @@ def describe_buffer(
     inner = sum((array.sizes[dim] - 1) * array.strides[dim] for dim in dims if dim != "item")
     options = RegionOptions(space=space, padding=padding)
     return _buffer(array, name, array.pointer, inner + array.itemsize, options)
+
+
+def home_of(tensor: torch.Tensor, dims: Sequence[str], name: str, options: RegionOptions) -> Buffer:
+    """The buffer of the options, or one of the whole tensor."""
+    name, space, padding = f"{options.owner}.{name}", options.space, options.padding
+    return options.buffer or describe_buffer(tensor, dims, name=name, space=space, padding=padding)
 
 
 class Array(NamedTuple):
@@ -271,16 +271,12 @@ def _grid(array: Array, options: RegionOptions, subject: str) -> tuple[int, tupl
                 "which it is contiguous."
             )
         width *= sizes[cell]
-    axes = [dim for dim in sizes if dim not in (*NOT_INNER, cell)]
-    unknown = set(options.shards) - set(axes)
+    dims = [dim for dim in sizes if dim not in (*NOT_INNER, cell)]
+    unknown = set(options.shards) - set(dims)
     if unknown:
-        raise LayoutError(f"{subject}: shards names {sorted(unknown)}, the axes are {axes}.")
-
-    def axis(dim: str) -> Axis:
-        start, total = options.shards.get(dim, (0, sizes[dim]))
-        return Axis(dim, sizes[dim], strides[dim], start, total)
-
-    return width, tuple(map(axis, axes))
+        raise LayoutError(f"{subject}: shards names {sorted(unknown)}, the axes are {dims}.")
+    axes = (Axis(dim, sizes[dim], strides[dim], *options.shards.get(dim, ())) for dim in dims)
+    return width, tuple(axes)
 
 
 def _buffer(array: Array, name: str, start: int, nbytes: int, options: RegionOptions) -> Buffer:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Unpack
 
-from kvpool.layout.describe import array_of, describe_array, describe_buffer
+from kvpool.layout.describe import array_of, describe_array, home_of
 from kvpool.layout.described import Described, DescribeOptions, RegionOptions
 from kvpool.layout.template import Template, item_bytes, item_regions
 from kvpool.layout.types import LayoutError
@@ -53,13 +53,7 @@ def describe_items(
             f"{subject}: {size} bytes behind dims {tuple(dims)}, {expected} are known."
         )
     names = (*dims, "inside")
-    home = shared.buffer or describe_buffer(
-        flat,
-        names,
-        name=f"{shared.owner}.{roles}.{layer}",
-        space=shared.space,
-        padding=shared.padding,
-    )
+    home = home_of(flat, names, f"{roles}.{layer}", shared)
     array = array_of(flat, names)
     whole = describe_array(array, inside[0].role, layer, replace(shared, buffer=home)).regions[0]
     regions = (

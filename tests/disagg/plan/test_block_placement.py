@@ -4,14 +4,11 @@ every byte of both sides is compared.
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings, strategies as st
 
-from disagg.plan import plan
 from kvpool import Shard
 from tests.oracle import assert_holds, blank, elsewhere, fill, move, place, write
 from tests.pools import dsv4, hybrid, hybrid_mla, hybrid_nsa, nsa, swa
-from tests.verified import verify
 
 POOLS = {
     "nsa": nsa.but(layers=range(5), total_kv_layers=5),
@@ -64,12 +61,3 @@ def test_any_pool_in_blocks_pairs_with_any_other_to_the_byte(name, placements, t
     write(into, here, range(prefix), salt=1)
     move(pools, into, there, here, range(prefix, tokens))
     assert_holds(into, here, range(prefix, tokens), kept=range(prefix), also=[other])
-
-
-@pytest.mark.parametrize("name", POOLS)
-def test_the_slow_check_agrees(name):
-    blocks, static = (
-        POOLS[name](placement=placement, num_pages=24).layout for placement in ("block", "layer")
-    )
-    for source, dest in ((blocks, static), (static, blocks), (blocks, blocks)):
-        verify(plan([source], dest))

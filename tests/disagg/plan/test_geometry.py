@@ -13,7 +13,6 @@ from kvpool.layout import RequestAddress, Span
 from kvpool.layout.formats import Shard
 from kvpool.pools.typed import MHAPool, MLAPool
 from tests.oracle import hand_off, pages_for, place
-from tests.verified import verify
 
 DTYPES = ("uint8", "float8_e4m3fn", "bfloat16", "float32")
 
@@ -114,14 +113,6 @@ def test_a_rank_holds_the_heads_of_its_number(geometry):
             head = region.axis("head")
             assert (head.start, head.total) == (rank * model.heads // source.tp, model.heads)
             assert head.size == max(1, model.heads // source.tp)
-
-
-@settings(max_examples=60)
-@given(geometries(layers=3, heads=4, dim=3, pp=2, tp=4, page=5))
-def test_any_plan_verifies(geometry):
-    model, source, dest, where = geometry
-    pools = [source.pool(model, *rank, 12) for rank in source.ranks()]
-    verify(plan([pool.layout for pool in pools], dest.pool(model, *where, 12).layout))
 
 
 @settings(max_examples=50)

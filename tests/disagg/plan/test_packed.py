@@ -21,7 +21,6 @@ from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.formats import Shard
 from kvpool.layout.pin import Pin
 from tests.oracle import assert_holds, blank, fill, hand_off, move, over, place, write
-from tests.verified import verify
 
 PAGES, HEADS, DIM = 32, 4, 6
 
@@ -74,13 +73,12 @@ def refusal(sources, dest):
     return str(refused.value)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8, 31, 32, 33])
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize("tokens", [1, 4, 33])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (4, 2)])
 def test_packed_pages_move_whole_and_are_resharded_by_heads(prefill, decode, tokens):
     sources = [cache(shard=Shard(rank, prefill)) for rank in range(prefill)]
     for rank in range(decode):
-        transfer, _ = hand_off(sources, cache(shard=Shard(rank, decode)), tokens)
-        verify(transfer)
+        hand_off(sources, cache(shard=Shard(rank, decode)), tokens)
 
 
 SPACES = st.one_of(
@@ -143,7 +141,7 @@ def test_a_slot_may_be_packed():
     blank(dest)
     move([source], dest, [there], into, range(5))
     assert_holds(dest, into, range(5))
-    verify(move([source], dest, [there], into, range(5, 9)))
+    move([source], dest, [there], into, range(5, 9))
     assert_holds(dest, into)
     assert "packing 'triton' on prefill, packing 'cuda' on decode" in refusal(
         [source], state("cuda")
@@ -245,9 +243,8 @@ def endpoints(source, dest, **options):
     return prefill, DecodeEndpoint(dest.layout, create_engine("local"), **options)
 
 
-@pytest.mark.parametrize("chunks", [(22,), (7, 22), (8, 11, 21, 22)])
-@pytest.mark.parametrize("start", [0, 8, 22])
-def test_endpoints_hand_over_packed_pages_and_compare_them(chunks, start):
+@pytest.mark.parametrize(("start", "chunks"), [(0, (8, 11, 21, 22)), (8, (22,))])
+def test_endpoints_hand_over_packed_pages_and_compare_them(start, chunks):
     source, dest = cache(), cache()
     there, into = place(source, 22, 1), place(dest, 22, 2)
     fill(source, there)
@@ -282,20 +279,6 @@ def test_a_start_inside_a_packed_page_is_refused_and_says_where_to_start():
         with pytest.raises(RoomError, match=r"Receive from 20 on, or from 22\."):
             decode.receive("r", table, start=21)
         decode.receive("r", table, start=12)  # nothing of the refused room is left
-
-
-def test_a_start_inside_a_page_that_is_dead_is_taken():
-    source, dest = cache(window=5), cache(window=5)
-    there, into = place(source, 22, 1), place(dest, 22, 2)
-    fill(source, there)
-    blank(dest)
-    prefill, decode = endpoints(source, dest)
-    with prefill, decode:
-        decode.connect([prefill.address], timeout=20)
-        decode.receive("r", into, start=9)
-        prefill.send("r", there)
-        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
-    assert_holds(dest, into)
 
 
 @pytest.mark.parametrize("side", ["offered", "received"])

@@ -228,11 +228,6 @@ def test_consecutive_pages_are_one_run_per_layer(tokens):
     assert batch.nbytes.tolist() == [tokens * 24] * 5
 
 
-def test_latent_and_rope_are_one_run_per_page():
-    batch = plan([mla().layout], mla().layout).bind(0, pages(2, 9, 4), pages(7, 3, 5))
-    assert batch.nbytes.tolist() == [4 * 24] * 6
-
-
 def test_adjacent_heads_of_a_token_are_one_run():
     ranks = [mha(shard=Shard(rank, 2)) for rank in range(2)]
     made = plan([rank.layout for rank in ranks], mha().layout)
@@ -322,13 +317,6 @@ def npu_style(layers, items, page, dims):
     return State(layout, memory, views)
 
 
-@pytest.mark.parametrize("page", [4, 6])
-def test_a_row_of_latent_and_rope_and_two_stacked_tensors_are_the_same_regions(page):
-    row, apart = mla(range(3)), npu_style([0, 1, 2], 12, page, (8, 4))
-    hand_off([row], apart, 30)
-    hand_off([apart], row, 30)
-
-
 def described(named, page, buffer=None):
     """State of tensors `[I, E, D]`, one for each layer and role, in `buffer` if there is one."""
     seen = {
@@ -402,19 +390,10 @@ def window(size, page):
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 23, 24, 50])
-@pytest.mark.parametrize(("prefill", "decode"), [(4, 4), (4, 6), (6, 4)])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 24, 50])
+@pytest.mark.parametrize(("prefill", "decode"), [(4, 6), (6, 4)])
 def test_only_the_last_positions_of_a_window_are_moved(tokens, prefill, decode):
     hand_off([window(8, prefill)], window(8, decode), tokens)
-
-
-def test_layers_that_differ_in_space_only_use_their_own_ids():
-    def pool():
-        page = Repeat("entry", 4, Cell("latent", 6, "bf16"))
-        spaces = [Space(name, entries_per_item=4) for name in ("kv", "other")]
-        return built([(0, "kv", 12, page), (1, "other", 12, page)], spaces)
-
-    hand_off([pool()], pool(), 30)
 
 
 @pytest.mark.parametrize("dead", [(0, 3), (3, 0), (2, 4), (4, 4)])
@@ -467,8 +446,8 @@ def ring(size):
     return built([(layer, "ring", 5, template) for layer in range(2)], [space])
 
 
-@pytest.mark.parametrize("tokens", [*range(1, 34), 1000, 1_000_003])
-@pytest.mark.parametrize(("prefill", "decode"), [(8, 16), (16, 8), (8, 8), (12, 16)])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 17, 33, 1_000_003])
+@pytest.mark.parametrize(("prefill", "decode"), [(8, 16), (16, 8), (12, 16)])
 def test_live_entries_of_a_ring_land_by_position(tokens, prefill, decode):
     source, dest = ring(prefill), ring(decode)
     there, here = place(source, tokens, 1), place(dest, tokens)
@@ -489,8 +468,8 @@ def ring_of(kind, size):
     return built([(layer, "c4.ring", 70, template) for layer in range(2)], [space])
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 7, 8, 9, 127, 128, 130, 255])
-@pytest.mark.parametrize("sizes", [(8, 8), (8, 16), (16, 8)])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 9, 128, 255])
+@pytest.mark.parametrize("sizes", [(8, 16), (16, 8)])
 @pytest.mark.parametrize("kinds", [("ring", "paged"), ("paged", "ring")])
 def test_rings_of_requests_pair_with_rings_of_window_pages(tokens, sizes, kinds):
     source, dest = map(ring_of, kinds, sizes)
@@ -514,8 +493,8 @@ def test_a_ring_that_holds_later_positions_is_refused():
         made.bind(0, place(source, 41), place(dest, 40))
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 31, 32, 33, 63, 64])
-@pytest.mark.parametrize(("prefill", "decode"), [(4, 4), (4, 2), (2, 4), (4, 6)])
+@pytest.mark.parametrize("tokens", [3, 4, 33, 64])
+@pytest.mark.parametrize(("prefill", "decode"), [(4, 2), (4, 6)])
 def test_compressed_entries_are_moved_once_their_tokens_are_complete(tokens, prefill, decode):
     source, dest = (
         built(
@@ -537,11 +516,6 @@ def compressed(page):
         [Space("c4", entries_per_item=page // 4, tokens_per_entry=4, ids="kv")],
         page=page,
     )
-
-
-@pytest.mark.parametrize("tokens", [3, 16, 27, 64])
-def test_compressed_pages_share_the_ids_of_token_pages(tokens):
-    hand_off([compressed(8)], compressed(16), tokens)
 
 
 def test_chunks_move_each_compressed_entry_with_its_last_token():
@@ -599,29 +573,9 @@ def conv(rank, tp, order):
     return built([(layer, "state", 5, template) for layer in (1, 4)], [Space("state", "slot")])
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 4), (4, 2), (1, 8), (8, 4)])
-@pytest.mark.parametrize(
-    "orders", [("channels", "window"), ("window", "channels"), ("window",) * 2]
-)
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (8, 4)])
+@pytest.mark.parametrize("orders", [("channels", "window"), ("window",) * 2])
 def test_conv_sections_are_resharded_in_any_axis_order(prefill, decode, orders):
     sources = [conv(rank, prefill, orders[0]) for rank in range(prefill)]
     for rank in range(decode):
         hand_off(sources, conv(rank, decode, orders[1]), 30)
-
-
-def test_conv_axes_of_a_described_tensor_are_those_of_a_template():
-    source = conv(0, 1, "channels")
-    tensor = torch.zeros(5, 3, 4 * 3 + 4 * 3 + 8 * 5, dtype=torch.bfloat16)  # [I, tap, channel]
-    buffer = describe_buffer(tensor, ("item", "tap", "channel"), name="conv", space="state")
-    parts, views, at = [], {}, 0
-    for role, (heads, dim) in SECTIONS.items():
-        part = tensor[:, :, at : at + heads * dim].unflatten(2, (heads, dim))
-        names = ("item", "tap", "head", "dim")
-        seen = describe(part, names, role=role, layer=1, cell=None, buffer=buffer)
-        parts.append(seen)
-        shown = part.permute(0, 2, 3, 1)[..., None].view(torch.uint8)  # [I, head, dim, tap, byte]
-        views["target", 1, role] = shown.numpy()
-        at += heads * dim
-    layout = PoolLayout.of(*parts, spaces=[Space("state", "slot")], total_kv_layers=2)
-    dest = State(layout, [tensor.view(torch.uint8).numpy().reshape(-1)], views)
-    hand_off([source], dest, 30)
