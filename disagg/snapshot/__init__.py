@@ -5,7 +5,6 @@ pointers; plans move bytes to it and from it. `docs/snapshots.md` has the format
 """
 
 from disagg.snapshot.header import Header, SnapshotRefused
-from disagg.snapshot.loading import check, inspect, load
-from disagg.snapshot.saving import save
+from disagg.snapshot.requests import check, inspect, load, save
 
 __all__ = ["Header", "SnapshotRefused", "check", "inspect", "load", "save"]

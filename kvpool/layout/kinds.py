@@ -26,14 +26,12 @@ class SpaceKind:
     """A kind of which a request has one item. It moves whole, with the last position: it changes
     until that is written.
 
-    Entries are numbered in the request, but for `place` and `entries_of` on this rank. `needed_*`
-    take the positions of a chunk, and how many tokens the request has in all.
+    What `Space` has too is documented there. Entries are numbered in the request, but for `place`
+    and `entries_of` on this rank.
     """
 
     per_request = True
-    """A request has one item, which changes as the request grows."""
     has_entries = True
-    """An item has entries, which follow positions."""
 
     def check(self, space: Space) -> None:
         """Raises LayoutError for fields that a space of this kind cannot have."""
@@ -46,7 +44,6 @@ class SpaceKind:
         need(space.ring is None, f"space {space.name} ring", RING_OF_PAGES)
 
     def wraps(self, space: Space) -> bool:
-        """Whether entries of an item are overwritten by later ones."""
         return False
 
     def words(self, space: Space) -> str:
@@ -62,19 +59,15 @@ class SpaceKind:
         return range(max(0, first), entries)
 
     def alive_items(self, space: Space, tokens: int) -> range:
-        """Items with live entries on this rank, by number in the request."""
         return range(min(len(self.alive(space, tokens)), 1))
 
     def place(self, space: Space, entries: Ints) -> tuple[Ints, Ints]:
-        """For each entry the number of its item in the request, and its step there."""
         return np.zeros_like(entries), entries % space.steps
 
     def needed_entries(self, space: Space, tokens: range, total: int) -> range:
-        """Live entries that move with a chunk, whichever rank holds them."""
         return self.alive(space, total) if tokens.stop == total else range(0)
 
     def needed_items(self, space: Space, tokens: range, total: int) -> range:
-        """Items with live entries that move whole with a chunk."""
         return self.alive_items(space, total) if tokens.stop == total else range(0)
 
     def entries_of(self, space: Space, items: range, total: int) -> range:

@@ -16,7 +16,6 @@ from disagg.plan import plan
 from disagg.plan.positions import id_clash
 from disagg.plan.proof import prove
 from disagg.plan.routes import records_of
-from disagg.runtime.staging import coalesce
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from tests.oracle import (
@@ -178,26 +177,6 @@ def test_any_spaces_of_a_block_pool_pair_with_any_others_to_the_byte(transfer, d
     assert (source.memory[0] == before).all()
 
 
-@settings(max_examples=200)
-@given(transfers())
-def test_a_read_through_a_buffer_reads_what_some_space_describes(transfer):
-    source, dest, there, here, other = transfer
-    fill(source, there)
-    blank(dest)
-    write(dest, other, range(other.num_tokens))
-    batch = plan([source.layout], dest.layout).bind(0, there, here)
-    found = coalesce(batch, source.layout, 1 << 20)
-    if found is None:
-        return
-    items = {b.space: np.arange(b.items) for b in source.layout.buffers}
-    described = theirs(source, RequestAddress(0, {s: Span(ids) for s, ids in items.items()}))
-    assert not (covered(source, found.read.src, found.read.nbytes) & ~described).any()
-    buffer = np.zeros(found.read.total, dtype=np.uint8)
-    copy(replace(found.read, dst=found.read.dst + buffer.ctypes.data))
-    copy(replace(found.scatter, src=found.scatter.src + buffer.ctypes.data))
-    assert_holds(dest, here, also=[other])
-
-
 # one page of keys, one of a window's, over one another
 
 
@@ -299,16 +278,6 @@ def cut_pair(cut, items=10):
     parts = {"kv": [(0, Cell("k", 4, "bf16"))], "swa": [(1, Cell("latent", 8, "bf16"))]}
     kv = Space("kv", reserved=cut, block_pool=POOL, items_per_block=cut)
     return overlaid(parts, (kv, Space("swa", window=4, block_pool=POOL)), items)
-
-
-@pytest.mark.parametrize("cuts", [(2, 1), (1, 2), (2, 3), (33, 1)])
-def test_spaces_of_other_items_a_block_pair(cuts):
-    source, dest = map(cut_pair, cuts)
-    fill(source, there := place(source, 4, 1))
-    blank(dest)
-    made = plan([source.layout], dest.layout)
-    copy(made.bind(0, there, here := place(dest, 4, 2)))
-    assert_holds(dest, here)
 
 
 def test_items_of_one_number_are_no_clash_and_items_of_one_block_are():

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from disagg.plan import plan
 from kvpool import MHAPool, MLAPool, Shard
 from kvpool.layout import PoolLayout
 
-KVPOOL = Path(sys.executable).with_name("kvpool")
 COMMON = {"num_pages": 99, "page_size": 16, "dtype": "bf16", "device": "meta"}
 
 
@@ -80,42 +75,3 @@ def test_missing_and_unsent_regions_have_rows():
     assert [(row.owner, row.how) for row in missing.rows[1:]] == [("draft", "missing")] * 2
     unsent = plan([both], mla()).explain()
     assert [(row.owner, row.how) for row in unsent.rows[1:]] == [("draft", "unsent")] * 2
-
-
-def run(*arguments):
-    return subprocess.run(
-        [KVPOOL, "explain", *map(str, arguments)], capture_output=True, text=True, timeout=60
-    )
-
-
-def test_the_command_reads_json_and_msgpack(tmp_path):
-    (tmp_path / "a.json").write_text(mha().to_json())
-    (tmp_path / "b.msgpack").write_bytes(mha(order="hnd").to_msgpack())
-    done = run(tmp_path / "a.json", tmp_path / "b.msgpack", "--tokens", 100)
-    assert done.returncode == 0, done.stderr
-    assert "strided" in done.stdout and "target k" in done.stdout
-
-
-def test_the_command_prints_all_reasons_of_a_refusal(tmp_path):
-    (tmp_path / "a.json").write_text(mla(layers=range(2)).to_json())
-    (tmp_path / "b.json").write_text(mla(dtype="f32").to_json())
-    done = run(tmp_path / "a.json", tmp_path / "b.json")
-    assert done.returncode == 1
-    assert "target layers 0-1 rope: bfloat16 on prefill, float32 on decode." in done.stdout
-    assert "target layers 2-3 latent: prefill offers no such region" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"", "neither JSON nor a msgpack layout"),
-        (b"hello", "neither JSON nor a msgpack layout"),
-        (b"{}", "give model_type, as the model's config.json does (it is missing)"),
-        (b'{"buffers": [], "version": 9}', "layout version 9"),
-    ],
-)
-def test_a_file_that_is_no_layout_is_refused(tmp_path, content, sentence):
-    (tmp_path / "a").write_bytes(content)
-    done = run(tmp_path / "a", tmp_path / "a")
-    assert done.returncode == 2
-    assert sentence in " ".join(done.stderr.replace("│", "").split())

@@ -300,23 +300,6 @@ def test_shares_are_runs_and_bytes_of_each_route():
         assert sum(nbytes for _, nbytes in mine) == batch.nbytes[inside].sum()
 
 
-def npu_style(layers, items, page, dims):
-    """Latent and rope in two tensors `[L, I, E, 1, D]`, each stacked over layers."""
-    parts, memory, views = [], [], {}
-    for role, dim in zip(("latent", "rope"), dims):
-        tensor = torch.zeros(len(layers), items, page, 1, dim, dtype=torch.bfloat16)
-        seen = describe(
-            tensor[:, :, :, 0], ("layer", "item", "entry", "dim"), role=role, layer=layers
-        )
-        parts.append(seen)
-        memory.append(tensor.view(torch.uint8).numpy().reshape(-1))
-        for number, layer in enumerate(layers):
-            views["target", layer, role] = tensor[number, :, :, 0].view(torch.uint8).numpy()
-    space = Space("kv", entries_per_item=page)
-    layout = PoolLayout.of(*parts, spaces=[space], total_kv_layers=max(layers) + 1)
-    return State(layout, memory, views)
-
-
 def described(named, page, buffer=None):
     """State of tensors `[I, E, D]`, one for each layer and role, in `buffer` if there is one."""
     seen = {
@@ -351,35 +334,6 @@ def test_cells_adjacent_in_one_entry_only_are_no_run():
     pool = built([(0, "kv", 12, Repeat("entry", 2, row))], page=2)
     hand_off([engine], pool, 19)
     hand_off([pool], engine, 19)
-
-
-ORDERS = [
-    ("item", "role", "head", "entry", "dim"),
-    ("item", "role", "entry", "head", "dim"),
-    ("item", "entry", "role", "head", "dim"),
-    ("role", "item", "head", "entry", "dim"),
-]
-
-
-@pytest.mark.parametrize("dims", ORDERS, ids="-".join)
-def test_k_and_v_in_one_tensor_of_any_dim_order_go_to_a_pool(dims):
-    sizes = {"item": 12, "role": 2, "head": 4, "entry": 6, "dim": 4}
-    tensor = torch.zeros([sizes[dim] for dim in dims], dtype=torch.bfloat16)
-    within = dims[0] == "item"  # both in one buffer, as their entries may interleave
-    buffer = describe_buffer(tensor, dims, name="k and v") if within else None
-    seen = describe(tensor, dims, role=("k", "v"), layer=0, buffer=buffer)
-    space = Space("kv", entries_per_item=6)
-    apart = tensor.permute([dims.index(d) for d in ("role", "item", "entry", "head", "dim")])
-    views = {
-        ("target", 0, role): apart[n].view(torch.uint8).numpy() for n, role in enumerate(("k", "v"))
-    }
-    engine = State(
-        PoolLayout(seen.buffers, seen.regions, (space,), 1),
-        [tensor.view(torch.uint8).numpy().reshape(-1)],
-        views,
-    )
-    hand_off([engine], mha(range(1)), 30)
-    hand_off([mha(range(1))], engine, 30)
 
 
 def window(size, page):
@@ -554,28 +508,3 @@ def test_a_slot_is_moved_with_the_last_chunk_only():
         assert_holds(dest, here, range(chunk.stop))
     with pytest.raises(IncompleteTransfer, match="the state in space state is that of 31 tokens"):
         plan([source.layout], dest.layout).bind(0, RequestAddress(31, there.spans), here)
-
-
-SECTIONS = {"conv.q": (4, 3), "conv.k": (4, 3), "conv.v": (8, 5)}  # heads, dim
-
-
-def conv(rank, tp, order):
-    """Conv states of three taps, channels first `[role][head][dim][tap]` or window first
-    `[tap][role][head][dim]`.
-    """
-    parts = []
-    for role, (heads, dim) in SECTIONS.items():
-        start, size = Shard(rank, tp).of(heads)
-        cell = Cell(role, 1, "bf16")
-        inner = Repeat("tap", 3, cell) if order == "channels" else cell
-        parts.append(Repeat("head", size, Repeat("dim", dim, inner), start, heads))
-    template = Seq(*parts) if order == "channels" else Repeat("tap", 3, Seq(*parts))
-    return built([(layer, "state", 5, template) for layer in (1, 4)], [Space("state", "slot")])
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (8, 4)])
-@pytest.mark.parametrize("orders", [("channels", "window"), ("window",) * 2])
-def test_conv_sections_are_resharded_in_any_axis_order(prefill, decode, orders):
-    sources = [conv(rank, prefill, orders[0]) for rank in range(prefill)]
-    for rank in range(decode):
-        hand_off(sources, conv(rank, decode, orders[1]), 30)

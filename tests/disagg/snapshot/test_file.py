@@ -167,15 +167,6 @@ def test_a_save_that_fails_leaves_what_was_there(call, before, tmp_path, monkeyp
     assert [p.read_bytes() for p in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
-def test_a_write_may_be_short(tmp_path, monkeypatch):
-    pool, real, whole = mha(), os.pwrite, tmp_path / "whole"
-    address = filled(pool)
-    save(whole, pool.layout, address)
-    monkeypatch.setattr(os, "pwrite", lambda file, data, at: real(file, data[:1000], at))
-    save(tmp_path / "short", pool.layout, address)
-    assert whole.read_bytes() == (tmp_path / "short").read_bytes()
-
-
 KILLED = """
 import os, signal, sys
 from disagg.snapshot import save

@@ -12,7 +12,6 @@ from disagg.snapshot import SnapshotRefused, load, save
 from kvpool import Allocator
 from kvpool.integrations.transformers import PoolCache
 from tests.kvpool.integrations.test_transformers import (
-    CONFIGS,
     model_of,
     pool_of,
     prompt,
@@ -22,7 +21,7 @@ from tests.kvpool.integrations.test_transformers import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v4"])
 def test_a_model_goes_on_with_a_loaded_request(family, tmp_path):
     model, ids = model_of(family), prompt(1)
     agreed = conventions(model.config)

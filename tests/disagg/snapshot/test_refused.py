@@ -117,41 +117,24 @@ META, T = "__metadata__", "target.0.latent"
 HEADERS = {
     "no header": ([], "header: a JSON object, got list"),
     "no metadata": (without(META), "not a kvpool snapshot: its __metadata__ has no kvpool_snapsh"),
-    "another's metadata": (edited(META, to={"format": "pt"}), "not a kvpool snapshot"),
     "metadata is no object": (edited(META, to=[]), "not a kvpool snapshot"),
     "version": (edited(META, "kvpool_snapshot", to="2"), "version '2': this kvpool reads version"),
-    "version type": (edited(META, "kvpool_snapshot", to=1), "version 1: this kvpool reads version"),
     "unknown metadata": (edited(META, "owner", to="me"), "__metadata__: unknown 'owner'"),
-    "missing metadata": (without(META, "digests"), "__metadata__: missing 'digests'"),
     "metadata type": (edited(META, "layout", to={}), "__metadata__ layout: a text, got {}"),
     "tokens": (edited(META, "tokens", to="0"), "tokens '0': 1 to 16777216"),
-    "tokens as written": (edited(META, "tokens", to="013"), "tokens '013': 1 to"),
     "tokens in digits of others": (edited(META, "tokens", to="१३"), "tokens '१३': 1 to"),
-    "many tokens": (edited(META, "tokens", to="999999999"), "tokens '999999999': 1 to 16777216"),
     "another token count": (edited(META, "tokens", to="14"), "layout buffers 0 items: 13, in a"),
     "request": (edited(META, "request", to="a\nb"), "request 'a\\nb': at most 128 printable"),
     "conventions": (edited(META, "conventions", to="[1]"), "conventions: a JSON object, got list"),
     "convention": (edited(META, "conventions", to='{"a":null}'), "conventions: a=None: a number"),
-    "convention NaN": (edited(META, "conventions", to='{"a":NaN}'), "conventions: a=nan: a number"),
     "no layout": (edited(META, "layout", to="{}"), "layout: malformed layout: Object missing"),
-    "unknown field": (layout(colour=1), "layout: malformed layout: Object contains unknown field"),
     "layout version": (layout(version=9), "layout: layout version 9: this kvpool reads version 1"),
     "generation": (layout(generation="x"), "layout generation: 'x', in a file of"),
-    "base": (layout(buffers__0__base=8), "layout"),
-    "offset": (layout(regions__0__offset=1), "ends at byte"),
     "items": (layout(buffers__0__items=9), "layout"),
-    "many items": (layout(buffers__0__items=1 << 62), "layout"),
-    "width": (layout(regions__0__width=2), "layout"),
-    "page": (layout(spaces__0__entries_per_item=4), "4"),
-    "window": (layout(spaces__0__window=4), "layout buffers 0 items: 13, in a file"),
-    "memory": (layout(buffers__0__memory="cuda:0"), "layout buffers 0 memory: 'cuda:0', in"),
-    "unknown tensor": (edited("weight", to=header()[T]), "tensors: unknown 'weight'"),
     "missing tensor": (without(T), "tensors: missing 'target.0.latent'"),
     "no tensor": (edited(T, to=3), "tensors target.0.latent: 3"),
     "unknown of a tensor": (edited(T, "strides", to=[1]), "target.0.latent: unknown 'strides'"),
-    "missing of a tensor": (without(T, "dtype"), "tensors target.0.latent: missing 'dtype'"),
     "dtype": (edited(T, "dtype", to="F16"), "dtype: 'F16', in a file of these tokens 'BF16'"),
-    "shape": (edited(T, "shape", to=[13, 8, 2]), "shape: [13, 8, 2], in a file of"),
     "shape type": (edited(T, "shape", to=[13.0, 16]), "shape 0: 13.0, in a file of"),
     "offsets": (edited(T, "data_offsets", to=[0, 1 << 60]), "data_offsets 1: 1152921504606846"),
     "no digest": (edited(META, "digests", to="{}"), "digests: missing 'target.0.latent'"),
@@ -290,23 +273,6 @@ def test_a_mangled_header_is_refused_or_harmless(data):
         assert after == before
 
 
-@settings(max_examples=100)
-@given(st.data())
-def test_mangled_bytes_are_refused_or_change_nothing(data):
-    mangled = bytearray(whole())
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(mangled) - 1))
-        match data.draw(st.integers(0, 2)):
-            case 0:
-                mangled[at] ^= 1 << data.draw(st.integers(0, 7))
-            case 1:
-                del mangled[at : at + data.draw(st.integers(1, 99))]
-            case 2:
-                mangled[at:at] = data.draw(st.binary(max_size=20))
-    says = refusal(bytes(mangled))  # else all bytes have arrived
-    assert says or mangled[-2496:] == whole()[-2496:]
-
-
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SnapshotRefused, match="pipe: not a regular file"):
@@ -374,35 +340,9 @@ def test_files_of_different_requests_or_models_are_refused(tmp_path):
         load([first, second], pool.layout, longer)
 
 
-def test_a_file_that_changes_while_it_is_loaded_is_refused(tmp_path, monkeypatch):
-    pool = mla()
-    address = oracle.place(pool, TOKENS)
-    oracle.fill(pool, address)
-    save(path := tmp_path / "a", pool.layout, address)
-    real, calls = os.preadv, []
-
-    def cut(*args):
-        calls.append(args)
-        if len(calls) == 13:
-            os.truncate(path, path.stat().st_size - 100)
-        return real(*args)
-
-    def touched(*args):
-        calls.append(args)
-        os.utime(path, ns=(0, len(calls)))
-        return real(*args)
-
-    monkeypatch.setattr(os, "preadv", cut)
-    with pytest.raises(SnapshotRefused, match="a: cut off while it was loaded"):
-        load(path, pool.layout, address)
-    save(path, pool.layout, address)
-    monkeypatch.setattr(os, "preadv", touched)
-    with pytest.raises(SnapshotRefused, match="written to while it was loaded"):
-        load(path, pool.layout, address)
-
-
 def truncated(path):
     os.truncate(path, path.stat().st_size - 100)
+    return "cut off while it was loaded"
 
 
 def unreadable(path):
@@ -411,13 +351,14 @@ def unreadable(path):
 
 def touched(path):
     os.utime(path, ns=(0, 0))
+    return "written to while it was loaded"
 
 
 @pytest.mark.parametrize("fails", [truncated, unreadable, touched])
 def test_whenever_a_file_fails_the_error_says_whether_items_were_written(
     fails, tmp_path, monkeypatch
 ):
-    pool, real, reads = mla(), os.preadv, []
+    pool, real, reads, says = mla(), os.preadv, [], []
     address = oracle.place(pool, TOKENS)
     oracle.fill(pool, address)
     save(path := tmp_path / "a", pool.layout, address)
@@ -426,7 +367,7 @@ def test_whenever_a_file_fails_the_error_says_whether_items_were_written(
     def preadv(*args):
         reads.append(args)
         if len(reads) == at:
-            fails(path)
+            says.append(fails(path))
         return real(*args)
 
     monkeypatch.setattr(os, "preadv", preadv)
@@ -444,4 +385,5 @@ def test_whenever_a_file_fails_the_error_says_whether_items_were_written(
         said.add(written)
         if written:
             assert caught.type is SnapshotRefused and str(caught.value).startswith(f"{path}: ")
+            assert says[-1:] == [] or says[-1] in str(caught.value)
     assert True in said and (fails is touched or False in said)

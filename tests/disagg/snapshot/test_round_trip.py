@@ -11,11 +11,9 @@ from hypothesis import given, settings, strategies as st
 
 from disagg import IncompatibleLayouts, IncompleteTransfer
 from disagg.snapshot import load, save
-from kvpool import Allocator, RequestPinned, Shard, Space
+from kvpool import Allocator, RequestPinned, Shard
 from kvpool.device import DeviceUnavailable
-from kvpool.item import Cell, Repeat
 from kvpool.layout import Pin
-from kvpool.pools.typed import MHAPool
 from tests import oracle
 from tests.disagg.engines.shared_device import installed, there
 from tests.disagg.plan.test_geometry import geometries
@@ -71,38 +69,6 @@ def test_any_geometry_and_any_part_of_a_request(geometry, tokens, data):
     oracle.assert_holds(into, address, range(start, count), kept=range(start))
 
 
-@pytest.mark.parametrize("order", ["nhd", "hnd"])
-def test_eight_ranks_with_long_pages_load_into_two_with_short_ones(order):
-    common = {
-        "layers": range(3),
-        "num_kv_heads": 8,
-        "head_dim": 16,
-        "v_head_dim": 8,
-        "dtype": "bf16",
-    }
-    holders = [
-        MHAPool(**common, page_size=64, num_pages=6, shard=Shard(rank, 8)) for rank in range(8)
-    ]
-    addresses = [filled(holder, 200, seed) for seed, holder in enumerate(holders, 1)]
-    with saved(holders, addresses) as paths:
-        for rank in range(2):
-            dest = MHAPool(
-                **common, page_size=16, num_pages=16, shard=Shard(rank, 2), order=order,
-                placement="page",
-            )  # fmt: skip
-            oracle.blank(dest)
-            address = oracle.place(dest, 200, 50)
-            load(paths, dest.layout, address)
-            oracle.assert_holds(dest, address)
-            lacking = [path for path in paths if path.name != "1.kv"]
-            says = r"layers 0-2 k: decode needs head 0-3, prefill offers head 0; head 2; head 3"
-            if rank == 0:
-                with pytest.raises(IncompatibleLayouts, match=says):
-                    load(lacking, dest.layout, address)
-            else:  # all that it needs is there
-                load(lacking, dest.layout, address)
-
-
 @pytest.mark.parametrize("tokens", [3, 45])
 def test_ranks_that_share_out_positions(tokens):
     """Of 3 positions, two of three ranks hold none."""
@@ -118,31 +84,6 @@ def test_ranks_that_share_out_positions(tokens):
             address = oracle.place(dest, tokens, 70)
             load(paths, dest.layout, address)
             oracle.assert_holds(dest, address)
-
-
-def test_blocks_that_spaces_lie_over_one_another():
-    spaces = [
-        Space("full", entries_per_item=4, block_pool="all"),
-        Space("state", "slot", block_pool="all"),
-        Space("swa", entries_per_item=2, window=5, block_pool="all"),
-    ]
-
-    def state(padding):
-        rows = Repeat("entry", 4, Cell("k", 3, "bf16")), Repeat("entry", 2, Cell("swa", 2, "f32"))
-        groups = {
-            "full": [(0, rows[0]), (1, rows[0])],
-            "state": [(2, Cell("temporal", 7, "f32"))],
-            "swa": [(3, rows[1])],
-        }
-        return oracle.overlaid(groups, spaces, 30, padding=padding)
-
-    source, dest = state(True), state(False)
-    address = filled(source, 19, 1)
-    oracle.blank(dest)
-    into = oracle.place(dest, 19, 2)
-    with saved([source], [address]) as paths:
-        load(paths, dest.layout, into)
-    oracle.assert_holds(dest, into)
 
 
 @pytest.mark.parametrize("tokens", [3, 4, 19])
@@ -196,15 +137,6 @@ def test_the_state_of_a_prefix_is_loaded_or_refused(build, says):
             save(paths[0].with_name("prefix"), pool.layout, address, tokens=prefix)
         assert [each.name for each in paths[0].parent.iterdir()] == ["0.kv"]
     assert all((memory == oracle.DEST).all() for memory in oracle.state(dest).memory)
-
-
-def test_a_state_alone_is_loaded_where_all_pages_are_there_already():
-    pool, dest = hybrid(num_pages=12), hybrid(num_pages=12)
-    address, into = filled(pool, 21, 1), oracle.place(dest, 21, 2)
-    oracle.blank(dest)
-    with saved([pool], [address]) as paths:
-        assert load(paths, dest.layout, into, tokens=range(21, 21)) == 0
-    oracle.assert_holds(dest, into, range(21, 21))
 
 
 def test_what_a_pool_has_beside_the_files_is_named_by_the_caller():

@@ -19,7 +19,6 @@ from kvpool.pools.base import KVPool
 from kvpool.render.html import html
 from kvpool.render.svg import svg
 from kvpool.render.text import space_words
-from tests.kvpool.layout.test_codec import both
 
 KV = Space("kv", block_pool="blocks")
 SWA = Space("swa", window=8, block_pool="blocks")
@@ -156,16 +155,6 @@ def cut(base=0, nbytes=8, stride=16, blocks=4, **more):
     return buffer("kv", base, nbytes, stride, 4 * blocks, **more)
 
 
-def test_several_items_of_a_space_lie_over_one_of_another():
-    """Two layers of kernel blocks side by side, another space's two halves, and a state."""
-    layout(cut(0), cut(8), buffer("swa", 0), buffer("swa", 32), buffer("state", 0, 64), spaces=CUTS)
-    # the same, each layer's blocks in one piece
-    layout(cut(0, 8, 8), buffer("swa", stride=32), buffer("swa", 200), spaces=CUTS)
-    other = replace(SWA, reserved=2, items_per_block=2)
-    spaces = CUT, other, STATE
-    layout(cut(0, 16), buffer("swa", 8, 24, 32, 8), buffer("state", 0, 64), spaces=spaces)
-
-
 @pytest.mark.parametrize(
     ("other", "there", "here"),
     [
@@ -182,18 +171,6 @@ def test_blocks_of_several_items_lie_over_one_another_block_over_block_only(othe
     )
     with pytest.raises(LayoutError, match=says):
         layout(cut(), other, spaces=CUTS)
-
-
-def test_items_of_one_list_do_not_overlap_in_a_block():
-    says = r"kv.7: base 7 lies inside.*An id of kv is an item of both"
-    with pytest.raises(LayoutError, match=says):
-        layout(cut(0), cut(7), buffer("swa"), spaces=CUTS)
-
-
-def test_blocks_of_a_pool_and_other_memory_do_not_interleave():
-    with pytest.raises(LayoutError, match=r"own.8: base 8 lies inside.*give both the same block_"):
-        layout(cut(), buffer("own", 8, 8), spaces=(*CUTS, Space("own")))
-    layout(cut(0, 4), buffer("own", 56, 8), spaces=(*CUTS, Space("own")))
 
 
 @pytest.mark.parametrize(
@@ -254,22 +231,6 @@ def test_buffers_whose_items_an_id_has_both_of_do_not_overlap():
     layout(buffer("kv"), buffer("c4", 32), buffer("swa", 0, 64), spaces=(*SPACES, shares))
 
 
-def test_a_buffer_behind_a_short_one_may_still_lie_in_a_long_one():
-    found = buffer("kv", 0, 40), buffer("swa", 8, 8), buffer("state", 24, 8)
-    layout(*found)
-    says = r"buffer state.24: base 24 lies inside buffer kv.0"
-    with pytest.raises(LayoutError, match=says):
-        layout(*found, spaces=(KV, SWA, replace(STATE, block_pool=None)))
-
-
-def test_regions_of_one_item_still_do_not_overlap():
-    regions = [
-        Region("target", 0, role, "kv.0", at, "uint8", (), 8) for role, at in (("k", 0), ("v", 7))
-    ]
-    with pytest.raises(LayoutError, match="overlaps target layer 0"):
-        layout(buffer("kv"), regions=regions)
-
-
 @pytest.mark.parametrize(
     ("spaces", "buffers", "says"),
     [
@@ -305,12 +266,6 @@ def test_a_space_that_shares_ids_has_no_block_pool_of_its_own():
 # what follows from it
 
 
-def test_the_lists_of_a_pool_are_named():
-    spaces = (*SPACES, Space("c4", ids="kv"), Space("ring", block_pool="two"), Space("own"))
-    found = layout(spaces=spaces).block_pools
-    assert found == {"blocks": ("kv", "swa", "state"), "two": ("ring",)}
-
-
 def test_memory_of_a_block_pool_is_registered_once():
     assert hybrid().slabs() == [Slab(0, 256)]
     assert layout(buffer("kv", 0, 64), buffer("swa", 8, 8)).slabs() == [Slab(0, 256)]
@@ -340,12 +295,6 @@ def test_no_range_is_covered_with_a_byte_that_no_space_of_the_pool_claims(data):
     starts, stops = np.triu_indices(end + 2, 1)
     foreign = np.cumsum([0, *(at not in clear for at in range(end + 2))])
     assert not (made.covers(starts, stops) & (foreign[stops] > foreign[starts])).any()
-
-
-@both
-def test_a_layout_with_a_block_pool_travels(write, read, encode):
-    for found in (hybrid(), layout(cut(), buffer("state", 0, 64), spaces=CUTS)):
-        assert read(write(found)) == found
 
 
 def test_a_merge_keeps_the_block_pool():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_bytes, item_regions
+from kvpool.item import Cell, Repeat, Seq, item_bytes, item_regions, prefixed
 from kvpool.layout import (
     VERSION,
     Axis,
@@ -24,6 +24,7 @@ from kvpool.layout import (
     Space,
 )
 from kvpool.layout.codec import MAX_BYTES, MAX_PARTS
+from tests.kvpool.layout.test_template import templates
 
 CODECS = {
     "msgpack": (PoolLayout.to_msgpack, PoolLayout.from_msgpack, msgspec.msgpack.encode),
@@ -62,31 +63,6 @@ def raw() -> dict:
 # exact round trips
 
 NAMES = st.text(st.characters().filter(str.isprintable), min_size=1, max_size=6)
-DTYPES = st.sampled_from(["uint8", "e4m3", "bf16", "f32", "int64"])
-
-
-@st.composite
-def templates(draw, roles, depth=2):
-    kinds = ["cell", "repeat", "seq", "pad"] if depth else ["cell"]
-    match draw(st.sampled_from(kinds)):
-        case "cell":
-            return Cell(roles(), draw(st.integers(1, 4)), draw(DTYPES))
-        case "repeat":
-            start, size, rest = (draw(st.integers(0, 3)) for _ in range(3))
-            return Repeat(
-                f"axis{depth}",
-                size + 1,
-                draw(templates(roles, depth - 1)),
-                start,
-                start + size + 1 + rest,
-            )
-        case "seq":
-            parts = draw(st.lists(templates(roles, depth - 1), min_size=1, max_size=2))
-            return Seq(*parts, Skip(draw(st.integers(1, 9))))
-        case _:
-            return Pad(draw(st.integers(1, 64)), draw(templates(roles, depth - 1)))
-
-
 INTERLEAVES = st.builds(
     Interleave, st.sampled_from([128, 512]), st.integers(0, 1), st.integers(2, 1024)
 )
@@ -109,18 +85,13 @@ def layouts(draw):
     ]
     spaces.append(Space("s", "slot")) if "s" not in names else None
     spaces.append(Space("r", "ring", 4, window=2)) if "r" not in names else None
-    count, buffers, regions = 0, [], []
+    count, buffers, regions = [0], [], []
     base = draw(st.sampled_from([0, 64, 1 << 47, (1 << 63) - (1 << 40)]))
     prefix = draw(NAMES)
 
-    def role():
-        nonlocal count
-        count += 1
-        return f"{prefix}{count}"
-
     for n in range(draw(st.integers(0, 4))):
         space = draw(st.sampled_from(spaces))
-        item = draw(templates(role))
+        item = prefixed(draw(templates(2, count)), prefix)
         if space.kind != "slot":
             item = Repeat("entry", space.entries_per_item, item)
         size = item_bytes(item)
@@ -182,12 +153,6 @@ def test_json_is_read_as_text_and_as_bytes():
     assert PoolLayout.from_json(text) == PoolLayout.from_json(text.encode()) == sample()
 
 
-def test_msgpack_is_read_from_any_bytes():
-    data = sample().to_msgpack()
-    assert PoolLayout.from_msgpack(bytearray(data)) == sample()
-    assert PoolLayout.from_msgpack(memoryview(data)) == sample()
-
-
 @both
 def test_fields_that_are_left_out_have_their_defaults(write, read, encode):
     buffer = {"name": "b", "space": "s", "base": 0, "item_stride": 8, "item_bytes": 8, "items": 2}
@@ -212,23 +177,10 @@ def test_every_cut_is_refused(write, read, encode):
 
 
 @both
-def test_bytes_after_the_end_are_refused(write, read, encode):
-    whole = encode(raw())
-    with pytest.raises(LayoutError, match=r"malformed layout: .*trailing"):
-        read(whole + b"0")
-
-
-@both
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_refused(write, read, encode, data):
     with pytest.raises(LayoutError, match=r"malformed layout|layout version"):
         read(data)
-
-
-@given(st.text())
-def test_random_text_is_refused(text):
-    with pytest.raises(LayoutError, match=r"malformed layout|layout version"):
-        PoolLayout.from_json(text)
 
 
 def test_text_that_is_no_unicode_is_refused():
@@ -272,13 +224,6 @@ def test_hostile_json_is_refused(inner):
         PoolLayout.from_json('{"version":1,"buffers":' + inner)
     with pytest.raises(LayoutError, match="malformed layout"):
         PoolLayout.from_json('{"version":1,"buffers":[' + inner + "]}")
-
-
-@both
-@pytest.mark.parametrize("value", [None, True, 7, 1.5, "layout", [], [1, 2], {}])
-def test_what_is_no_layout_at_all_is_refused(write, read, encode, value):
-    with pytest.raises(LayoutError, match="malformed layout"):
-        read(encode(value))
 
 
 PARTS = {
@@ -338,15 +283,6 @@ def test_an_unknown_field_is_refused_by_name(write, read, encode, where):
     spoilt = raw()
     part(spoilt, where)["surprise"] = 1
     with pytest.raises(LayoutError, match=r"malformed layout: .*unknown field `surprise`"):
-        read(encode(spoilt))
-
-
-@both
-@pytest.mark.parametrize("where", ["buffers", "regions", "spaces"])
-def test_parts_that_are_no_list_are_refused(write, read, encode, where):
-    spoilt = raw()
-    spoilt[where] = {"0": spoilt[where][0]}
-    with pytest.raises(LayoutError, match=rf"malformed layout: Expected `array`.*{where}"):
         read(encode(spoilt))
 
 
@@ -430,17 +366,7 @@ def test_more_regions_than_a_decoder_takes_are_not_written():
         comb(MAX_PARTS + 1).to_msgpack()
 
 
-def test_a_total_that_no_codec_can_write_is_no_layout():
-    with pytest.raises(LayoutError, match=r"total_kv_layers: 0 to 2\*\*63-1, got"):
-        PoolLayout((), (), (), 1 << 64)
-
-
 @pytest.mark.parametrize("where", ["model", "generation"])
 def test_text_that_no_codec_can_write_is_no_layout(where):
     with pytest.raises(LayoutError, match=where):
         PoolLayout((), (), (), 0, **{where: "\ud800"})
-
-
-def test_a_name_that_no_codec_can_write_is_no_name():
-    with pytest.raises(LayoutError, match="space"):
-        Space("\ud800")

@@ -66,81 +66,97 @@ def test_a_contiguous_tensor(device):
     lay(seen, 16)
 
 
-@DEVICES
-def test_a_transposed_tensor(device):
-    """HND memory, named in the order of its dims."""
-    tensor = torch.zeros(5, 4, 16, 32, dtype=torch.bfloat16, device=device)
-    hnd = ("item", "head", "entry", "dim")
-    one = describe(tensor, hnd, role="k", layer=0)
-    two = describe(tensor.transpose(1, 2), NHD, role="k", layer=0)
-    assert one == two
-    assert_lands(one, tensor, hnd)
-    assert_lands(two, tensor.transpose(1, 2), NHD)
-    lay(one, 16)
+THREE = ("item", "entry", "dim")
+BF16, F32 = torch.bfloat16, torch.float32
+# a tensor on a device, its dims, what else is said of it, and entries an item
+CASES = {
+    "HND memory": (
+        lambda on: torch.zeros(5, 4, 16, 32, dtype=BF16, device=on),
+        ("item", "head", "entry", "dim"),
+        {},
+        16,
+    ),
+    "a slice of items, entries and heads": (
+        lambda on: torch.zeros(9, 16, 8, 32, device=on)[2:8:2, 4:12, 3:5],
+        NHD,
+        {},
+        8,
+    ),
+    "a strided view with holes": (
+        lambda on: torch.zeros(10_000, device=on).as_strided((4, 6, 3, 8), (1000, 100, 20, 1), 37),
+        NHD,
+        {},
+        6,
+    ),
+    "K and V and layers in one tensor": (  # NPU MHA
+        lambda on: torch.zeros(2, 3, 5, 16, 4, 8, dtype=BF16, device=on),
+        ("role", "layer", *NHD),
+        {"role": ("k", "v"), "layer": (4, 9, 6)},
+        16,
+    ),
+    "K and V side by side in each page": (
+        lambda on: torch.zeros(5, 2, 16, 4, 8, dtype=BF16, device=on),
+        ("item", "role", *NHD[1:]),
+        {"role": ("k", "v")},
+        16,
+    ),
+    "all layers of a page side by side": (
+        lambda on: torch.zeros(5, 3, 16, 8, device=on),
+        ("item", "layer", *THREE[1:]),
+        {"layer": range(3)},
+        16,
+    ),
+    "a view as another dtype": (
+        lambda on: torch.zeros(5, 16, 656, dtype=torch.uint8, device=on)[..., 512:528].view(F32),
+        THREE,
+        {},
+        16,
+    ),
+    "a shard of heads": (
+        lambda on: torch.zeros(5, 16, 2, 32, dtype=BF16, device=on),
+        NHD,
+        {"shards": {"head": (4, 8)}},
+        16,
+    ),
+    "another owner and space": (
+        lambda on: torch.zeros(5, 16, 8, device=on),
+        THREE,
+        {"role": "swa.k", "layer": 3, "owner": "draft", "space": "swa"},
+        16,
+    ),
+    "a cell of another name": (
+        lambda on: torch.zeros(5, 16, 4, device=on),
+        ("item", "entry", "scale"),
+        {"cell": "scale"},
+        16,
+    ),
+    "a cell of one element": (lambda on: torch.zeros(5, 16, 8, device=on)[..., :1], THREE, {}, 16),
+    "elements whose channels may be reordered": (
+        lambda on: torch.zeros(5, 16, 24, dtype=BF16, device=on).transpose(1, 2),
+        ("item", "channel", "entry"),
+        {"cell": None},
+        16,
+    ),
+}
 
 
 @DEVICES
-def test_a_slice_of_items_entries_and_heads(device):
-    whole = torch.zeros(9, 16, 8, 32, dtype=torch.float16, device=device)
-    part = whole[2:8:2, 4:12, 3:5]
-    seen = describe(part, NHD, role="k", layer=0)
-    assert_lands(seen, part, NHD)
-    assert seen.buffers[0].item_stride == 2 * 16 * 8 * 32 * 2
-    assert seen.buffers[0].base == address(whole, (2, 4, 3, 0))
-    lay(seen, 8)
-
-
-@DEVICES
-def test_a_strided_view_with_holes(device):
-    flat = torch.zeros(10_000, dtype=torch.float32, device=device)
-    part = flat.as_strided((4, 6, 3, 8), (1000, 100, 20, 1), 37)
-    seen = describe(part, NHD, role="k", layer=0)
-    assert_lands(seen, part, NHD)
-    assert seen.buffers[0].item_bytes == (5 * 100 + 2 * 20 + 8) * 4
-    lay(seen, 6)
-
-
-@DEVICES
-def test_k_and_v_and_layers_stacked_in_one_tensor(device):
-    """NPU MHA: `[2, L, pages, page, H, D]`."""
-    tensor = torch.zeros(2, 3, 5, 16, 4, 8, dtype=torch.bfloat16, device=device)
-    dims = ("role", "layer", *NHD)
-    seen = describe(tensor, dims, role=("k", "v"), layer=(4, 9, 6))
-    assert_lands(seen, tensor, dims, roles=("k", "v"), layers=(4, 9, 6))
-    assert [buffer.name for buffer in seen.buffers] == [
-        f"target.{role}.{layer}" for layer in (4, 9, 6) for role in ("k", "v")
-    ]
-    assert len(lay(seen, 16).slabs()) == 1
-
-
-@DEVICES
-def test_k_and_v_side_by_side_in_each_page(device):
-    """`[pages, 2, page, H, D]`: the two buffers interleave."""
-    tensor = torch.zeros(5, 2, 16, 4, 8, dtype=torch.bfloat16, device=device)
-    dims = ("item", "role", "entry", "head", "dim")
-    seen = describe(tensor, dims, role=("k", "v"), layer=0)
-    assert_lands(seen, tensor, dims, roles=("k", "v"))
-    assert {buffer.item_stride for buffer in seen.buffers} == {2 * 16 * 4 * 8 * 2}
-    lay(seen, 16)
-
-
-@DEVICES
-def test_all_layers_of_a_page_side_by_side(device):
-    tensor = torch.zeros(5, 3, 16, 8, dtype=torch.float32, device=device)
-    dims = ("item", "layer", "entry", "dim")
-    seen = describe(tensor, dims, role="latent", layer=range(3))
-    assert_lands(seen, tensor, dims, roles=("latent",), layers=range(3))
-    lay(seen, 16)
-
-
-@DEVICES
-def test_a_tensor_viewed_as_another_dtype(device):
-    raw = torch.zeros(5, 16, 656, dtype=torch.uint8, device=device)
-    for part in (raw[..., 512:528].view(torch.float32), raw[..., 528:].view(torch.bfloat16)):
-        seen = describe(part, ("item", "entry", "dim"), role="k", layer=0)
-        assert_lands(seen, part, ("item", "entry", "dim"))
-        assert f"torch.{seen.regions[0].dtype}" == str(part.dtype)
-        lay(seen, 16)
+@pytest.mark.parametrize("case", CASES)
+def test_every_element_is_where_torch_says(case, device):
+    build, dims, more, entries = CASES[case]
+    tensor, names = build(device), {"role": ("k",), "layer": (0,), **more}
+    seen = describe(tensor, dims, **names)
+    roles, layers = (
+        (value,) if isinstance(value, str | int) else tuple(value)
+        for value in (names["role"], names["layer"])
+    )
+    options = {name: more[name] for name in ("cell", "owner") if name in more}
+    assert_lands(seen, tensor, dims, roles=roles, layers=layers, **options)
+    lay(seen, entries, more.get("space", "kv"))
+    assert {f"torch.{region.dtype}" for region in seen.regions} == {str(tensor.dtype)}
+    for region in seen.regions:
+        for name, (start, total) in more.get("shards", {}).items():
+            assert (region.axis(name).start, region.axis(name).total) == (start, total)
 
 
 @DEVICES
@@ -190,15 +206,6 @@ def test_a_buffer_of_a_padded_tensor_ends_with_its_last_element():
     assert home.end == part[2, 3, 7].data_ptr() + 4
 
 
-@DEVICES
-def test_a_shard_of_heads(device):
-    tensor = torch.zeros(5, 16, 2, 32, dtype=torch.bfloat16, device=device)
-    seen = describe(tensor, NHD, role="k", layer=0, shards={"head": (4, 8)})
-    assert seen.regions[0].axis("head") == Axis("head", 2, 64, start=4, total=8)
-    assert seen.regions[0].axis("entry") == Axis("entry", 16, 128)
-    assert_lands(seen, tensor, NHD)
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, "float8_e4m3fn", "e4m3"])
 def test_bytes_that_mean_fp8(dtype):
     tensor = torch.zeros(5, 16, 128, dtype=torch.uint8)
@@ -206,12 +213,6 @@ def test_bytes_that_mean_fp8(dtype):
     seen = describe(tensor, dims, role="index_key", layer=0, dtype=dtype)
     assert (seen.regions[0].dtype, seen.regions[0].width) == ("float8_e4m3fn", 128)
     assert_lands(seen, tensor, dims, roles=("index_key",))
-
-
-def test_bytes_that_mean_wider_elements():
-    tensor = torch.zeros(5, 16, 4, dtype=torch.uint8)
-    seen = describe(tensor, ("item", "entry", "dim"), role="s", layer=0, dtype="f32")
-    assert (seen.regions[0].dtype, seen.regions[0].width) == ("float32", 4)
 
 
 @DEVICES
@@ -239,51 +240,7 @@ def test_one_item_fits_a_buffer_of_one_item_whatever_its_stride():
     assert_lands(seen, odd, ("item", "entry", "dim"))
 
 
-@DEVICES
-def test_without_a_cell_every_element_is_one(device):
-    """A conv state whose channels may be reordered: taps outermost in memory."""
-    tensor = torch.zeros(5, 3, 24, dtype=torch.bfloat16, device=device).transpose(1, 2)
-    dims = ("item", "channel", "tap")
-    seen = describe(tensor, dims, role="conv.q", layer=0, space="state", cell=None)
-    assert seen.regions[0].axes == (Axis("channel", 24, 2), Axis("tap", 3, 48))
-    assert seen.regions[0].width == 2
-    assert_lands(seen, tensor, dims, roles=("conv.q",), cell=None)
-    layout = PoolLayout(seen.buffers, seen.regions, (Space("state", "slot"),), 1)
-    assert layout.space_of(seen.regions[0]).kind == "slot"
-
-
-def test_a_cell_may_have_any_name():
-    tensor = torch.zeros(5, 16, 4)
-    dims = ("item", "entry", "scale")
-    seen = describe(tensor, dims, role="s", layer=0, cell="scale")
-    assert seen.regions[0].width == 16
-    assert_lands(seen, tensor, dims, roles=("s",), cell="scale")
-
-
-def test_a_cell_of_one_element_may_have_any_stride():
-    tensor = torch.zeros(5, 16, 8)[..., :1]
-    seen = describe(tensor, ("item", "entry", "dim"), role="s", layer=0)
-    assert seen.regions[0].width == 4
-    assert_lands(seen, tensor, ("item", "entry", "dim"), roles=("s",))
-
-
-def test_owner_and_space_are_those_given():
-    tensor = torch.zeros(5, 16, 8)
-    dims = ("item", "entry", "dim")
-    seen = describe(tensor, dims, role="swa.k", layer=3, owner="draft", space="swa")
-    assert (seen.buffers[0].name, seen.buffers[0].space) == ("draft.swa.k.3", "swa")
-    assert_lands(seen, tensor, dims, roles=("swa.k",), layers=(3,), owner="draft")
-
-
-def test_nothing_is_copied():
-    tensor = torch.zeros(5, 16, 8)
-    held = describe(tensor, ("item", "entry", "dim"), role="k", layer=0)
-    assert held.buffers[0].base == tensor.data_ptr()
-
-
 # errors
-
-THREE = ("item", "entry", "dim")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from kvpool.describe import describe, describe_buffer, describe_items
+from kvpool.describe import describe_buffer, describe_items
 from kvpool.item import Cell, Repeat, Seq, Skip, item_regions
 from kvpool.layout import LayoutError, PoolLayout, Space
 from tests import oracle
@@ -38,23 +38,6 @@ def test_items_that_are_contiguous_have_the_regions_of_their_template():
     home = describe_buffer(raw, ("item", "byte"), name="pages")
     seen = describe_items(raw, ("item",), page, layer=0, buffer=home)
     assert seen.regions == tuple(item_regions(page, owner="target", layer=0, buffer="pages"))
-
-
-def test_a_slice_of_items_lies_behind_what_is_before_it():
-    raw = torch.zeros(5, 3, 8, dtype=torch.bfloat16)
-    home = describe_buffer(raw, ("item", "entry", "dim"), name="pages")
-    part = describe_items(
-        raw[..., 2:], ("item", "entry"), Cell("v", 6, "bf16"), layer=0, buffer=home
-    )
-    same = describe(raw[..., 2:], ("item", "entry", "dim"), role="v", layer=0, buffer=home)
-    assert part == same
-
-
-def test_an_unknown_inside_has_the_name_of_its_packing():
-    seen = describe_items(
-        torch.zeros(5, 2, 8), ("item", "head"), Cell("k", 8, "f32"), layer=0, packing="amx"
-    )
-    assert [(r.packing, r.width) for r in seen.regions] == [("amx", 32)]
 
 
 @pytest.mark.parametrize(

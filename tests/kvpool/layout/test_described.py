@@ -66,11 +66,6 @@ def test_layers_of_the_model_are_one_number(given):
         PoolLayout.of(rows()[1], spaces=[PAGES], total_kv_layers=given)
 
 
-def test_a_draft_beside_its_target_does_not_count():
-    parts = rows()[1], rows(owner="draft", layer=7)[1]
-    assert PoolLayout.of(*parts, spaces=[PAGES]).total_kv_layers == 1
-
-
 HOMES = [
     describe_buffer(tensor, DIMS, name="same", space=space)
     for tensor, space in zip(torch.zeros(2, 5, 4, 6), ("kv", "state"))

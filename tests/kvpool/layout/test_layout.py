@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from itertools import pairwise, product
 
@@ -26,6 +27,7 @@ from kvpool.layout import (
 )
 
 TOO_BIG = 1 << 63
+PARTS = Axis, Region, Buffer, Space, Interleave, PoolLayout
 
 
 def buffer(name="b", space="kv", base=0, stride=64, nbytes=64, items=4, memory="cpu"):
@@ -41,15 +43,6 @@ def layout(*regions, buffers=(buffer(),), spaces=(Space("kv"),), total=1, **more
 
 
 # one part at a time: its values, and what it refuses
-
-
-def test_a_whole_axis_totals_its_size():
-    axis = Axis("head", 8, 128)
-    assert (axis.start, axis.stop, axis.total) == (0, 8, 8)
-
-
-def test_a_shard_of_an_axis_stops_where_the_next_starts():
-    assert Axis("head", 2, 128, start=4, total=8).stop == 6
 
 
 @pytest.mark.parametrize(
@@ -147,15 +140,6 @@ def test_the_stride_of_a_single_item_means_nothing():
 def test_a_buffer_that_cannot_be_is_refused(wrong, says):
     with pytest.raises(LayoutError, match=says):
         buffer(**wrong)
-
-
-def test_an_item_of_a_compressed_space_holds_all_its_tokens():
-    assert Space("c4", "paged", entries_per_item=64, tokens_per_entry=4).tokens_per_item == 256
-
-
-def test_a_space_finds_its_items_in_its_own_ids_or_in_those_it_names():
-    assert Space("kv").id_list == "kv"
-    assert Space("c4", ids="kv").id_list == "kv"
 
 
 @pytest.mark.parametrize(
@@ -287,11 +271,6 @@ def test_one_rank_holds_all_whatever_the_stretches():
     assert Space("s", interleave=Interleave(16, 0, 1)) == Space("s")
 
 
-@pytest.mark.parametrize("window", [1, 8])
-def test_a_ring_keeps_at_most_as_many_entries_as_it_has(window):
-    assert Space("s", "ring", entries_per_item=8, window=window).window == window
-
-
 @pytest.mark.parametrize(
     ("space", "tokens", "alive"),
     [
@@ -323,13 +302,6 @@ def test_live_bytes_count_what_is_alive_and_no_padding():
     ]
     layout = PoolLayout(buffers, regions, spaces, 1)
     assert [layout.live_bytes(n) for n in (0, 1, 4, 11)] == [0, 9, 3 * (4 + 1 + 4 + 1), 57]
-
-
-def test_parts_are_frozen():
-    parts = (Axis("head", 1, 0), region(), buffer(), Space("kv"), layout(), Slab(0, 1))
-    for part in parts:
-        with pytest.raises(AttributeError):
-            setattr(part, fields(part)[0].name, "other")
 
 
 # whole layouts
@@ -380,60 +352,15 @@ def test_owner_and_role_with_spaces_in_them_do_not_run_into_one_another():
     assert len(layout(one, two, total=3).region_by_key) == 2
 
 
-def test_a_layout_finds_the_buffer_and_space_of_a_region():
-    held = layout(region())
-    assert held.buffer_of(region()) is held.buffers[0]
-    assert held.space_of(region()) is held.spaces[0]
-
-
-ROWS = Axis("head", 4, 16)
-
-
-@pytest.mark.parametrize(
-    "regions",
-    [
-        (region("k", 0, 32), region("v", 32, 32)),  # they touch
-        (region(axes=[Axis("head", 1, 0)]),),  # a stride of 0, of one step
-        # latent and rope in one row: each region's gaps hold the other
-        (region("latent", 0, 12, [ROWS]), region("rope", 12, 4, [ROWS])),
-    ],
-)
-def test_regions_that_share_no_byte_are_legal(regions):
-    layout(*regions)
-
-
-@pytest.mark.parametrize(
-    ("regions", "says"),
-    [
-        (
-            (region("k", 0, 33), region("v", 32, 32, owner="draft", layer=3)),
-            r"target layer 0 k: overlaps draft layer 3 v in an item of buffer b: bytes 0 to 33 and "
-            r"32 to 64\.",
-        ),
-        (
-            (region("v", 40, 8), region("rope", 0, 4), region("k", 8, 33)),
-            "target layer 0 k: overlaps target layer 0 v",
-        ),
-        (
-            (region(width=4, axes=[Axis("head", 4, 8), Axis("tap", 2, 16)]),),
-            "overlaps itself",
-        ),
-        (
-            (region("latent", 0, 13, [ROWS]), region("rope", 12, 4, [ROWS])),
-            "latent: overlaps target layer 0 rope .* 0 to 13 and 12",
-        ),
-    ],
-)
-def test_regions_that_overlap_are_refused_with_both_ranges(regions, says):
+def test_regions_that_overlap_are_refused_with_both_ranges():
+    says = (
+        r"target layer 0 k: overlaps draft layer 3 v in an item of buffer b: bytes 0 to 33 and "
+        r"32 to 64\."
+    )
     with pytest.raises(LayoutError, match=says):
-        layout(*regions)
-
-
-@pytest.mark.parametrize("stride", [0, 1, 15])
-def test_a_region_that_overlaps_itself_is_refused(stride):
-    says = r"target layer 0 k: overlaps itself in an item of buffer b: bytes 0 to 16 and "
-    with pytest.raises(LayoutError, match=says + f"{stride} to {stride + 16}"):
-        layout(region(width=16, axes=[Axis("head", 2, stride)]))
+        layout(region("k", 0, 33), region("v", 32, 32, owner="draft", layer=3))
+    with pytest.raises(LayoutError, match=r"overlaps itself .* 0 to 16 and 15 to 31"):
+        layout(region(width=16, axes=[Axis("head", 2, 15)]))
 
 
 def test_a_clash_in_a_later_buffer_of_another_shape_is_found():
@@ -442,18 +369,6 @@ def test_a_clash_in_a_later_buffer_of_another_shape_is_found():
     wrong = [region("k", 0, 32, layer=1, home="two"), region("v", 31, 32, layer=1, home="two")]
     with pytest.raises(LayoutError, match="target layer 1 k: overlaps target layer 1 v"):
         layout(*right, *wrong, buffers=homes, total=2)
-
-
-@pytest.mark.parametrize("past", [region("k", 49, 16), region("k", 0, 16, [Axis("head", 4, 17)])])
-def test_a_region_that_leaves_its_item_is_refused(past):
-    says = rf"target layer 0 k: ends at byte {past.end} of an item of 64 \(buffer b\)"
-    with pytest.raises(LayoutError, match=says):
-        layout(past)
-
-
-def test_a_region_may_not_lie_in_the_gap_between_items():
-    with pytest.raises(LayoutError, match=r"target layer 0 k: ends at byte 48 of an item of 40"):
-        layout(region("k", 32, 16), buffers=[buffer(stride=64, nbytes=40)])
 
 
 def test_an_item_of_too_many_separate_runs_is_refused_unlisted():
@@ -523,22 +438,6 @@ def test_buffers_that_overlap_are_refused_with_both_ranges():
         layout(buffers=[buffer("two", base=255), buffer("one", base=0)])
 
 
-@pytest.mark.parametrize(
-    ("second", "third"),
-    [
-        (page("two", 31, 48), page("three", 80, 16)),  # into the one before
-        (page("two", 32, 48), page("three", 79, 16)),
-        (page("two", 32, 48), page("three", 80, 17)),  # into the next item of the first
-        (page("two", 32, 48, stride=95), page("three", 80, 16)),  # drifts
-        (page("two", 0, 32), page("three", 80, 16)),  # the same bytes
-        (page("two", 32, 48, items=1), page("three", 80, 17)),  # behind the second, not the first
-    ],
-)
-def test_buffers_that_interleave_and_touch_are_refused(second, third):
-    with pytest.raises(LayoutError, match=r"buffer (two|three|one): base \d+ lies inside buffer"):
-        layout(buffers=[page("one", 0, 32), second, third], spaces=[Space("kv", reserved=0)])
-
-
 PLACES = st.tuples(
     st.integers(0, 60), st.sampled_from([8, 16, 24]), st.integers(1, 24), st.integers(1, 4)
 )
@@ -571,12 +470,6 @@ def test_no_accepted_layout_has_two_buffers_that_share_a_byte(places):
 
 
 # spaces among each other
-
-
-def test_compressed_pages_share_the_ids_of_their_tokens_pages():
-    kv, c4 = Space("kv", entries_per_item=256), Space("c4", "paged", 64, 4, ids="kv")
-    c128 = Space("c128", "paged", 2, 128, ids="kv")
-    assert {space.id_list for space in layout(buffers=(), spaces=(kv, c4, c128)).spaces} == {"kv"}
 
 
 HALF = Interleave(4, 1, 2)
@@ -658,9 +551,6 @@ def test_a_space_has_the_items_that_each_of_its_buffers_has():
 @pytest.mark.parametrize(
     ("buffers", "slabs"),
     [
-        # less than a page of memory apart, and a page apart
-        ([buffer("one", base=0), buffer("two", base=256 + 4095)], [Slab(0, 256 + 4095 + 256)]),
-        ([buffer("two", base=4352), buffer("one", base=0)], [Slab(0, 256), Slab(4352, 256)]),
         (PLACED, [Slab(0, 4 * 96)]),
         ([page("one", 0, 32), page("two", 32, 48, items=2)], [Slab(0, 3 * 96 + 32)]),
         (
@@ -709,11 +599,6 @@ def test_a_target_merges_with_its_draft():
     assert (whole.total_kv_layers, whole.model, whole.generation) == (61, "m", "g1")
 
 
-def test_a_draft_may_bring_a_space_of_its_own():
-    whole = PoolLayout.merge(target(), draft(Space("draft.kv", entries_per_item=1, reserved=2)))
-    assert [space.name for space in whole.spaces] == ["kv", "draft.kv"]
-
-
 def test_a_layout_merges_with_two_drafts_and_with_none():
     both = [draft(owner="draft0"), draft(owner="draft1", base=8192, name="e")]
     assert len(PoolLayout.merge(target(), *both).regions) == 3
@@ -744,104 +629,68 @@ def test_pools_that_claim_the_same_thing_do_not_merge(other, says):
 
 # fingerprints
 
-
-def pool(
-    b=None, r=None, a=None, s=None, total=8, model="m", generation="g", order=1, base=0, device=0
-):
-    """Two buffers and two spaces; `b`, `r`, `a`, `s` replace fields of the first part of a kind."""
-    axis = replace(Axis("head", 2, 32, start=2, total=8), **(a or {}))
-    space = replace(Space("kv", reserved=1), **(s or {}))
-    first = replace(
-        Buffer("b", space.name, base, 256, 128, 4, f"cuda:{device}"),
-        **{"space": space.name, **(b or {})},
-    )
-    region_ = replace(Region("target", 3, "k", first.name, 0, "bfloat16", (axis,), 16), **(r or {}))
-    second = Buffer("other", "other", base + (1 << 20), 256, 256, 4, f"cuda:{device}")
-    beside = Region("target", 3, "v", "other", 0, "bfloat16", (), 16)
-    return PoolLayout(
-        (first, second)[::order],
-        (region_, beside)[::order],
-        (space, Space("other"))[::order],
-        total,
-        model,
-        generation,
-    )
-
-
-SAME = {
-    "Buffer.base": pool(base=1 << 30),
-    "Buffer.memory, the number": pool(device=7),
-    "PoolLayout.generation": pool(generation="another life"),
-    "the order of declaration": pool(order=-1),
-}
-OTHER = {
-    "Buffer.name": pool(b={"name": "c"}),
-    "Buffer.space": pool(b={"space": "other"}),
-    "Buffer.item_stride": pool(b={"item_stride": 512}),
-    "Buffer.item_bytes": pool(b={"item_bytes": 96}),
-    "Buffer.items": pool(b={"items": 5}),
-    "Buffer.memory": pool(b={"memory": "npu:0"}),
-    "Buffer.padding": pool(b={"padding": True}),
-    "Region.owner": pool(r={"owner": "draft"}),
-    "Region.layer": pool(r={"layer": 4}),
-    "Region.role": pool(r={"role": "latent"}),
-    "Region.buffer": pool(r={"buffer": "other", "offset": 64}),
-    "Region.offset": pool(r={"offset": 16}),
-    "Region.dtype": pool(r={"dtype": "float16"}),
-    "Region.axes": pool(r={"axes": ()}),
-    "Region.width": pool(r={"width": 8}),
-    "Region.packing": pool(r={"packing": "amx"}),
-    "Axis.name": pool(a={"name": "channel"}),
-    "Axis.size": pool(a={"size": 1}),
-    "Axis.stride": pool(a={"stride": 16}),
-    "Axis.start": pool(a={"start": 4}),
-    "Axis.total": pool(a={"total": 16}),
-    "Space.name": pool(s={"name": "swa"}),
-    "Space.kind": pool(s={"kind": "slot"}),
-    "Space.entries_per_item": pool(s={"entries_per_item": 2}, r={"axes": (Axis("entry", 2, 32),)}),
-    "Space.tokens_per_entry": pool(s={"tokens_per_entry": 4}),
-    "Space.window": pool(s={"window": 128}),
-    "Space.window_step": pool(s={"window": 128, "window_step": 4}),
-    "Space.ring": pool(
-        s={"entries_per_item": 4, "window": 1, "ring": 2}, r={"axes": (Axis("entry", 2, 32),)}
+SHARES = Interleave(4, 0, 2)
+WHOLE = PoolLayout(
+    (
+        Buffer("b", "kv", 0, 256, 128, 8, "cuda:0"),
+        Buffer("other", "other", 1 << 20, 256, 256, 8, "cuda:0", padding=True),
     ),
-    "Space.reserved": pool(s={"reserved": 2}),
-    "Space.ids": pool(s={"ids": "other"}),
-    "Space.block_pool": pool(s={"block_pool": "blocks"}),
-    "Space.items_per_block": pool(s={"block_pool": "blocks", "items_per_block": 2, "reserved": 2}),
-    "Space.interleave": pool(s={"interleave": Interleave(4, 0, 2)}),
-    "Interleave.size": pool(s={"interleave": Interleave(8, 0, 2)}),
-    "Interleave.rank": pool(s={"interleave": Interleave(4, 1, 2)}),
-    "Interleave.ranks": pool(s={"interleave": Interleave(4, 0, 3)}),
-    "PoolLayout.total_kv_layers": pool(total=9),
-    "PoolLayout.model": pool(model="n"),
-}
-CHECKED = {name.partition(",")[0] for name in (*SAME, *OTHER)}
+    (
+        Region("target", 3, "k", "b", 0, "bfloat16", (Axis("head", 2, 32, 2, 8),), 16),
+        Region("target", 3, "v", "other", 0, "bfloat16", (), 16, "amx"),
+        Region("draft", 3, "v", "other", 64, "float8_e4m3fn", (Axis("tap", 2, 32),), 16),
+    ),
+    (
+        Space("kv", window=128, window_step=4, interleave=SHARES),
+        Space("other", "ring", window=1, reserved=2, block_pool="blocks", items_per_block=2),
+        Space("page", entries_per_item=8, window=1, ring=2),
+        Space("state", "slot", reserved=2, ids="other"),
+    ),
+    8,
+    "m",
+    "g",
+)
+TEXTS = {"cpu", "kv", "other", "b", "slot", "paged", "float16", "uint8", "x", "blocks"}
 
 
-@pytest.mark.parametrize("what", SAME)
-def test_a_fingerprint_ignores(what):
-    assert SAME[what] != pool()
-    assert SAME[what].fingerprint() == pool().fingerprint()
+def changes(value):
+    """Layouts in JSON that differ from this part of one in one value, and where."""
+    if isinstance(value, dict | list):
+        for at in value if isinstance(value, dict) else range(len(value)):
+            for path, other in changes(value[at]):
+                changed = value.copy()
+                changed[at] = other
+                yield (at, *path), changed
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield from (((), other) for other in (value // 2, value + 1, 2 * value + 2))
+    else:
+        yield from (((), other) for other in ([not value] if value is True else [True, 1, *TEXTS]))
 
 
-@pytest.mark.parametrize("what", OTHER)
-def test_a_fingerprint_tells_apart(what):
-    assert OTHER[what].fingerprint() != pool().fingerprint()
+def test_a_fingerprint_tells_layouts_apart_that_differ_in_anything_but_pointers():
+    seen, fingerprints = set(), {WHOLE.fingerprint()}
+    for path, changed in changes(json.loads(WHOLE.to_json())):
+        with suppress(LayoutError):
+            other = PoolLayout.from_json(json.dumps(changed))
+            if other == WHOLE:
+                continue
+            seen.add(path[-1])
+            if path[-1] in ("base", "generation"):
+                assert other.fingerprint() == WHOLE.fingerprint()
+            else:
+                assert other.fingerprint() not in fingerprints, path
+                fingerprints.add(other.fingerprint())
+    names = {field.name for kind in PARTS for field in fields(kind)}
+    lists = {"version", "buffers", "regions", "spaces", "axes", "interleave"}
+    assert names - seen <= lists
 
 
-def test_no_two_fingerprints_are_alike():
-    assert len({held.fingerprint() for held in (pool(), *OTHER.values())}) == len(OTHER) + 1
-
-
-def test_every_field_of_a_layout_is_ignored_or_told_apart_above():
-    every = {
-        f"{kind.__name__}.{field.name}"
-        for kind in (Axis, Region, Buffer, Space, Interleave, PoolLayout)
-        for field in fields(kind)
-    }
-    held = {f"PoolLayout.{name}" for name in ("version", "buffers", "regions", "spaces")}
-    assert CHECKED - {"the order of declaration"} == every - held
+def test_a_fingerprint_ignores_pointers_devices_lives_and_order():
+    buffers = [replace(b, base=b.base + 4096, memory="cuda:7") for b in WHOLE.buffers[::-1]]
+    other = PoolLayout(
+        tuple(buffers), WHOLE.regions[::-1], WHOLE.spaces[::-1], 8, "m", "another life"
+    )
+    assert other.fingerprint() == WHOLE.fingerprint()
 
 
 # request addresses
@@ -875,13 +724,10 @@ def test_a_span_that_cannot_be_is_refused(ids, first, says):
 @pytest.mark.parametrize(
     ("blocks", "null", "ids", "first"),
     [
-        ([5, 2, 8], 0, [5, 2, 8], 0),
         ([0, 0, 5, 2], 0, [5, 2], 2),
         ([0, 0, 0], 0, [], 3),
-        ([], 0, [], 0),
         ([-1, -1, 0, 7], -1, [0, 7], 2),
         (np.array([0, 9], dtype=np.uint32), 0, [9], 1),
-        ((0, 4), 0, [4], 1),
     ],
 )
 def test_null_blocks_before_the_live_ones_are_left_out_of_a_span(blocks, null, ids, first):
@@ -893,11 +739,8 @@ def test_null_blocks_before_the_live_ones_are_left_out_of_a_span(blocks, null, i
 @pytest.mark.parametrize(
     ("blocks", "null", "ids", "first"),
     [
-        ([5, 2], 0, [15, 16, 17, 6, 7, 8], 0),
         ([0, 0, 2], 0, [6, 7, 8], 6),
         ([0, 0], 0, [], 6),
-        ([], 0, [], 0),
-        ([-1, 0, 1], -1, [0, 1, 2, 3, 4, 5], 3),
         (np.array([0, 200], dtype=np.uint8), 0, [600, 601, 602], 3),
     ],
 )
@@ -917,20 +760,12 @@ def test_blocks_of_no_number_of_items_are_refused(size):
     [
         ([0, 5, 0, 2], r"span blocks: null block 0 at index 2, after live ones from index 1 on"),
         ([5, 0], r"span blocks: null block 0 at index 1, after live ones from index 0 on"),
-        ([0, 4, 1, 4], r"span ids: item 4 is listed twice"),
-        ([0, -3], r"span ids: -3 is negative"),
-        ([[0, 1]], r"span ids: a flat list of integers, got int64\(1, 2\)"),
-        ([0.0, 1.0], r"span ids: a flat list of integers, got float64\(2,\)"),
         (["0"], r"span ids: a flat list of integers"),
     ],
 )
 def test_blocks_that_are_no_span_are_refused(blocks, says):
     with pytest.raises(ValueError, match=says):
         Span.from_blocks(blocks)
-
-
-def test_a_request_may_hold_nothing():
-    assert RequestAddress(0, {"kv": Span([])}).spans["kv"].ids.size == 0
 
 
 @pytest.mark.parametrize("tokens", [-1, (1 << 40) + 1])

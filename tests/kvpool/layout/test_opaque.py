@@ -30,22 +30,6 @@ def test_named_dims_are_axes_and_the_rest_is_one_cell(device):
     lay(seen)
 
 
-def test_k_and_v_of_all_layers_may_be_packed_in_one_tensor():
-    tensor = torch.zeros(2, 3, 5, 64)
-    seen = describe_opaque(
-        tensor, ("role", "layer", "item"), packing="amx", role=("k", "v"), layer=range(3)
-    )
-    assert {region.key for region in lay(seen).regions} == {
-        ("target", layer, role) for layer in range(3) for role in "kv"
-    }
-
-
-def test_bytes_of_packed_items_may_mean_another_dtype():
-    raw = torch.zeros(5, 64, dtype=torch.uint8)
-    seen = describe_opaque(raw, ("item",), packing="a", role="k", layer=0, dtype="bfloat16")
-    assert seen.regions[0].dtype == "bfloat16"
-
-
 @pytest.mark.parametrize(
     ("tensor", "dims", "packing", "says"),
     [

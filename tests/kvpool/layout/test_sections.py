@@ -86,7 +86,7 @@ def described(held, linear, shard=Shard()):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", LINEAR)
-@pytest.mark.parametrize("shard", [Shard(), Shard(1, 2), Shard(3, 4)])
+@pytest.mark.parametrize("shard", [Shard(), Shard(3, 4)])
 def test_a_pools_conv_states_described_are_its_own_regions(name, order, shard):
     linear = LINEAR[name](order)
     held = pool(linear, shard)
@@ -98,7 +98,7 @@ def test_a_pools_conv_states_described_are_its_own_regions(name, order, shard):
         assert replace(ours, name=theirs.name, padding=theirs.padding) == theirs
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 1), (1, 2), (2, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 1)])
 @pytest.mark.parametrize("orders", [("channels_first", "taps_first"), ("taps_first",) * 2])
 @pytest.mark.parametrize("name", ["gdn", "mamba2"])
 def test_described_conv_states_are_resharded(name, orders, prefill, decode):
@@ -138,29 +138,6 @@ def test_k_and_v_of_one_token_and_head_are_sections_with_a_cell_each():
     PoolLayout(seen.buffers, seen.regions, (Space("kv", entries_per_item=16),), 4)
 
 
-def test_conv_and_temporal_state_lie_in_one_page():
-    linear = gated_delta_net(**GDN, conv_layout="taps_first")
-    page = torch.zeros(5, 400, dtype=torch.uint8)
-    home = describe_buffer(page, ("item", "dim"), name="page", space="state")
-    conv = page[:, : 3 * 32 * 2].view(torch.bfloat16).unflatten(1, (3, 32))
-    seen = describe_sections(
-        conv,
-        ("item", "tap", "channel"),
-        "channel",
-        sections(linear),
-        layer=0,
-        space="state",
-        cell=None,
-        buffer=home,
-    )
-    temporal = describe(
-        page[:, 192:], ("item", "dim"), role="temporal", layer=0, dtype="float32", buffer=home
-    )
-    PoolLayout((home,), seen.regions + temporal.regions, (Space("state", "slot"),), 1)
-    assert [region.offset for region in seen.regions] == [0, 12, 24]
-    assert seen.buffers == (home,)
-
-
 @pytest.mark.parametrize(
     ("parts", "cut", "says"),
     [
@@ -176,16 +153,4 @@ def test_sections_that_are_not_all_of_a_dim_are_refused(parts, cut, says):
     with pytest.raises(LayoutError, match=says):
         describe_sections(
             torch.zeros(5, 3, 6), ("item", "tap", "channel"), cut, given, layer=0, cell=None
-        )
-
-
-def test_a_section_whose_dims_are_those_of_the_tensor_is_refused():
-    with pytest.raises(LayoutError, match="each name once"):
-        describe_sections(
-            torch.zeros(5, 3, 6),
-            ("item", "tap", "channel"),
-            "channel",
-            [Section("q", {"tap": 6})],
-            layer=0,
-            cell=None,
         )
