@@ -76,8 +76,9 @@ class Endpoint(Generic[M]):
         conventions = checked_conventions(options.get("conventions", {}))
         clock = options.get("clock", time.monotonic)
         side: Literal["prefill", "decode"] = "decode" if reads else "prefill"
-        transport, self._close_transport = open_transport(options, side)
-        self._transport_is_lent = options.get("transport") is not None
+        transport, self._own_transport = options.get("transport"), None
+        if transport is None:
+            transport = self._own_transport = open_transport(options, side)
         self.layout = replace(layout, generation=layout.generation or uuid.uuid4().hex)
         self.engine = engine
         slabs = (*self.layout.slabs(), *stage.slabs)
@@ -93,7 +94,8 @@ class Endpoint(Generic[M]):
                 conventions=conventions,
             )
         except Exception:
-            self._close_transport()
+            if self._own_transport is not None:
+                self._own_transport.close()
             raise
         self._loop = EventLoop(
             name=type(self).__name__,
@@ -207,7 +209,7 @@ class Endpoint(Generic[M]):
         """Closes what its owner has left open. Over a transport of the caller's, which only one
         thread at a time may use, no peer is told.
         """
-        if self._transport_is_lent:
+        if self._own_transport is None:
             self.driver.refuse_calls()
         self.close()
 
@@ -243,7 +245,8 @@ class Endpoint(Generic[M]):
 
     def _release(self) -> None:
         self._prefault.close()
-        self._close_transport()
+        if self._own_transport is not None:
+            self._own_transport.close()
         self.engine.close()
 
     @contextmanager

@@ -156,23 +156,11 @@ def check_options(endpoint: str, options: Options) -> float:
     return float(peer_timeout)
 
 
-def open_transport(options: Options, side: Side) -> tuple[Transport, Callable[[], None]]:
-    """The transport of an endpoint, and what closes it: nothing, if it is the caller's."""
-    lent, keys, tls = options.get("transport"), options.get("keys"), options.get("tls")
-    if lent is not None:
-        return lent, lambda: None
-    credentials = None
+def open_transport(options: Options, side: Side) -> SocketTransport:
+    """A transport of the endpoint's own."""
+    keys, tls, credentials = options.get("keys"), options.get("tls"), None
     if keys is not None:
         credentials = open_keys(keys, side)
     elif tls is not None:
         credentials = open_tls_files(tls, side)
-    transport = SocketTransport(options.get("insecure", False), credentials)
-    return transport, transport.close
-
-
-def default_address(options: Options) -> str:
-    """Where a prefill listens if nothing else is said: a new unix socket; with keys, a new port of
-    loopback.
-    """
-    plain = options.get("keys") is None and options.get("tls") is None
-    return "ipc://*" if plain else "tcp://127.0.0.1:*"
+    return SocketTransport(options.get("insecure", False), credentials)

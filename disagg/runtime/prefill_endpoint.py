@@ -18,7 +18,7 @@ from disagg.protocol.messages import Room, room_name
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.offered import layer_range
 from disagg.runtime.endpoint import Endpoint
-from disagg.runtime.options import Options, check_values, default_address
+from disagg.runtime.options import Options, check_values
 from kvpool.layout import PoolLayout, RequestAddress
 
 if TYPE_CHECKING:
@@ -53,8 +53,10 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
             engine,
             options,
         )
+        plain = options.get("keys") is None and options.get("tls") is None
         try:
-            self.address = self._loop.transport.bind(bind or default_address(options))
+            bind = bind or ("ipc://*" if plain else "tcp://127.0.0.1:*")
+            self.address = self._loop.transport.bind(bind)
         except ValueError:
             self.close()
             raise

@@ -75,7 +75,6 @@ class SocketTransport:
         self._closed = False
 
     def bind(self, address: str) -> str:
-        """See Transport."""
         try:
             if address == "ipc://*":
                 address = f"ipc://{new_path()}"
@@ -93,7 +92,7 @@ class SocketTransport:
         return listener.address
 
     def connect(self, peer: int, address: str | None) -> None:
-        """See Transport. While nobody answers, it dials again and again."""
+        # while nobody answers, it dials again and again
         parsed = None
         if address is not None:
             try:
@@ -106,7 +105,6 @@ class SocketTransport:
         self._requests.append((peer, parsed))
 
     def send(self, peer: Peer, data: bytes) -> str | None:
-        """See Transport."""
         self._plug()
         connection = self._peers.get(peer)
         if connection is None:
@@ -119,7 +117,6 @@ class SocketTransport:
         return problem
 
     def flush(self) -> None:
-        """See Transport."""
         unflushed, self._unflushed = self._unflushed, {}
         for connection in unflushed:
             if connection.up:
@@ -127,12 +124,10 @@ class SocketTransport:
                 self._watch.update(connection)
 
     def where(self, peer: Peer) -> str:
-        """See Transport."""
         connection = self._peers.get(peer)
         return origin(connection.stream) if connection and connection.stream else ""
 
     def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes | Lost]]:
-        """See Transport."""
         self._plug()
         self.flush()
         self._tend()
@@ -146,7 +141,6 @@ class SocketTransport:
                 yield connection.peer, message
 
     def wait(self, timeout: float, wake: int | None = None) -> None:
-        """See Transport."""
         if not self._requests:
             self._watch.pause(self._pause(timeout), wake)
 

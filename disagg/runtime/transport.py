@@ -112,12 +112,10 @@ class MemoryTransport:
         self._network = network
 
     def bind(self, address: str) -> str:
-        """See Transport."""
         self._network.listeners[address] = self
         return address
 
     def connect(self, peer: int, address: str | None) -> None:
-        """See Transport."""
         old = self.connections.pop(peer, None)
         if old is not None:
             self._network.hang_up(old)
@@ -130,7 +128,6 @@ class MemoryTransport:
         self.inbox.append((connection.identity, data))
 
     def send(self, peer: Peer, data: bytes) -> str | None:
-        """See Transport."""
         connection = self.connections.get(peer)
         if connection is None or connection.closed:
             return "it cannot be reached."
@@ -144,10 +141,8 @@ class MemoryTransport:
         """See Transport."""
 
     def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes]]:
-        """See Transport."""
         for _ in range(len(self.inbox)):
             yield self.inbox.popleft()
 
     def where(self, peer: Peer) -> str:
-        """See Transport."""
         return ""

@@ -12,8 +12,17 @@ from disagg.plan import IncompatibleLayouts
 from kvpool import MHAPool, MLAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
-from tests.disagg.runtime.sides import MLA, TOKENS, connected, endpoints, succeeds
+from tests.disagg.runtime.sides import (
+    MLA,
+    TOKENS,
+    connected,
+    decode_side,
+    endpoints,
+    prefill_side,
+    succeeds,
+)
 from tests.disagg.waiting import until
+from tests.streams import Relay
 
 MHA = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 12, "page_size": 16}
 
@@ -176,3 +185,47 @@ def test_a_refusal_reaches_both_sides_with_all_reasons():
         for text in (str(refused.value), str(decode.failure("r")), prefill.refusals()[0]):
             assert "target layers 0-1 latent: bfloat16 on prefill, float32 on decode" in text
             assert "target layer 2 rope: prefill offers no such region" in text
+
+
+@pytest.mark.parametrize(
+    ("received", "sent"),
+    [
+        ("before", "meanwhile"),
+        ("before", "after"),
+        ("meanwhile", "before"),
+        ("meanwhile", "meanwhile"),
+        ("meanwhile", "after"),
+    ],
+)
+def test_a_room_that_decode_fails_as_its_link_is_lost_ends_on_prefill_too(received, sent):
+    with (
+        prefill_side("tcp://127.0.0.1:*", lease=None, insecure=True) as (prefill, given),
+        decode_side(insecure=True) as (decode, dest, address),
+        Relay(prefill.address) as relay,
+    ):
+        link = decode.connect([relay.address], timeout=20)
+
+        def act(when):
+            if when == received:
+                decode.receive("r", address)
+            if when == received == "before":
+                until(prefill, lambda: "r" in prefill.machine.rooms())
+            if when == sent:
+                prefill.send("r", given)
+
+        act("before")
+        relay.cut()
+        until(decode, lambda: link.lost is not None)
+        act("meanwhile")
+        assert decode.wait("r", 20) is KVPoll.Failed
+        relay.mend()
+        decode.handshake(link, 20)
+        act("after")
+        assert prefill.wait("r", 20) is KVPoll.Failed
+        assert not any(prefill.leases().leased.values())
+        for side in (prefill, decode):
+            side.forget("r")
+        decode.receive("r", address)
+        prefill.send("r", given)
+        assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
+        oracle.assert_holds(dest, address)
