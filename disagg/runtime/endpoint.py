@@ -67,11 +67,8 @@ class Endpoint(Generic[M]):
         stage: StagingBuffers | None = None,
         read_timeout: float = float("inf"),
     ) -> None:
-        """`stage` is what decode's reads go through; without, this is a prefill, whose memory is
-        read. A part of a read may take `read_timeout` seconds.
-        """
-        reads = stage is not None
-        stage = stage or StagingBuffers()
+        """`stage` is what decode's reads go through; without, this is a prefill."""
+        reads, stage = stage is not None, stage or StagingBuffers()
         peer_timeout = check_options(type(self).__name__, options)
         conventions = checked_conventions(options.get("conventions", {}))
         clock = options.get("clock", time.monotonic)
@@ -109,10 +106,9 @@ class Endpoint(Generic[M]):
             telemetry=dict(engine.telemetry()),
         )
         self._prefault = Prefault()
-        if reads and options.get("prefault", True):
-            for slab in slabs:
-                if slab.on_host:
-                    self._prefault.own(slab.base, slab.nbytes)
+        for slab in slabs if reads and options.get("prefault", True) else ():
+            if slab.on_host:
+                self._prefault.own(slab.base, slab.nbytes)
         self.driver = Driver(
             self._loop, threaded=options.get("threaded", True), peer_timeout=peer_timeout
         )
