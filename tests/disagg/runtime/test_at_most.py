@@ -133,7 +133,7 @@ def both(kind, shape):
     return [build() for build in sources], [build() for build in dests]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(data=st.data(), kind=st.sampled_from(KINDS), shape=st.sampled_from(list(SHAPES)))
 def test_whatever_is_held_and_however_it_is_sent(data, kind, shape):
     draw = data.draw

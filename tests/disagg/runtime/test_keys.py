@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import stat
-import subprocess
 import sys
 
 import pytest
@@ -43,21 +42,17 @@ def hands_over(room, sides, link=None):
     oracle.assert_holds(dest, address)
 
 
-def command(path):
-    return [sys.executable, "-c", "from kvpool.cli import main; main()", "keys", str(path)]
-
-
 def test_files_of_keys_are_their_owners_alone_and_are_never_overwritten(tmp_path):
     path = tmp_path / "k"
-    printed = subprocess.run(command(path), capture_output=True, text=True, check=True).stdout
+    printed = CliRunner().invoke(app, ["keys", str(path)]).output
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     files = {file.name: file.read_bytes() for file in path.iterdir()}
     assert sorted(files) == ["ca.key", "ca.pem", "decode.pem", "prefill.pem"]
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
     assert files["ca.key"] not in files["prefill.pem"] + files["decode.pem"]
     assert "PRIVATE" not in printed and "kvpool keys" in printed
-    again = subprocess.run(command(path), capture_output=True, text=True)
-    assert again.returncode == 1 and "File exists" in again.stderr
+    again = CliRunner().invoke(app, ["keys", str(path)])
+    assert again.exit_code == 1 and "File exists" in again.output
     assert {file.name: file.read_bytes() for file in path.iterdir()} == files
 
 

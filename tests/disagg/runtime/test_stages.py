@@ -44,7 +44,7 @@ def test_a_stage_reads_from_a_prefill_whose_other_stage_has_no_role_of_it(build,
     hand_over(sources, dests, EDGES, by_layer=by_layer, verify="checksum")
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(st.data())
 def test_stages_of_any_kinds_hand_over_to_any_other_stages(data):
     build = CLASSES[data.draw(st.sampled_from(sorted(CLASSES)), label="pool")]

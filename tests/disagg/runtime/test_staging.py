@@ -100,7 +100,7 @@ def cheapest(runs, foreign, run_overhead_bytes, total):
     return min(cost for cost, read in ways if read <= 8 * total)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     batches(),
     st.sets(st.integers(0, 60), max_size=3),
