@@ -10,11 +10,9 @@ import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
 from disagg.digest.cell_hash import ReadCells
 from disagg.digest.digest import digests
@@ -31,8 +29,8 @@ _UNUSABLE = "What is in the request's items now must not be used."
 
 
 class SnapshotFile:
-    """An open file whose header is sound. Raises OSError, and SnapshotRefused, which begins with
-    the path.
+    """An open file whose header is sound, to be closed. Raises OSError, and SnapshotRefused, which
+    begins with the path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -95,17 +93,6 @@ class SnapshotFile:
 
     def close(self) -> None:
         os.close(self._descriptor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -75,13 +75,13 @@ def save(
 
 def inspect(path: Path) -> Header:
     """What a file holds, by its header. Raises SnapshotRefused and OSError."""
-    with SnapshotFile(path) as file:
+    with closing(SnapshotFile(path)) as file:
         return file.header
 
 
 def check(path: Path) -> Header:
     """As `inspect`, and compares all data with the digests of what was saved."""
-    with SnapshotFile(path) as file:
+    with closing(SnapshotFile(path)) as file:
         file.check()
         return file.header
 
@@ -119,7 +119,7 @@ def load(
     if not names:
         raise ValueError("load needs at least one file.")
     with ExitStack() as stack:
-        files = [stack.enter_context(SnapshotFile(path)) for path in names]
+        files = [stack.enter_context(closing(SnapshotFile(path))) for path in names]
         _check_agree(files, layout, total, conventions)
         transfer = plan([file.header.layout for file in files], layout, allow_missing=allow_missing)
         what = f"load of {files[0].path}"

@@ -74,10 +74,7 @@ def region_runs(region: Region) -> tuple[Ints, int]:
 
 def run_count(region: Region) -> int:
     _, axes = fuse(region.width, ((axis.size, axis.stride) for axis in region.axes))
-    count = 1
-    for size, _ in axes:
-        count *= size
-    return count
+    return prod(size for size, _ in axes)
 
 
 def sharded(regions: Sequence[Region]) -> tuple[list[StateSection], int]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated
 
 from msgspec import Meta
@@ -146,10 +147,7 @@ class Region:
     @property
     def nbytes(self) -> int:
         """Bytes of this region in one item."""
-        total = self.width
-        for axis in self.axes:
-            total *= axis.size
-        return total
+        return self.width * prod(axis.size for axis in self.axes)
 
     @property
     def end(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from disagg.plan.matching.match import Holders, Overlap, Part, Turn, elect
 from kvpool.layout import PoolLayout, need_layouts
@@ -53,17 +52,11 @@ class Group:
         return self.member, tuple([layout.fingerprint() for layout in self.layouts])
 
 
-class MemberShare(NamedTuple):
-    """What one member reads (`parts`), and which source ranks it asks for each request, each with
-    how many members ask that rank.
-    """
-
-    parts: tuple[Part, ...]
-    asks: dict[int, int]
-
-
-def share_out(overlaps: Sequence[Sequence[Overlap]], member: int, sources: int) -> MemberShare:
-    """The share of one of the members whose destinations have these `overlaps`.
+def share_out(
+    overlaps: Sequence[Sequence[Overlap]], member: int, sources: int
+) -> tuple[tuple[Part, ...], dict[int, int]]:
+    """What one of the members whose destinations have these `overlaps` reads, and which source
+    ranks it asks for each request, each with how many members ask that rank.
 
     Members that read from the same replicas take them in turn. A source rank of which nothing is
     read is asked by member `rank % members`: it must learn that nobody reads it, too. A member that
@@ -85,4 +78,4 @@ def share_out(overlaps: Sequence[Sequence[Overlap]], member: int, sources: int) 
         if not ranks:
             ranks.add(number % sources)
     askers = Counter(source for ranks in asked for source in ranks)
-    return MemberShare(parts[member], {source: askers[source] for source in sorted(asked[member])})
+    return parts[member], {source: askers[source] for source in sorted(asked[member])}
