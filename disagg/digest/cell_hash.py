@@ -31,9 +31,7 @@ SLICE_BYTES = 256 << 10
 
 
 class Cells(NamedTuple):
-    """Cells of an entry, `[C]`: offsets from its first byte, and weighted numbers; each is `width`
-    bytes long.
-    """
+    """Cells of an entry, `[C]`, `width` bytes each: offsets in it, and weighted numbers."""
 
     offsets: Ints
     numbers: Hashes
@@ -88,9 +86,7 @@ def sums(read: ReadCells, starts: Ints, cells: Cells, key: Key, entries: Ints) -
 
 
 def reader(buffer: Buffer) -> ReadCells:
-    """A function that reads a buffer by offset. Raises ValueError, as it does, if the buffer's
-    device is not available.
-    """
+    """What reads a buffer by offset. Raises ValueError, as it does, without its device."""
     return _of_host(buffer) if buffer.on_host else _of_device(buffer)
 
 

@@ -1,8 +1,7 @@
 """Digests of live bytes that both sides of a transfer compare, independent of memory layout.
 
 A digest is the sum of cell hashes (disagg.digest.cell_hash) mod 2**64. It does not depend on page
-ids, page sizes, ring sizes, axis order, shards, placement or padding; digests of disjoint pieces
-add up.
+ids, page sizes, ring sizes, axis order, shards, placement or padding.
 """
 
 from __future__ import annotations
@@ -57,9 +56,7 @@ class Piece(NamedTuple):
 
 
 def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[Piece]:
-    """What `plan.bind` moves from source rank `source` for positions `tokens` of a request of
-    `total` tokens.
-    """
+    """What `plan.bind` moves from rank `source` for positions `tokens` of `total`."""
     first_pieces: dict[tuple[str, Interleave, bool], Piece | None] = {}
     moved: list[Piece] = []
     for part in plan.parts:
@@ -187,9 +184,7 @@ def _shape(piece: Piece) -> _PieceShape:
 
 
 def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
-    """Decodes at most `most` pieces from untrusted bytes. Raises ValueError; `digests` checks their
-    contents.
-    """
+    """At most `most` pieces of untrusted bytes. Raises ValueError; `digests` checks the rest."""
     try:
         sent = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -83,9 +83,7 @@ class Digester:
         self._jobs.append((key, digests(layout, address, pieces, each)))
 
     def step(self) -> tuple[Hashable, bytes | None, str] | None:
-        """Goes one step on; where that ends a job, its key, and its digests or the reason why there
-        are none.
-        """
+        """Goes one step on; where that ends a job, its key, and digests or the reason for none."""
         if not self._jobs:
             return None
         key, steps = self._jobs[0]

@@ -141,9 +141,7 @@ class Binder:
         layers: range | None = None,
         count: Count = Count.KNOWN,
     ) -> CopyBatch:
-        """Runs for positions `tokens` of one request, of all layers or of `layers`. See
-        TransferPlan.bind.
-        """
+        """Runs for positions `tokens`, of all layers or of `layers`: see TransferPlan.bind."""
         total = dest_address.num_tokens
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
@@ -225,9 +223,7 @@ def _bases(layout: PoolLayout, buffers: Sequence[str]) -> Ints:
 
 
 def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
-    """The runs of one record pair. `ends`: the last of the pairs are those of the request's last
-    positions.
-    """
+    """The runs of one record pair. `ends`: the last pairs are those of the last positions."""
     src_entries, dst_entries = route.src.entries, route.dst.entries
     chains, singles, whole, linear, dense = route.runs
     if linear:

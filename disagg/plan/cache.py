@@ -1,6 +1,4 @@
-"""Plans by the shape of layouts: a restarted peer, or another peer of the same shape, differs in
-pointers only.
-"""
+"""Plans by the shape of layouts: peers of one shape differ in pointers only."""
 
 from __future__ import annotations
 

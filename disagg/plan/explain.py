@@ -93,9 +93,7 @@ def explain_routes(
     tokens: int,
     skipped: Mapping[str, Sequence[Key]] = MappingProxyType({}),
 ) -> Explanation:
-    """Explains routes, one row for all that travel alike, and regions that are not moved: those
-    `missing`, and those `unsent`.
-    """
+    """Explains routes, one row for all that travel alike, and the regions that are `skipped`."""
     rows: dict[tuple[str, tuple[str, ...], str, str], tuple[set[int], int, int]] = {}
     for route in routes:
         roles = tuple(dict.fromkeys(role for _, _, role in route.keys))

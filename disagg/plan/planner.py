@@ -144,9 +144,7 @@ class TransferPlan:
 
     @cached_property
     def _routes_of(self) -> dict[tuple[int, bool], list[Route]]:
-        """`routes` by source rank and False, `layer_routes` by source rank and True: a room of many
-        ranks asks for each.
-        """
+        """`routes` by source rank and False, `layer_routes` by source rank and True."""
         by_source: dict[tuple[int, bool], list[Route]] = {}
         for by_layer, routes in ((False, self.routes), (True, self.layer_routes)):
             for route in routes:
@@ -173,9 +171,7 @@ class TransferPlan:
         ]
 
     def explain(self, tokens: int = 2048) -> Explanation:
-        """How the bytes of each role travel, in how many runs and why, for a request of `tokens`
-        tokens.
-        """
+        """How the bytes of each role travel, in how many runs and why, for `tokens` tokens."""
         skipped = {"missing": self.missing, "unsent": self.unsent}
         return explain_routes(self.sources, self.dest, self.routes, tokens, skipped)
 

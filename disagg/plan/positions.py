@@ -201,9 +201,7 @@ def _item_pairs(src: Ints, dst: Ints) -> EntryPairs:
 
 
 def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -> None:
-    """Raises IncompleteTransfer unless the source still has the entries `needed` of a request of
-    `total` tokens.
-    """
+    """Raises IncompleteTransfer unless the source still has the entries `needed`."""
     space, computed = src.space, src.address.num_tokens
     if not needed:
         return

@@ -15,7 +15,7 @@ import numpy as np
 from disagg.plan.matching.match import Part
 from disagg.plan.matching.pairing import encoded
 from disagg.plan.routes import RecordEnd, Records
-from disagg.plan.runs import Box, ItemRuns, Route, Runs, Side
+from disagg.plan.runs import Box, ItemRuns, Route, RouteSide, Runs
 from kvpool.layout import Axis, Key
 from kvpool.layout.grid import Ints, bytes_below, fuse, merge_intervals, outer_sum
 
@@ -51,7 +51,7 @@ def prove(records: Sequence[Records], parts: Iterable[Part], routes: Sequence[Ro
                 fact = name, id(route.runs), *ends[2:], end.item, begins, encoded(moved)
                 if fact not in proved:
                     proved.add(fact)
-                    side = _Side(name, ends, route.runs, keys, end, moved)
+                    side = _RecordSide(name, ends, route.runs, keys, end, moved)
                     if not begins:
                         side.refuse(0, ends.stride, "are those of another buffer")
                     side.check()
@@ -73,11 +73,11 @@ class _Cells(NamedTuple):
     step: int
 
 
-class _Side(NamedTuple):
+class _RecordSide(NamedTuple):
     """One side of a record pair, whose items are those of `record`, and what is to be moved."""
 
     name: str
-    side: Side
+    side: RouteSide
     runs: ItemRuns
     keys: Sequence[Key]
     record: RecordEnd

@@ -18,8 +18,8 @@ from disagg.plan.runs import (
     ItemRuns,
     PlacedRuns,
     Route,
+    RouteSide,
     Runs,
-    Side,
     entry_runs,
     item_runs,
     join,
@@ -84,7 +84,7 @@ def routes_of(
 def _route(source: int, packed: bool, runs: ItemRuns, pairs: Sequence[_Pair]) -> Route:
     first = pairs[0]
     src, dst = (
-        Side(
+        RouteSide(
             space=ends[0].space,
             buffers=tuple([end.first for end in ends]),
             stride=ends[0].item.stride,

@@ -77,7 +77,7 @@ class ItemRuns(NamedTuple):
     """`whole` is one run that continues from item to item."""
 
 
-class Side(NamedTuple):
+class RouteSide(NamedTuple):
     """One side of a route: of its record pairs the first buffers `[B]`, whose items are `stride`
     bytes apart and hold `entries`, as far as the route tells them apart.
     """
@@ -106,8 +106,8 @@ class Route:
     roles: str
     """The roles of `keys`, for metrics: `latent, rope`."""
     packed: bool
-    src: Side
-    dst: Side
+    src: RouteSide
+    dst: RouteSide
     layers: Ints
     """The layer of each pair `[B]`, or -1 where its runs may join those of other layers."""
     runs: ItemRuns
@@ -172,9 +172,7 @@ class PlacedRuns(NamedTuple):
 
 
 def join(parts: Sequence[PlacedRuns]) -> Runs:
-    """All runs of a record pair by destination, joined where adjacent on both sides: latent and
-    rope become one row.
-    """
+    """All runs of a record pair by destination, joined where adjacent on both sides."""
     runs = Runs(
         src=np.concatenate([part.runs.src + part.src_start for part in parts]),
         dst=np.concatenate([part.runs.dst + part.dst_start for part in parts]),

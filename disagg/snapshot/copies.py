@@ -79,9 +79,7 @@ def batches(
     dest_address: RequestAddress,
     tokens: range,
 ) -> Iterator[CopyBatch]:
-    """What `plan.bind` moves of `tokens`, layer by layer and chunk by chunk. Each is valid until
-    the next.
-    """
+    """What `plan.bind` moves of `tokens`, layer by layer and chunk by chunk."""
     moved_keys = (part.keys for part in plan.parts if part.source == source)
     layers = sorted({key[:2] for keys in moved_keys for key in keys})
     starts = range(tokens.start, tokens.stop, CHUNK_TOKENS) or [tokens.start]

@@ -183,9 +183,7 @@ class PoolLayout:
         )
 
     def live_bytes(self, tokens: int) -> int:
-        """Live bytes of a request of `tokens` tokens, without padding. Of a packed region, items
-        count whole.
-        """
+        """Live bytes of a request, without padding. Of a packed region, items count whole."""
         live = 0
         for region in self.regions:
             space = self.space_of(region)
@@ -196,9 +194,7 @@ class PoolLayout:
         return live
 
     def slabs(self) -> list[Slab]:
-        """The memory to register for all buffers, no byte of it twice; buffers that touch,
-        interleave or overlap are one slab.
-        """
+        """The memory to register for all buffers, no byte twice; those that touch are one slab."""
         slabs: list[Slab] = []
         for buffer in sorted(self.buffers, key=lambda b: (b.memory, b.base)):
             last = slabs[-1] if slabs else None

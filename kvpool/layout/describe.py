@@ -210,15 +210,13 @@ def describe_array(
     buffers: dict[str, Buffer] = {}
     regions = []
     for number, layer_id in enumerate(layers):
+        first = array.pointer + number * strides.get("layer", 0)
         for index, name in enumerate(roles):
-            first = array.pointer + number * strides.get("layer", 0)
             start = first + index * strides.get("role", 0)
-            home = options.buffer
-            if home is None:
-                home_name = f"{owner}.{'+'.join(roles) if shared else name}.{layer_id}"
-                home_start = first if shared else start
-                home = _buffer(array, home_name, home_start, reach, options)
-                buffers[home_name] = home
+            home_name = f"{owner}.{'+'.join(roles) if shared else name}.{layer_id}"
+            home_start = first if shared else start
+            home = options.buffer or _buffer(array, home_name, home_start, reach, options)
+            buffers[home.name] = home
             region = Region(
                 owner=owner,
                 layer=layer_id,
@@ -232,9 +230,7 @@ def describe_array(
             )
             _check_home(region, home, start, array)
             regions.append(region)
-    return Described(
-        (options.buffer,) if options.buffer else tuple(buffers.values()), tuple(regions)
-    )
+    return Described(tuple(buffers.values()), tuple(regions))
 
 
 def _by_dim(

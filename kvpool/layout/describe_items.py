@@ -1,6 +1,4 @@
-"""Layouts of existing tensors whose items have an inside: one that a template says, or an unknown
-one.
-"""
+"""Layouts of existing tensors whose items have an inside: a template's, or an unknown one."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class SpaceKind:
         return self.alive(space, total) if items else range(0)
 
 
-class Slot(SpaceKind):
+class SlotKind(SpaceKind):
     """One state a request, such as that of linear attention: the state after its last token, which
     counts as one entry.
     """
@@ -96,7 +96,7 @@ class Slot(SpaceKind):
         return range(min(tokens, 1))
 
 
-class Ring(SpaceKind):
+class RingKind(SpaceKind):
     """One item a request, whose entries are overwritten by later ones: entry e is at step
     `e % entries_per_item`. The window's entries are alive. In a ring of 8, entry 13 is at step 5.
     """
@@ -112,7 +112,7 @@ class Ring(SpaceKind):
         return f"one ring of {_entries(space)} a request"
 
 
-class Paged(SpaceKind):
+class PagedKind(SpaceKind):
     """Items that a request has one after the other: entry e is in item `ids[e //
     entries_per_item]`. In pages of 4, entry 13 is at step 1 of item 3. A page with a `ring` of 2
     has room for its last two entries: there, entry 13 is at step 1 of 2.
@@ -180,7 +180,7 @@ class Paged(SpaceKind):
         return range(max(alive.start, items.start * size), min(alive.stop, items.stop * size))
 
 
-KINDS: dict[str, SpaceKind] = {"paged": Paged(), "slot": Slot(), "ring": Ring()}
+KINDS: dict[str, SpaceKind] = {"paged": PagedKind(), "slot": SlotKind(), "ring": RingKind()}
 
 
 def _entries(space: Space) -> str:

@@ -200,9 +200,7 @@ class Space:
         return Interleave(size, self.interleave.rank, self.interleave.ranks)
 
     def alive(self, tokens: int) -> range:
-        """Live entries of a request of `tokens` tokens, in this rank's numbers. A slot is one
-        entry.
-        """
+        """Live entries of a request of `tokens` tokens, in this rank's numbers; a slot is one."""
         return self.held.part(self.alive_in_request(tokens))
 
     def alive_in_request(self, tokens: int) -> range:
@@ -236,9 +234,7 @@ class Space:
         return self.traits.needed_items(self, tokens, total)
 
     def place(self, entries: Ints) -> tuple[Ints, Ints]:
-        """For each of this rank's entries `[N]` the number of its item in the request, and its step
-        there.
-        """
+        """For each of this rank's entries `[N]` its item's number in the request, and its step."""
         return self.traits.place(self, entries)
 
     @property

@@ -165,9 +165,7 @@ def _check_entries(region: Region, space: Space) -> None:
 
 
 def _check_items(layout: PoolLayout, inside: Mapping[str, Sequence[Region]]) -> None:
-    """Checks that the regions of each buffer lie in its item and do not overlap; items of one shape
-    once.
-    """
+    """Checks that regions lie in their items and do not overlap; items of one shape once."""
     shapes: set[bytes] = set()  # encoded: hashes of tuples of numbers can be made to collide
     runs = 0
     for name, regions in inside.items():

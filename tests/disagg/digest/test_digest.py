@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -245,30 +244,6 @@ def test_values_exchanged_between_positions_layers_or_steps_are_found(name, what
         assert found == {region.key, other.key} and each.report()
     finally:
         rows[0][...], rows[1][...] = were
-
-
-@every
-def test_digests_add_up_over_sources_and_chunks(case):
-    """Sums by (owner, layer, role) equal those of the whole request from one rank."""
-    each, (build, _, dest) = case_of(case)[0], CASES[case]
-    alone = moved(ranks(build, **dest)[:1], ranks(build, **dest)[0])
-
-    def by_key(what, cuts):
-        found = {}
-        for start, stop in pairwise(cuts):
-            for source in range(len(what.sources)):
-                given = what.pieces(source, range(start, stop))
-                for piece, value in zip(given, what.digests(source, given=given)[1].tolist()):
-                    found[piece.key] = (found.get(piece.key, 0) + value) % 2**64
-        return found
-
-    whole = by_key(alone, (0, TOKENS))
-    assert by_key(each, (0, TOKENS)) == by_key(each, (0, 3, 4, 17, TOKENS)) == whole
-    assert set(whole) == {r.key for r in alone.dest.layout.regions if live_of(alone, r).size}
-
-
-def live_of(each, region):
-    return live(each.dest.layout.space_of(region), range(TOKENS), TOKENS)
 
 
 def test_the_digest_of_known_bytes_is_stable():

@@ -41,8 +41,10 @@ def cut(data, stop, what):
     return [range(low, high) for low, high in zip([0, *edges], [*edges, stop])]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(
+    ("pool", "shape"),
+    [(pool, "by page") for pool in POOLS] + [(pool, s) for pool in ("mla", "dsv4") for s in SHAPES],
+)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_parts_of_positions_and_layers_move_each_byte_once(pool, shape, data):

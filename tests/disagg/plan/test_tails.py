@@ -129,15 +129,6 @@ def test_a_page_moves_whole_only_if_that_costs_less_than_the_runs_it_saves():
             assert made.bind(0, table(n, [1]), table(n, [1])).runs == runs
 
 
-def test_what_prefill_computed_beyond_the_request_does_no_harm():
-    source, dest = cache(), cache()
-    there, into = place(source, 27, 1), place(dest, 25, 2)
-    fill(source, there)
-    blank(dest)
-    move([source], dest, [there], into)
-    assert_holds(dest, into)
-
-
 def test_31_pages_and_127_tokens_of_transposed_k_are_one_run_a_layer():
     """vLLM's CPU backend: 8 heads of 64, pages of 128. Exact tails made them 8,336 runs."""
     held = cache(128, heads=8, dim=64, pages=34, layers=16)

@@ -30,16 +30,18 @@ def filled(holder, tokens, seed):
 
 
 USUAL = {*CLASSES, "mha mxfp8", "hybrid nsa fp8", "dsv4 fp8"}
-NAMES = [
-    pytest.param(name, marks=() if name in USUAL else pytest.mark.long)
-    for name in {**CLASSES, **PACKED}
+EVERY = {**CLASSES, **PACKED}
+CASES = [
+    pytest.param(name, "TP down", marks=() if name in USUAL else pytest.mark.long) for name in EVERY
+]
+CASES += [
+    (name, shape) for name in ("mla", "hybrid", "dsv4") for shape in SHAPES if shape != "TP down"
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_pool_in_every_shape(name, shape):
-    sources, dests = SHAPES[shape]({**CLASSES, **PACKED}[name].but(**MANY))
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_every_pool_and_every_shape(name, shape):
+    sources, dests = SHAPES[shape](EVERY[name].but(**MANY))
     holders = [oracle.merged(*(build() for build in builds)) for builds in sources]
     addresses = [filled(holder, TOKENS, seed) for seed, holder in enumerate(holders, 1)]
     with saved(holders, addresses) as paths:

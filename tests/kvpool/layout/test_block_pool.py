@@ -188,11 +188,6 @@ def test_blocks_of_several_items_lie_over_one_another_block_over_block_only(othe
             (cut(), buffer("swa", 300, items=16)),
             r"swa.300 of space swa has items 16, buffer kv.0 of space kv 16 \(4 blocks\)",
         ),
-        (
-            (CUT, Space("c4", ids="kv")),
-            (),
-            r"space c4 has reserved 1, but a block is 4 items of space kv. Use a multiple",
-        ),
     ],
 )
 def test_spaces_of_one_block_pool_have_the_same_blocks(spaces, buffers, says):
@@ -238,11 +233,6 @@ def test_buffers_whose_items_an_id_has_both_of_do_not_overlap():
             (KV, SWA),
             (buffer("kv"), buffer("swa", items=5)),
             r"block pool blocks: buffer swa.0 of space swa has items 5, buffer kv.0 of space kv 4",
-        ),
-        (
-            (KV, Space("c4", ids="kv"), SWA),
-            (buffer("swa"), buffer("c4", 300, items=3)),
-            r"block pool blocks: buffer c4.300 of space c4 has items 3",
         ),
         (
             (KV, replace(SWA, reserved=2)),

@@ -53,11 +53,9 @@ def layout(*regions, buffers=(buffer(),), spaces=(Space("kv"),), total=1, **more
         ({"size": 0}, r"axis head size: 1 to 2\*\*63-1, got 0"),
         ({"size": TOO_BIG}, r"axis head size: .* got 9223372036854775808"),
         ({"stride": -1}, r"axis head stride: 0 to 2\*\*63-1, got -1"),
-        ({"stride": TOO_BIG}, r"axis head stride: .* got 9223372036854775808"),
         ({"start": -1, "total": 8}, r"axis head start: 0 to 2\*\*63-1, got -1"),
         ({"start": 1}, r"axis head: steps 1 to 3 exceed the total of 2"),
         ({"start": 7, "total": 8}, r"axis head: steps 7 to 9 exceed the total of 8"),
-        ({"total": 1}, r"axis head: steps 0 to 2 exceed the total of 1"),
     ],
 )
 def test_an_axis_that_cannot_be_is_refused(wrong, says):
@@ -128,7 +126,6 @@ def test_the_stride_of_a_single_item_means_nothing():
         ({"space": ""}, r"buffer b space: a name .* got ''"),
         ({"memory": ""}, r"buffer b memory: a name .* got ''"),
         ({"base": -1}, r"buffer b base: 0 to 2\*\*63-1, got -1"),
-        ({"base": TOO_BIG}, r"buffer b base: .* got 9223372036854775808"),
         ({"nbytes": 0}, r"buffer b item_bytes: 1 to 2\*\*63-1, got 0"),
         ({"stride": 0}, r"buffer b item_stride: 1 to 2\*\*63-1, got 0"),
         ({"items": 0}, r"buffer b items: 1 to 2\*\*63-1, got 0"),
@@ -151,9 +148,7 @@ def test_a_buffer_that_cannot_be_is_refused(wrong, says):
         ({"tokens_per_entry": 0}, r"space s tokens_per_entry: 1 to 2\*\*63-1, got 0"),
         ({"reserved": -1}, r"space s reserved: 0 to 2\*\*63-1, got -1"),
         ({"ids": ""}, r"space s ids: a name of 1 to 128 characters, got ''"),
-        ({"window": 0}, r"space s window: 1 to 2\*\*63-1, got 0"),
         ({"kind": "slot", "entries_per_item": 2}, r"space s: a slot has no entries"),
-        ({"kind": "slot", "tokens_per_entry": 4}, r"space s: a slot has no entries"),
         ({"kind": "slot", "window": 1}, r"space s: a slot has no entries"),
         (
             {"kind": "ring", "entries_per_item": 8},
@@ -162,10 +157,6 @@ def test_a_buffer_that_cannot_be_is_refused(wrong, says):
         (
             {"kind": "ring", "entries_per_item": 8, "window": 6, "window_step": 4},
             r"space s: window: at most 5 in a ring of 8 entries and steps of 4, got 6",
-        ),
-        (
-            {"kind": "slot", "interleave": Interleave(4, 1, 2)},
-            r"space s interleave: a slot is one request's whole state, of which a rank cannot",
         ),
         (
             {"kind": "ring", "window": 1, "interleave": Interleave(4, 1, 2)},
@@ -179,26 +170,14 @@ def test_a_buffer_that_cannot_be_is_refused(wrong, says):
         ({"window_step": 4}, r"space s: a window_step of 4 needs a window"),
         ({"window": 0}, r"space s window: 1 to 2\*\*63-1, got 0"),
         (
-            {"kind": "ring", "entries_per_item": 8, "window": 9},
-            r"space s: window: at most 8 in a ring of 8 entries and steps of 1, got 9",
-        ),
-        (
             {"entries_per_item": 64, "ring": 8, "window": 6, "window_step": 4},
             r"space s: window: at most 5 in a ring of 8 entries and steps of 4, got 6",
-        ),
-        (
-            {"entries_per_item": 64, "ring": 8},
-            r"space s: window: at most 8 in a ring of 8 entries and steps of 1, got None",
         ),
         (
             {"entries_per_item": 60, "ring": 8, "window": 4, "window_step": 4},
             r"space s ring: 8 entries, in steps of 4, do not divide an item of 60",
         ),
         ({"entries_per_item": 64, "ring": 0, "window": 1}, r"space s ring: 1 to 2\*\*63-1, got 0"),
-        (
-            {"kind": "ring", "entries_per_item": 8, "window": 4, "ring": 8},
-            r"space s ring: of the entries of a page, which one rank holds all of",
-        ),
         (
             {"entries_per_item": 8, "window": 4, "ring": 8, "interleave": Interleave(4, 1, 2)},
             r"space s ring: of the entries of a page, which one rank holds all of",

@@ -24,22 +24,6 @@ def regions_of(template) -> dict[str, Region]:
 # shards
 
 
-def test_sections_shard_on_their_own():
-    """Two ranks of a GDN conv state: half of q, half of k, half of v."""
-    heads = {"conv.q": 16, "conv.k": 16, "conv.v": 32}
-    halves = Seq(
-        *(
-            Repeat("head", count // 2, Cell(role, 6, "bf16"), start=count // 2, total=count)
-            for role, count in heads.items()
-        )
-    )
-    shards = {
-        role: (region.offset, region.axis("head").start, region.axis("head").total)
-        for role, region in regions_of(halves).items()
-    }
-    assert shards == {"conv.q": (0, 8, 16), "conv.k": (96, 8, 16), "conv.v": (192, 16, 32)}
-
-
 # templates of any shape, against a painting of every byte
 
 
