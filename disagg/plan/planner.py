@@ -243,7 +243,7 @@ def _match(
     for owner, layer, role in paired.offered:
         layers.setdefault((owner, role), set()).add(layer)
     absences: dict[tuple[str, str], str] = {}
-    offered_names: str | None = None
+    offered_names = named_pairs(layers)
     problems: dict[Key, dict[str, list[int]]] = {}
     missing: set[Key] = set()
     overlaps: list[Overlap] = []
@@ -258,7 +258,6 @@ def _match(
         reasons = mismatches(alike)
         if not alike.holders:
             if name not in absences:  # named once for all layers: they may be many
-                offered_names = named_pairs(layers) if offered_names is None else offered_names
                 absences[name] = absent(region, layers.get(name, ()), offered_names)
             reasons = {absences[name]: []}
         if not reasons:
