@@ -30,7 +30,7 @@ from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, Inapplicable, fail, random_of
 from kvpool.testing.checks.items import capacity, place
-from kvpool.testing.memory import PoolMemory, every, off, settle
+from kvpool.testing.memory import DeviceMemory, PoolMemory, settle
 from kvpool.testing.values import Bytes
 
 PEER_BYTES = 1 << 20
@@ -40,45 +40,46 @@ Move = Callable[[Sequence["TransferSide"], "TransferSide", Sequence[CopyBatch]],
 
 
 class TransferSide:
-    """A pool, a request in it, and all bytes of the pool."""
+    """A pool with all its bytes, and a request in it."""
 
     def __init__(self, pool: KVPool, tokens: int, name: str) -> None:
         random = random_of(name, tokens)
-        self.pool, self.memory = pool, PoolMemory(pool)
+        self.layout, self.memory = pool.layout, PoolMemory(pool)
         self.address = place(pool.layout, tokens, random)
-        self.bytes = self.memory.fill(random)
+        self.memory.fill(random)
 
     def live(self) -> Iterator[tuple[Region, Bytes, Ints]]:
-        """Every region with the request's values in it and their indices in `bytes`."""
+        """Every region with the request's values in it and their indices in the memory's bytes."""
         tokens = self.address.num_tokens
-        for region in self.pool.layout.regions:
-            space = self.pool.layout.space_of(region)
+        for region in self.layout.regions:
+            space = self.layout.space_of(region)
             entries = np.array(space.alive(tokens), dtype=np.int64)
             if not entries.size:
                 continue
             numbers, steps = space.place(entries)
             items = self.address.spans[space.id_list].ids[numbers]
-            yield region, _values(region, entries), self.memory.cells(region, items, steps)
+            cells = self.memory.cells(region, items * space.steps + steps)
+            yield region, _values(region, entries), cells
 
     def write(self) -> None:
         """Writes the request's values."""
         self._expect_values()
-        self.memory.put(self.bytes)
+        self.memory.put(self.memory.bytes)
 
     def check(self) -> None:
         """Fails unless the request's values have arrived and nothing outside its items changed."""
         self._expect_values()
-        self.memory.check(self.bytes, self._padding())
+        self.memory.check(free=self._padding())
 
     def _expect_values(self) -> None:
         for _, values, indices in self.live():
-            self.bytes[indices] = values
+            self.memory.bytes[indices] = values
 
     def _padding(self) -> npt.NDArray[np.bool_]:
         """Declared padding in the request's items, and the dead entries of its last pages: a
         transfer may copy or leave them.
         """
-        layout, free = self.pool.layout, np.zeros(self.bytes.shape, dtype=bool)
+        layout, free = self.layout, np.zeros(self.memory.bytes.shape, dtype=bool)
         ids = {
             b.name: self.address.spans[layout.space_by_name[b.space].id_list].ids
             for b in layout.buffers
@@ -87,14 +88,12 @@ class TransferSide:
             free[self.memory.items(buffer, ids[buffer.name])] = buffer.padding
         for region in layout.regions:
             mine, space = ids[region.buffer], layout.space_of(region)
-            index, entry = every(mine.size, space.steps)
-            free[self.memory.cells(region, mine[index], entry)] = False
+            locations = mine[:, None] * space.steps + np.arange(space.steps)
+            free[self.memory.cells(region, locations.ravel())] = False
             entries = space.entries_per_item
             filled, live = divmod(self.address.num_tokens // space.tokens_per_entry, entries)
             if not space.per_request and live and not space.wraps:
-                dead = np.arange(live, entries)
-                last = np.full(dead.size, mine[filled], dtype=np.int64)
-                free[self.memory.cells(region, last, dead)] = True
+                free[self.memory.cells(region, locations[filled, live:])] = True
         return free
 
 
@@ -173,30 +172,26 @@ def engine_local_reads_another_process(device: Device) -> None:
 
 def _read_peer(device: Device, base: int, metadata: bytes) -> None:
     random = random_of(device.memory_kind)
-    memory = device.allocate(PEER_BYTES)
-    expected = random.integers(0, 256, PEER_BYTES, dtype=np.uint8)
-    memory.copy_(torch.from_numpy(expected))
+    memory = DeviceMemory.filled(device, random, PEER_BYTES)
     lengths = random.permutation(np.concatenate([np.arange(1, 200), np.full(20, 3000)]))
     src = np.cumsum(lengths) - lengths
     order = random.permutation(lengths.size)
     dst = np.empty_like(src)
     dst[order] = np.cumsum(lengths[order] + 1) - lengths[order]
-    theirs = _peer_bytes()
+    theirs, base_here = _peer_bytes(), memory.tensors[0].data_ptr()
     for start, stop, nbytes in zip(src, dst, lengths):
-        expected[stop : stop + nbytes] = theirs[start : start + nbytes]
+        memory.bytes[stop : stop + nbytes] = theirs[start : start + nbytes]
     engine = create_engine("local")
     try:
         settle(device)
-        engine.register([Slab(memory.data_ptr(), PEER_BYTES, str(memory.device))])
+        engine.register([Slab(base_here, PEER_BYTES, str(memory.tensors[0].device))])
         peer = engine.connect(metadata)
-        batch = CopyBatch(base + src, memory.data_ptr() + dst, lengths.astype(np.int64))
+        batch = CopyBatch(base + src, base_here + dst, lengths.astype(np.int64))
         transfer, end = engine.read(peer, batch), time.monotonic() + 20
         while not engine.poll(transfer):
             if time.monotonic() > end:
                 fail("a read of 1 MiB has not ended after 20 seconds.")
-        wrong = np.flatnonzero(off(device, memory) != expected)
-        if wrong.size:
-            fail(f"byte {wrong[0]} is not the peer's ({wrong.size:,} of {PEER_BYTES:,} differ).")
+        memory.check("memory that a peer's was read into")
         engine.fence(peer)
     finally:
         engine.close()
@@ -244,20 +239,20 @@ def _transfer(sources: Sequence[KVPool], dest: KVPool, move: Move) -> None:
     move(sides, dest_side, batches)
     dest_side.check()
     for side in sides:
-        side.memory.check(side.bytes)
+        side.memory.check()
 
 
 def _by_numpy(
     sources: Sequence[TransferSide], dest: TransferSide, batches: Sequence[CopyBatch]
 ) -> None:
     """Copies run by run between the bytes of both sides."""
-    written = dest.bytes.copy()
+    written = dest.memory.bytes.copy()
     for side, batch in zip(sources, batches):
         for memory, begin in ((side.memory, batch.src), (dest.memory, batch.dst)):
             memory.number(begin + batch.nbytes - 1)  # a run must end inside memory
         starts = side.memory.number(batch.src), dest.memory.number(batch.dst)
         for src, dst, nbytes in zip(*starts, batch.nbytes):
-            written[dst : dst + nbytes] = side.bytes[src : src + nbytes]
+            written[dst : dst + nbytes] = side.memory.bytes[src : src + nbytes]
     dest.memory.put(written)
 
 

@@ -1,11 +1,11 @@
-"""All bytes of a pool as a numpy array, and the index of each value by the layout's formula.
+"""Memory of a device as numpy arrays of bytes: what it holds, and what it must hold.
 
 Device memory is read and written through tensors, never by pointer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,25 +17,63 @@ from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.render.memory_map import where
-from kvpool.testing.case import fail
+from kvpool.testing.case import equal, fail
 from kvpool.testing.values import Bytes, decode
 
 GAP = 4096
 """Gaps between buffers are checked too; of longer gaps, this many bytes after each buffer."""
 
 
-class PoolMemory:
-    """A pool's buffers, their padding and the gaps between them, as one array."""
+class DeviceMemory:
+    """Flat uint8 tensors as one array; `bytes` is what they must hold."""
+
+    def __init__(self, device: Device, *tensors: torch.Tensor) -> None:
+        self.device, self.tensors = device, tensors
+        self.bytes: Bytes = np.zeros(sum(tensor.numel() for tensor in tensors), dtype=np.uint8)
+
+    @classmethod
+    def filled(cls, device: Device, random: np.random.Generator, nbytes: int) -> DeviceMemory:
+        """New memory, filled at random."""
+        memory = cls(device, device.allocate(nbytes))
+        memory.fill(random)
+        return memory
+
+    def fill(self, random: np.random.Generator) -> None:
+        """Sets every byte at random."""
+        self.bytes = random.integers(0, 256, self.bytes.size, dtype=np.uint8)
+        self.put(self.bytes)
+
+    def put(self, array: Bytes) -> None:
+        """Sets every byte of the memory."""
+        settle(self.device)
+        start = 0
+        for tensor in self.tensors:
+            tensor.copy_(torch.from_numpy(array[start : start + tensor.numel()].copy()))
+            start += tensor.numel()
+
+    def read(self) -> Bytes:
+        """Every byte, after all queued work has ended."""
+        settle(self.device)
+        return np.concatenate([tensor.cpu().numpy() for tensor in self.tensors])
+
+    def check(self, what: str) -> None:
+        """Fails the check at the first byte that differs after `what`."""
+        same(what, self.read(), self.bytes)
+
+
+class PoolMemory(DeviceMemory):
+    """A pool's buffers, their padding and the gaps between them; a new pool holds zeros."""
 
     def __init__(self, pool: KVPool) -> None:
-        self.layout, self._device = pool.layout, pool.device
-        # [first pointer, end pointer, bytes on the device, index of the first byte in the array]
-        self._parts: list[tuple[int, int, torch.Tensor, int]] = []
+        self.pool, self.layout = pool, pool.layout
+        tensors: list[torch.Tensor] = []
+        # of each tensor: first pointer, end pointer, index of its first byte
+        self._parts: list[tuple[int, int, int]] = []
         storages: dict[int, tuple[torch.UntypedStorage, list[Buffer]]] = {}
         for buffer in pool.layout.buffers:
             storage = pool.item_bytes_view(buffer).untyped_storage()
             storages.setdefault(storage.data_ptr(), (storage, []))[1].append(buffer)
-        self.nbytes = 0
+        count = 0
         for start, (storage, buffers) in storages.items():
             for low, high in _stretches(buffers):
                 if not start <= low < high <= start + storage.nbytes():
@@ -44,32 +82,16 @@ class PoolMemory:
                         f"their views is from {start:#x} to {start + storage.nbytes():#x}."
                     )
                 flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                flat.set_(storage, low - start, (high - low,), (1,))
-                self._parts.append((low, high, flat, self.nbytes))
-                self.nbytes += high - low
-
-    def read(self) -> Bytes:
-        """Every byte, after all queued work has ended."""
-        settle(self._device)
-        return np.concatenate([flat.cpu().numpy() for _, _, flat, _ in self._parts])
-
-    def put(self, array: Bytes) -> None:
-        """Sets every byte."""
-        settle(self._device)
-        for low, high, flat, start in self._parts:
-            flat.copy_(torch.from_numpy(array[start : start + high - low].copy()))
-
-    def fill(self, random: np.random.Generator) -> Bytes:
-        """Sets every byte at random and returns the array."""
-        array = random.integers(0, 256, self.nbytes, dtype=np.uint8)
-        self.put(array)
-        return array
+                tensors.append(flat.set_(storage, low - start, (high - low,), (1,)))
+                self._parts.append((low, high, count))
+                count += high - low
+        super().__init__(pool.device, *tensors)
 
     def number(self, pointers: Ints) -> Ints:
         """Array indices of the bytes at these pointers; fails the check for a pointer outside."""
         low, high = pointers.min(initial=1 << 62), pointers.max(initial=0)
         numbers = np.full(pointers.shape, -1, dtype=np.int64)
-        for first, after, _, start in self._parts:
+        for first, after, start in self._parts:
             if first <= low and high < after:  # all in one part: no masks
                 return pointers - first + start
             inside = (pointers >= first) & (pointers < after)
@@ -78,22 +100,19 @@ class PoolMemory:
             fail(f"pointer {int(pointers[numbers < 0][0]):#x} is outside the pool's memory.")
         return numbers
 
-    def cells(self, region: Region, items: Ints, entries: Ints | int = 0) -> Ints:
-        """Array indices of a region's bytes at items `[N]` and entries `[N]`:
+    def cells(self, region: Region, locations: Ints | None = None) -> Ints:
+        """Array indices of a region's bytes at flat locations `[N]`, or at all:
         `[N, axes..., width]`, by the formula of kvpool.layout.
         """
-        buffer = self.layout.buffer_of(region)
-        pointers = (
-            buffer.base + np.asarray(items, dtype=np.int64) * buffer.item_stride + region.offset
-        )
-        for axis in region.axes:
-            if axis.name == "entry":
-                pointers = (
-                    pointers
-                    + np.asarray(entries).reshape(-1, *[1] * (pointers.ndim - 1)) * axis.stride
-                )
-            else:
-                pointers = pointers[..., None] + np.arange(axis.size) * axis.stride
+        buffer, steps = self.layout.buffer_of(region), self.layout.space_of(region).steps
+        if locations is None:
+            locations = np.arange(buffer.items * steps)
+        items, entries = np.divmod(locations, steps)
+        entry = region.axis("entry")
+        pointers = buffer.base + items * buffer.item_stride + region.offset
+        pointers = pointers + entries * (entry.stride if entry else 0)
+        for axis in region.inner_axes:
+            pointers = pointers[..., None] + np.arange(axis.size) * axis.stride
         return self.number(pointers[..., None] + np.arange(region.width))
 
     def items(self, buffer: Buffer, ids: Ints) -> Ints:
@@ -101,39 +120,23 @@ class PoolMemory:
         pointers = buffer.base + np.asarray(ids, dtype=np.int64) * buffer.item_stride
         return self.number(pointers[:, None] + np.arange(buffer.item_bytes))
 
-    def check(self, expected: Bytes, free: npt.NDArray[np.bool_] | None = None) -> None:
-        """Fails the check at the first byte that differs; bytes in `free` may be anything. In
-        quantised regions all NaNs are equal.
+    def check(self, what: str = "", free: npt.NDArray[np.bool_] | None = None) -> None:
+        """Fails the check at the first byte that differs, which it names; bytes in `free` may be
+        anything. In quantised regions all NaNs are equal.
         """
         actual = self.read()
-        wrong = actual != expected
         if free is not None:
-            wrong &= ~free
-        if wrong.any():
-            wrong &= ~self._nans(actual, expected)
-        if not wrong.any():
+            actual[free] = self.bytes[free]
+        if np.array_equal(actual, self.bytes):
             return
-        first = int(np.flatnonzero(wrong)[0])
-        fail(
-            f"{self._name(first)}: {int(actual[first]):#04x} found, {int(expected[first]):#04x} "
-            f"expected ({int(wrong.sum()):,} bytes of {self.nbytes:,} differ)."
-        )
-
-    def _nans(self, actual: Bytes, expected: Bytes) -> npt.NDArray[np.bool_]:
-        alike = np.zeros(self.nbytes, dtype=bool)
         for region in self.layout.regions:
-            if region.dtype != "float8_e4m3fn" and not region.role.endswith(".scale"):
-                continue
-            items = self.layout.buffer_of(region).items
-            cells = self.cells(region, *every(items, self.layout.space_of(region).steps))
-            in_actual, in_expected = (
-                np.isnan(decode(a[cells], region.dtype)) for a in (actual, expected)
-            )
-            alike[cells] = np.repeat(in_actual & in_expected, ITEMSIZE[region.dtype], axis=-1)
-        return alike
+            if region.dtype == "float8_e4m3fn" or region.role.endswith(".scale"):
+                cells = self.cells(region)
+                actual[cells] = nans_alike(actual[cells], self.bytes[cells], region.dtype)
+        same(what, actual, self.bytes, self._name)
 
     def _name(self, number: int) -> str:
-        low, _, _, start = next(p for p in self._parts if p[3] <= number < p[3] + p[1] - p[0])
+        low, _, start = next(p for p in self._parts if p[2] <= number < p[2] + p[1] - p[0])
         pointer = low + number - start
         for buffer in self.layout.buffers:
             item, byte = divmod(pointer - buffer.base, buffer.item_stride)
@@ -158,12 +161,6 @@ def _stretches(buffers: Sequence[Buffer]) -> Iterator[tuple[int, int]]:
     yield low, high
 
 
-def every(items: int, entries: int) -> tuple[Ints, Ints]:
-    """Items `[N]` and entries `[N]` of all locations."""
-    item, entry = np.divmod(np.arange(items * entries, dtype=np.int64), entries)
-    return item, entry
-
-
 def settle(device: Device) -> None:
     """Waits for all queued work."""
     device.record().synchronize()
@@ -171,9 +168,8 @@ def settle(device: Device) -> None:
 
 def on(device: torch.device, raw: Bytes, dtype: str) -> torch.Tensor:
     """Bytes `[..., n * size]` as a tensor `[..., n]` of `dtype`."""
-    tensor = torch.empty(
-        *raw.shape[:-1], raw.shape[-1] // ITEMSIZE[dtype], dtype=getattr(torch, dtype)
-    )
+    sizes = *raw.shape[:-1], raw.shape[-1] // ITEMSIZE[dtype]
+    tensor = torch.empty(sizes, dtype=getattr(torch, dtype))
     tensor.view(torch.uint8).copy_(torch.from_numpy(raw.copy()))
     return tensor.to(device)
 
@@ -189,23 +185,22 @@ def ids_on(device: torch.device, ids: Sequence[int] | Ints) -> torch.Tensor:
     return torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)
 
 
-def random_slab(
-    device: Device, random: np.random.Generator, nbytes: int
-) -> tuple[Bytes, torch.Tensor]:
-    """Random bytes, and device memory filled with them."""
-    raw = random.integers(0, 256, nbytes, dtype=np.uint8)
-    slab = device.allocate(nbytes)
-    slab.copy_(torch.from_numpy(raw))
-    return raw, slab
+def nans_alike(actual: Bytes, expected: Bytes, dtype: str) -> Bytes:
+    """`actual`, with the expected NaN where both have one."""
+    nan = np.isnan(decode(actual, dtype)) & np.isnan(decode(expected, dtype))
+    return np.where(np.repeat(nan, ITEMSIZE[dtype], axis=-1), expected, actual)
 
 
-def same_slab(device: Device, slab: torch.Tensor, expected: Bytes, what: str) -> None:
-    """Fails the check at the first byte that differs after `what`."""
-    actual = off(device, slab)
+def same(
+    what: str, actual: Bytes, expected: Bytes, name: Callable[[int], str] = "byte {}".format
+) -> None:
+    """Fails the check at the first byte that differs after `what`, with its name by flat index."""
+    equal(f"{what}: shape", actual.shape, expected.shape)
     wrong = np.flatnonzero(actual != expected)
     if wrong.size:
         first = int(wrong[0])
+        place = f"{what}: {name(first)}" if what else name(first)
         fail(
-            f"{what}: byte {first} is {actual[first]:#04x}, expected {expected[first]:#04x} "
-            f"({wrong.size:,} of {actual.size:,} bytes differ)."
+            f"{place}: {actual.flat[first]:#04x} found, {expected.flat[first]:#04x} expected "
+            f"({wrong.size:,} bytes of {actual.size:,} differ)."
         )

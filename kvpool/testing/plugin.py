@@ -45,10 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuses an unavailable device before anything runs."""
     if config.stash.get(_ASKED, False):
         from kvpool.device import DeviceUnavailable, get_device
-        from kvpool.testing.run import cases
+        from kvpool.testing.run import all_checks
 
         try:
-            cases(get_device(device_name(config)), pool_names(config))
+            all_checks(get_device(device_name(config)), pool_names(config))
         except (DeviceUnavailable, ValueError) as error:
             raise pytest.UsageError(str(error)) from None
 

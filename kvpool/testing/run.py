@@ -5,59 +5,54 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import filter as matching, fnmatchcase
 from importlib.metadata import entry_points
-from typing import Any, NamedTuple, TypeVar
+from inspect import isfunction, signature
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from kvpool.device import Device, get_device
 from kvpool.layout.formats import Shard
-from kvpool.pools.base import KVPool
 from kvpool.testing.case import Build, Case, CheckFailure, ConformanceError, Inapplicable
-from kvpool.testing.checks import layout
-from kvpool.testing.checks.access import ACCESS_CHECKS
-from kvpool.testing.checks.devices import MEMORY_CHECKS, PROPERTY_CHECKS
-from kvpool.testing.checks.graphs import GRAPH_CHECKS, no_graphs
-from kvpool.testing.checks.items import ITEM_CHECKS
-from kvpool.testing.checks.layout import LAYOUT_CHECKS
-from kvpool.testing.checks.packing import PACKING_CHECKS
-from kvpool.testing.checks.rows import ROW_CHECKS
-from kvpool.testing.checks.sharing import SHARING_CHECKS, no_sharing
-from kvpool.testing.checks.streams import STREAM_CHECKS, no_streams
+from kvpool.testing.checks import access, devices, items, layout, rows
+from kvpool.testing.checks.hardware import HARDWARE_CHECKS
 from kvpool.testing.pools import POOLS
 
-PoolCheck = Callable[[Case], None]
-DeviceCheck = Callable[[Device], None]
+Check = Callable[[Any], None]
 OTHERS: Sequence[Mapping[str, Any]] = ({}, {"placement": "page"}, {"shard": Shard(1, 2)})
-_WITHOUT_MEMORY = (
+_WITHOUT_MEMORY = {
+    devices.its_properties_are_valid,
+    devices.a_device_that_is_not_there_is_refused_by_name,
     layout.views_described_back_are_the_layout,
     layout.contiguous_lists_agree_with_the_layout,
     layout.layers_are_the_models,
-)
-_T = TypeVar("_T")
+}
 
 
-class HardwareChecks(NamedTuple):
-    """Checks of what only some devices have: `unfit` says why a device has it not, or None."""
+class BoundCheck(NamedTuple):
+    """A check of a device (`pool` is empty), or of a pool on it."""
 
-    name: str
-    title: str
-    unfit: Callable[[Device], str | None]
-    checks: Sequence[DeviceCheck]
+    check: Check
+    subject: Device | Case
+    device: str
+    pool: str = ""
 
+    @property
+    def name(self) -> str:
+        """The check's."""
+        return self.check.__name__
 
-HARDWARE_CHECKS = (
-    HardwareChecks(
-        "streams",
-        "work on streams is ordered by events and never waits",
-        no_streams,
-        STREAM_CHECKS,
-    ),
-    HardwareChecks(
-        "graphs",
-        "captured writes, reads and copies replay with new inputs",
-        no_graphs,
-        GRAPH_CHECKS,
-    ),
-    HardwareChecks("ipc", "another process maps the device's memory", no_sharing, SHARING_CHECKS),
-)
+    def __call__(self) -> None:
+        """Runs it. Anything it raises but Inapplicable becomes a ConformanceError with the names
+        of device, pool and check.
+        """
+        try:
+            self.check(self.subject)
+        except Inapplicable:
+            raise
+        except CheckFailure as failure:
+            raise ConformanceError(self.device, self.pool, self.name, str(failure)) from None
+        except Exception as error:
+            sentence = f"{type(error).__name__}: {error}"
+            raise ConformanceError(self.device, self.pool, self.name, sentence) from error
 
 
 def check_device(name: str, pools: Sequence[str] = ("*",)) -> list[str]:
@@ -67,11 +62,7 @@ def check_device(name: str, pools: Sequence[str] = ("*",)) -> list[str]:
     Returns a line for each check that does not apply, with the reason. Raises ConformanceError at
     the first check that fails, and DeviceUnavailable.
     """
-    device = get_device(name)
-    left_out = _run_all(device_checks(device), device, name, "")
-    for case in cases(device, pools):
-        left_out += _run_all(pool_checks(device), case, name, case.pool)
-    return left_out + _run_all(plugin_device_checks(device), device, name, "")
+    return _run_all(all_checks(get_device(name), pools))
 
 
 def check_pool(
@@ -83,83 +74,72 @@ def check_pool(
     compared after each check) in which `more` overrides its arguments. `others` are arguments of
     pools that must exchange state with it. Returns and raises as `check_device`.
     """
-    case = Case(get_device(device), _name(build), build, others)
-    return _run_all(pool_checks(case.device), case, device, case.pool)
+    name = getattr(build, "__name__", type(build).__name__)
+    return _run_all(pool_checks(Case(get_device(device), name, build, others)))
 
 
-def cases(device: Device, pools: Sequence[str] = ("*",)) -> list[Case]:
-    """The kit's pools with these names or patterns, on a device."""
+def all_checks(
+    device: Device, pools: Sequence[str] = ("*",), hardware: bool = True
+) -> list[BoundCheck]:
+    """Every check of a device and of the kit's pools with these names or patterns on it; without
+    `hardware`, but for those of what only some devices have. Raises ValueError for other names.
+    """
     for pattern in pools:
         if not matching(POOLS, pattern):
             raise ValueError(f"pool {pattern!r}: no such pool. The kit has {', '.join(POOLS)}.")
-    named = {
-        n: pool for n, pool in POOLS.items() if any(fnmatchcase(n, wanted) for wanted in pools)
-    }
-    return [Case(device, name, example, example.others) for name, example in named.items()]
+    checks = device_checks(device, hardware)
+    for name, example in POOLS.items():
+        if any(fnmatchcase(name, pattern) for pattern in pools):
+            checks += pool_checks(Case(device, name, example, example.others))
+    return checks
 
 
-def device_checks(device: Device) -> list[DeviceCheck]:
-    """Checks of a device without a pool."""
-    if not has_memory(device):
-        return [*PROPERTY_CHECKS]
-    fitting = [group for group in HARDWARE_CHECKS if group.unfit(device) is None]
-    hardware = [check for group in fitting for check in group.checks]
-    return [*PROPERTY_CHECKS, *MEMORY_CHECKS, *ROW_CHECKS, *hardware]
-
-
-def plugin_device_checks(device: Device) -> list[DeviceCheck]:
-    """`DEVICE_CHECKS` of the modules with an entry point of the group `kvpool.testing`."""
-    return [*_plugged_in("DEVICE_CHECKS")] if has_memory(device) else []
-
-
-def pool_checks(device: Device) -> list[PoolCheck]:
-    """The kit's checks of a pool, and `POOL_CHECKS` of the modules with an entry point of the group
-    `kvpool.testing`.
+def device_checks(device: Device, hardware: bool = True) -> list[BoundCheck]:
+    """The kit's checks of a device without a pool, and `DEVICE_CHECKS` of the modules with an entry
+    point of the group `kvpool.testing`.
     """
-    if not has_memory(device):
-        return [*_WITHOUT_MEMORY]
-    own = (*LAYOUT_CHECKS, *ACCESS_CHECKS, *PACKING_CHECKS, *ITEM_CHECKS)
-    return [*own, *_plugged_in("POOL_CHECKS")]
+    checks = [*_checks_in(devices, "device"), *_checks_in(rows, "device")]
+    for group in HARDWARE_CHECKS:
+        if hardware and group.unfit(device) is None:
+            checks += group.checks
+    checks += _plugged_in("DEVICE_CHECKS")
+    return [BoundCheck(check, device, device.name) for check in _fitting(checks, device)]
 
 
-def has_memory(device: Device) -> bool:
-    """Whether the device has memory to write to."""
-    return not device.allocate(1).is_meta
+def pool_checks(case: Case) -> list[BoundCheck]:
+    """The kit's checks of a pool, and `POOL_CHECKS` of those modules."""
+    checks = [check for part in (layout, access, items) for check in _checks_in(part, "case")]
+    checks += _plugged_in("POOL_CHECKS")
+    return [
+        BoundCheck(check, case, case.device.name, case.pool)
+        for check in _fitting(checks, case.device)
+    ]
 
 
-def run(check: Callable[[_T], None], subject: _T, device: str, pool: str) -> None:
-    """Runs one check. Anything it raises but Inapplicable becomes a ConformanceError with the names
-    of device, pool and check.
-    """
-    try:
-        check(subject)
-    except Inapplicable:
-        raise
-    except CheckFailure as failure:
-        raise ConformanceError(device, pool, check.__name__, str(failure)) from None
-    except Exception as error:
-        sentence = f"{type(error).__name__}: {error}"
-        raise ConformanceError(device, pool, check.__name__, sentence) from error
+def _checks_in(module: ModuleType, subject: str) -> Iterator[Check]:
+    """The checks that a module defines: its public functions of a `device`, or of a `case`."""
+    for name, value in vars(module).items():
+        own = isfunction(value) and value.__module__ == module.__name__
+        if own and not name.startswith("_") and [*signature(value).parameters] == [subject]:
+            yield value
 
 
-def _run_all(
-    checks: Sequence[Callable[[_T], None]], subject: _T, device: str, pool: str
-) -> list[str]:
-    left_out = []
-    for check in checks:
-        try:
-            run(check, subject, device, pool)
-        except Inapplicable as why:
-            left_out.append(f"{pool or device}, {check.__name__}: {why}")
-    return left_out
-
-
-def _plugged_in(name: str) -> Iterator[Any]:
+def _plugged_in(name: str) -> Iterator[Check]:
     for entry in sorted(entry_points(group="kvpool.testing"), key=lambda entry: entry.name):
         yield from getattr(entry.load(), name, ())
 
 
-def _name(build: Build) -> str:
-    if isinstance(build, type) and issubclass(build, KVPool):
-        return build.__name__
-    return getattr(build, "__name__", type(build).__name__)
+def _fitting(checks: Sequence[Check], device: Device) -> list[Check]:
+    """Those that need no memory, where a device has none."""
+    has_memory = not device.allocate(1).is_meta
+    return [check for check in checks if has_memory or check in _WITHOUT_MEMORY]
+
+
+def _run_all(checks: Sequence[BoundCheck]) -> list[str]:
+    left_out = []
+    for check in checks:
+        try:
+            check()
+        except Inapplicable as why:
+            left_out.append(f"{check.pool or check.device}, {check.name}: {why}")
+    return left_out

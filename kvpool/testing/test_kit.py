@@ -1,52 +1,25 @@
-"""The kit under pytest: a test for each device check, and for each pool and pool check."""
+"""The kit under pytest: a test for each check."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from kvpool.device import Device, get_device
-from kvpool.testing.case import Case, Inapplicable
+from kvpool.device import get_device
+from kvpool.testing.case import Inapplicable
 from kvpool.testing.plugin import device_name, pool_names
-from kvpool.testing.run import (
-    DeviceCheck,
-    PoolCheck,
-    cases,
-    device_checks,
-    plugin_device_checks,
-    pool_checks,
-    run,
-)
+from kvpool.testing.run import BoundCheck, all_checks
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The checks of the device given by `--device`."""
-    device = get_device(device_name(metafunc.config))
-    if "case" in metafunc.fixturenames:
-        pools = cases(device, pool_names(metafunc.config))
-        metafunc.parametrize("case", pools, ids=[case.pool for case in pools])
-        _parametrize(metafunc, pool_checks(device))
-    else:
-        metafunc.parametrize("device", [device], ids=[device.name])
-        _parametrize(metafunc, [*device_checks(device), *plugin_device_checks(device)])
+    checks = all_checks(get_device(device_name(metafunc.config)), pool_names(metafunc.config))
+    names = [f"{check.pool or check.device}-{check.name}" for check in checks]
+    metafunc.parametrize("check", checks, ids=names)
 
 
-def _parametrize(metafunc: pytest.Metafunc, checks: Sequence[DeviceCheck | PoolCheck]) -> None:
-    metafunc.parametrize("check", checks, ids=[check.__name__ for check in checks])
-
-
-def test_device(device: Device, check: DeviceCheck) -> None:
-    """A check of the device alone."""
+def test_conforms(check: BoundCheck) -> None:
+    """A device, or a pool on it."""
     try:
-        run(check, device, device.name, "")
-    except Inapplicable as why:
-        pytest.skip(str(why))
-
-
-def test_pool(case: Case, check: PoolCheck) -> None:
-    """A check of a pool on the device."""
-    try:
-        run(check, case, case.device.name, case.pool)
+        check()
     except Inapplicable as why:
         pytest.skip(str(why))

@@ -29,14 +29,8 @@ from kvpool.device import Device, get_device
 from kvpool.extras import needs
 from kvpool.process import OtherProcess, ProcessFailed, Restarted
 from kvpool.testing.case import CheckFailure, Inapplicable, fail
-from kvpool.testing.run import (
-    HARDWARE_CHECKS,
-    HardwareChecks,
-    cases,
-    device_checks,
-    plugin_device_checks,
-    pool_checks,
-)
+from kvpool.testing.checks.hardware import HARDWARE_CHECKS, HardwareChecks
+from kvpool.testing.run import all_checks
 
 CHECK_TIMEOUT = 600.0
 """Seconds until a check of the kit is ended."""
@@ -118,7 +112,7 @@ def conformance_rows(scope: Scope) -> list[Row]:
             checks = kit.call("names")
             for number, (subject, check) in enumerate(checks):
                 scope.tell(f"{number} of {len(checks)}: {subject}, {check}")
-                row = kit.call("tried", number, timeout=CHECK_TIMEOUT)
+                row = kit.call("tried", subject, check, timeout=CHECK_TIMEOUT)
                 by_subject.setdefault(subject, []).append(row)
         except ProcessFailed as error:
             by_subject["kit"] = [Row("kit", FAILED, str(error))]
@@ -137,23 +131,20 @@ class Kit:
 
     def __init__(self, name: str, pools: list[str]) -> None:
         device = get_device(name)
-        hardware = [check for group in HARDWARE_CHECKS for check in group.checks]
-        alone = [check for check in device_checks(device) if check not in hardware]
         self._scope = Scope(device, quick=False)
-        self._checks: list[tuple[str, Callable[[Any], None], Any]] = [
-            (f"device {name}", check, device) for check in [*alone, *plugin_device_checks(device)]
-        ]
-        for case in cases(device, pools):
-            self._checks += [(f"pool {case.pool}", check, case) for check in pool_checks(device)]
+        self._checks = {
+            (f"pool {check.pool}" if check.pool else f"device {name}", check.name): check
+            for check in all_checks(device, pools, hardware=False)
+        }
 
     def names(self) -> list[tuple[str, str]]:
         """What each check is of, and its name."""
-        return [(subject, check.__name__) for subject, check, _ in self._checks]
+        return [*self._checks]
 
-    def tried(self, number: int) -> Row:
+    def tried(self, subject: str, name: str) -> Row:
         """Runs a check."""
-        subject, check, argument = self._checks[number]
-        return self._scope.tried(f"{subject}, {check.__name__}", partial(_passes, check, argument))
+        bound = self._checks[subject, name]
+        return self._scope.tried(f"{subject}, {name}", partial(_passes, bound.check, bound.subject))
 
 
 def hardware_rows(group: HardwareChecks, scope: Scope) -> list[Row]:

@@ -54,7 +54,7 @@ def moved(prefill: Restarted, device: str, engine: str, move: str, small: bool) 
     process, staged = prefill(), "staged" in move
     tokens = MOVES[move].tokens[small]
     dest = side_of(move, "dest", tokens, device)
-    with closing(_decode(dest.pool.layout, engine, staged)) as decode:
+    with closing(_decode(dest.layout, engine, staged)) as decode:
         address, refusal = process.call("open", engine, move, tokens)
         if refusal is not None:
             raise Inapplicable(f"not for this device: {refusal}")
@@ -106,7 +106,7 @@ class TrialPrefill(BenchPeer):
         self._side = side_of(move, "source", tokens, self.device.name)
         self._side.write()
         try:
-            return self.open_endpoint(self._side.pool.layout, engine), None
+            return self.open_endpoint(self._side.layout, engine), None
         except REFUSED as error:
             return None, str(error)
 
@@ -116,4 +116,4 @@ class TrialPrefill(BenchPeer):
 
     def check(self) -> None:
         """Raises CheckFailure if a byte of the pool has changed."""
-        self._side.memory.check(self._side.bytes)
+        self._side.memory.check()

@@ -1,4 +1,6 @@
-"""Checks of a pool's reads and writes of stored values, by role, layer and flat location."""
+"""Checks of a pool's reads and writes: of stored values by role, layer and flat location, and of
+floats as its packing stores them.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpool.layout import Region
+from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
+from kvpool.layout.formats import scale_role
 from kvpool.layout.grid import Ints
+from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, fail, raises
-from kvpool.testing.groups import Trial, shape
 from kvpool.testing.memory import ids_on, off
-from kvpool.testing.values import encode
+from kvpool.testing.trial import Trial, blocks, shape
+from kvpool.testing.values import (
+    Bytes,
+    Floats,
+    decode,
+    dequantise,
+    encode,
+    odd_floats,
+    plain_floats,
+    quantise,
+)
+
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 def scatter_writes_these_bytes_and_no_others(case: Case) -> None:
@@ -29,11 +46,11 @@ def gather_reads_these_bytes(case: Case) -> None:
     trial = Trial(case)
     for group in trial.groups:
         locations = group.pick(trial.random)
-        for region in group.regions:
-            values = trial.pool.gather(region.role, group.layer, locations)
+        for role, region in group.by_role.items():
+            values = trial.pool.gather(role, group.layer, locations)
             equal(f"{region}: dtype", values.dtype, getattr(torch, region.dtype))
-            equal(f"{region}: device", values.device, trial.device)
-            trial.same(region, values, trial.bytes[trial.cells(group, region, locations)])
+            equal(f"{region}: device", values.device, trial.tensors[0].device)
+            trial.same(region, values, trial.bytes[trial.cells(region, locations)])
             values.zero_()
     trial.check()
 
@@ -41,16 +58,15 @@ def gather_reads_these_bytes(case: Case) -> None:
 def locations_may_be_any_integers(case: Case) -> None:
     """Lists, numpy and torch, 32 and 64 bits, host and device, strided."""
     trial = Trial(case)
-    for group in {group.space.name: group for group in trial.groups}.values():
-        region = group.regions[0]
+    for group in {group.space: group for group in trial.groups}.values():
+        role, region = next(iter(group.by_role.items()))
         for name, form in _FORMS.items():
             locations = group.pick(trial.random)
             raw = trial.stored(region, locations.size)
-            trial.bytes[trial.cells(group, region, locations)] = raw
-            passed = form(locations, trial.device)
-            values = {region.role: trial.on_device(raw, region.dtype)}
-            trial.pool.scatter(group.layer, passed, values)
-            read = trial.pool.gather(region.role, group.layer, passed)
+            trial.bytes[trial.cells(region, locations)] = raw
+            passed = form(locations, trial.tensors[0].device)
+            trial.pool.scatter(group.layer, passed, {role: trial.on_device(raw, region.dtype)})
+            read = trial.pool.gather(role, group.layer, passed)
             trial.same(region, read, raw, f" (locations as {name})")
     trial.check()
 
@@ -58,18 +74,19 @@ def locations_may_be_any_integers(case: Case) -> None:
 def no_locations_are_no_write(case: Case) -> None:
     """An empty list of locations writes and reads nothing."""
     trial = Trial(case)
-    pool = trial.pool
     for group in trial.groups:
         values: dict[str, torch.Tensor] = {}
         for region, scales in group.inputs():
-            raw = np.zeros(shape(region, 0), dtype=np.uint8)
             dtype = region.dtype if scales is None else "float32"
-            raw = raw if scales is None else encode(np.zeros(raw.shape, "f4"), dtype)
+            sizes = shape(region, 0)
+            count = sizes[-1] // ITEMSIZE[region.dtype] * ITEMSIZE[dtype]
+            raw = np.zeros((*sizes[:-1], count), dtype=np.uint8)
             values[region.role] = trial.on_device(raw, dtype)
-        pool.write(group.layer, [], values)
+        trial.pool.write(group.layer, [], values)
         for role in values:
-            for read in (pool.read(role, group.layer, []), pool.gather(role, group.layer, [])):
-                equal(f"layer {group.layer} {role}: entries read", read.shape[0], 0)
+            for read in (trial.pool.read, trial.pool.gather):
+                count = read(role, group.layer, []).shape[0]
+                equal(f"layer {group.layer} {role}: entries read", count, 0)
     trial.check()
 
 
@@ -84,20 +101,20 @@ def a_repeated_location_holds_one_of_its_values(case: Case) -> None:
         locations = np.concatenate([once[once != 0], np.zeros(5, dtype=np.int64)])
         locations = trial.random.permutation(locations)
         values = trial.scatter(group, locations)
-        for region in group.regions:
-            free[trial.cells(group, region, locations[locations == 0])] = True
-            read = off(case.device, trial.pool.gather(region.role, group.layer, [0]))
-            written = off(case.device, values[region.role])[locations == 0]
+        for role, region in group.by_role.items():
+            free[trial.cells(region, np.zeros(1, dtype=np.int64))] = True
+            read = off(case.device, trial.pool.gather(role, group.layer, [0]))
+            written = off(case.device, values[role])[locations == 0]
             if not (written == read).any(axis=0).all():
                 fail(f"{region}: location 0 has bytes of none of its 5 values.")
-    trial.memory.check(trial.bytes, free)
+    trial.check(free=free)
 
 
 def invalid_writes_are_refused_and_change_nothing(case: Case) -> None:
     """Locations out of range, and values of another shape or dtype."""
     trial = Trial(case)
     for group in trial.groups:
-        region = group.regions[0]
+        role, region = next(iter(group.by_role.items()))
         raw = np.zeros(shape(region, 2), dtype=np.uint8)
         right, of_bytes = (trial.on_device(raw, dtype) for dtype in (region.dtype, "uint8"))
         end, call = group.locations, partial(trial.pool.scatter, group.layer)
@@ -107,18 +124,98 @@ def invalid_writes_are_refused_and_change_nothing(case: Case) -> None:
             (ValueError, "2 values for 1 location", [0], right),
             (ValueError, "values of dtype uint8", [0, 1], of_bytes),
         ):
-            raises(kind, f"{region}: {what}", partial(call, locations, {region.role: values}))
+            raises(kind, f"{region}: {what}", partial(call, locations, {role: values}))
     trial.check()
 
 
-ACCESS_CHECKS = (
-    scatter_writes_these_bytes_and_no_others,
-    gather_reads_these_bytes,
-    locations_may_be_any_integers,
-    no_locations_are_no_write,
-    a_repeated_location_holds_one_of_its_values,
-    invalid_writes_are_refused_and_change_nothing,
-)
+def write_packs_as_the_formats_say(case: Case) -> None:
+    """Floats of every dtype: quantised where the pool has scales, else unchanged."""
+    for dtype in FLOATS:
+        _write(case, dtype, plain_floats)
+
+
+def write_packs_extremes(case: Case) -> None:
+    """Where the pool has scales: ties, zeros of both signs, tiny and huge numbers, infinities and
+    NaNs.
+    """
+    for dtype in ("float32", "bfloat16"):
+        _write(case, dtype, odd_floats)
+
+
+def values_may_have_any_strides(case: Case) -> None:
+    """Slices of wider tensors, elements that are not adjacent, one row expanded to all."""
+    for name in _LAYS:
+        _write(case, "bfloat16", plain_floats, name)
+
+
+def read_unpacks_as_the_formats_say(case: Case) -> None:
+    """Floats from bytes set by the check: each role alone, and all of a layer in one call."""
+    trial = Trial(case)
+    pool = trial.pool
+    for group in trial.groups:  # one by one: those of a block pool lie over one another
+        expected: list[tuple[Region, Bytes, str]] = []
+        locations = group.pick(trial.random)
+        for region, scales in group.inputs():
+            cells = trial.cells(region, locations)
+            if scales is not None:
+                numbers = plain_floats(trial.random, shape(region, locations.size), "float32")
+                codes, factors = quantise(numbers, blocks(scales), scales.dtype, region.dtype)
+                trial.bytes[cells] = codes
+                trial.bytes[trial.cells(scales, locations)] = factors
+                floats = dequantise(codes, factors, scales.dtype, pool.dtype, region.dtype)
+                expected.append((region, floats, pool.dtype))
+            elif scale_role(region.role) not in group.by_role:
+                expected.append((region, trial.bytes[cells], region.dtype))
+        trial.put(trial.bytes)
+        roles = [region.role for region, _, _ in expected]
+        alone = [pool.read(role, group.layer, locations) for role in roles]
+        for read in (alone, pool.read_roles(roles, group.layer, locations)):
+            for (region, floats, dtype), tensor in zip(expected, read, strict=True):
+                equal(f"{region}: dtype", tensor.dtype, getattr(torch, dtype))
+                trial.same(region, tensor, floats)
+    trial.check()
+
+
+def _write(case: Case, dtype: str, floats: Callable[..., Floats], lay: str = "") -> None:
+    """Writes floats of `dtype`, or stored values if the pool takes no such floats, laid out by
+    one of `_LAYS`, if it is named.
+    """
+    trial = Trial(case, dtype, lay)
+    for group in trial.groups:
+        locations, values = group.pick(trial.random), {}
+        for region, scales in group.inputs():
+            stored = region.dtype
+            passed = dtype if scales or _converts(trial.pool, dtype, region) else stored
+            if passed == stored:
+                raw = trial.stored(region, locations.size)
+            else:
+                *sizes, width = shape(region, locations.size)
+                kind = floats if scales else plain_floats
+                raw = encode(
+                    kind(trial.random, (*sizes, width // ITEMSIZE[stored]), passed), passed
+                )
+            if lay == "one row for all":
+                raw = np.broadcast_to(raw[:1], raw.shape)
+            tensor = trial.on_device(raw, passed)
+            values[region.role] = _LAYS[lay](tensor) if lay else tensor
+            if scales:
+                numbers = decode(raw, passed)
+                raw, factors = quantise(numbers, blocks(scales), scales.dtype, stored)
+                trial.bytes[trial.cells(scales, locations)] = factors
+            elif passed != stored:
+                raw = encode(decode(raw, passed), stored)
+            trial.bytes[trial.cells(region, locations)] = raw
+        trial.pool.write(group.layer, locations, values)
+    trial.check()
+
+
+def _converts(pool: KVPool, dtype: str, region: Region) -> bool:
+    """Whether a write converts `dtype` to the stored dtype: it widens, and rounds only in a pool
+    that quantises.
+    """
+    if region.dtype not in FLOATS or dtype == region.dtype:
+        return False
+    return region.dtype == "float32" or pool.packing in PACKINGS
 
 
 _FORMS: dict[str, Callable[[Ints, torch.device], Any]] = {
@@ -129,4 +226,11 @@ _FORMS: dict[str, Callable[[Ints, torch.device], Any]] = {
     "torch int64": lambda ids, device: ids_on(device, ids),
     "torch int32": lambda ids, device: ids_on(device, ids).int(),
     "strided torch int64": lambda ids, device: ids_on(device, np.repeat(ids, 2))[::2],
+}
+# the same values, in other strides
+_LAYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sliced": lambda values: torch.cat([values, values], dim=-1)[..., values.shape[-1] :],
+    "spaced": lambda values: torch.stack([values, values], dim=-1)[..., 0],
+    "locations last": lambda values: values.movedim(0, -1).contiguous().movedim(-1, 0),
+    "one row for all": lambda values: values[:1].expand(values.shape),
 }

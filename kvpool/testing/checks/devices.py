@@ -12,7 +12,7 @@ from kvpool.device.cpu import CompletedEvent
 from kvpool.device.torch_ops import WriteRow
 from kvpool.testing.case import equal, fail, random_of
 from kvpool.testing.checks.items import chain
-from kvpool.testing.memory import ids_on, off, on, random_slab, same_slab
+from kvpool.testing.memory import DeviceMemory, ids_on, off, on, same
 from kvpool.testing.values import Bytes
 
 
@@ -63,18 +63,38 @@ def memory_is_zero_aligned_and_its_own(device: Device) -> None:
         _allocated(device, nbytes, None)
 
 
+def an_event_tells_when_work_has_ended(device: Device) -> None:
+    """Copies that depend on one another have all landed when the event has ended."""
+    accelerated = _is_accelerator(device)  # where less work would end before the check
+    items, width, rounds = 16, (8 << 20 if accelerated else 64 << 10), (8 if accelerated else 1)
+    memory = DeviceMemory.filled(device, random_of(), items * width)
+    (slab,) = memory.tensors
+    steps = [ids_on(slab.device, [number]) for number in range(items)]
+    for _ in range(rounds):
+        for number in range(items - 1):
+            device.copy_items([slab.view(items, width)], steps[number], steps[number + 1])
+    memory.bytes = np.tile(memory.bytes[:width], items)
+    event = device.record()
+    event.synchronize()
+    if not np.array_equal(_read_now(slab), memory.bytes):
+        time.sleep(1)
+        if np.array_equal(_read_now(slab), memory.bytes):
+            fail("an event had ended before the work queued ahead of it.")
+        memory.check("copy_items, one item after another")
+    if not event.query():
+        fail("query() of an event is false after synchronize() has returned.")
+
+
 def items_are_copied_in_all_views(device: Device) -> None:
     """Views of many widths in one call: interleaved, odd, long; and dependent calls."""
     random, items = random_of(), 300 if _is_accelerator(device) else 40
     widths = (3, 37, 64, 1000)
-    raw, slab = random_slab(device, random, items * (sum(widths) + 5))
-    starts = np.cumsum([0, *widths[:-1]])
     stride = sum(widths) + 5
-    views = [
-        slab.as_strided([items, width], [stride, 1], slab.storage_offset() + int(start))
-        for start, width in zip(starts, widths)
-    ]
-    rows = raw.reshape(items, stride)
+    memory = DeviceMemory.filled(device, random, items * stride)
+    (slab,) = memory.tensors
+    starts = np.cumsum([0, *widths[:-1]]).tolist()
+    views = [slab.view(items, stride)[:, a : a + width] for a, width in zip(starts, widths)]
+    rows = memory.bytes.reshape(items, stride)
     # a ring of all items; then disjoint halves, with and without saying so
     halves = random.permutation(items).reshape(2, -1)
     for src, dst, disjoint in (
@@ -87,7 +107,7 @@ def items_are_copied_in_all_views(device: Device) -> None:
         from_, to = (ids_on(slab.device, ids) for ids in (src, dst))
         device.copy_items(views, from_, to, disjoint=disjoint)
         rows[dst, : sum(widths)] = rows[src, : sum(widths)]
-        same_slab(device, slab, raw, f"copy_items of {src.size} items")
+        memory.check(f"copy_items of {src.size} items")
     from_, to = (ids_on(slab.device, ids) for ids in halves)
     device.copy_items([], from_, to)
 
@@ -96,10 +116,11 @@ def runs_are_copied_to_the_byte(device: Device) -> None:
     """Runs of any length at any pointer, of mixed lengths or of one, `nbytes` broadcast."""
     random = random_of()
     longest, many = (1 << 20, 3000) if _is_accelerator(device) else (20_000, 99)
-    raw, slab = random_slab(device, random, 6 << 20)
-    base, half = slab.data_ptr(), slab.numel() // 2
+    memory = DeviceMemory.filled(device, random, 6 << 20)
+    base, half, raw = memory.tensors[0].data_ptr(), memory.bytes.size // 2, memory.bytes
     lengths = np.concatenate([np.arange(0, 40), random.integers(0, 20_000, 9), [longest]])
-    for nbytes in (random.permutation(lengths), np.broadcast_to(np.int64(656), many)):
+    none = np.zeros(0, dtype=np.int64)
+    for nbytes in (random.permutation(lengths), np.broadcast_to(np.int64(656), many), none):
         gaps = random.integers(0, 9, nbytes.size)
         src = np.cumsum(nbytes + gaps) - nbytes
         order = random.permutation(nbytes.size)  # packed at the destination, in another order
@@ -109,73 +130,33 @@ def runs_are_copied_to_the_byte(device: Device) -> None:
             device.copy_runs(base + columns[0], base + columns[1], nbytes)
             for read, write, count in zip(*columns, nbytes):
                 raw[write : write + count] = raw[read : read + count]
-        same_slab(device, slab, raw, f"copy_runs of {nbytes.size} runs")
-    none = np.zeros(0, dtype=np.int64)
-    device.copy_runs(none, none, none)
-    same_slab(device, slab, raw, "copy_runs of no runs")
-
-
-def an_event_tells_when_work_has_ended(device: Device) -> None:
-    """Copies that depend on one another have all landed when the event has ended."""
-    random = random_of()
-    accelerated = _is_accelerator(device)  # where less work would end before the check
-    items, width, rounds = 16, (8 << 20 if accelerated else 64 << 10), (8 if accelerated else 1)
-    raw, slab = random_slab(device, random, items * width)
-    rows = raw.reshape(items, width)
-    steps = [ids_on(slab.device, [number]) for number in range(items)]
-    for _ in range(rounds):
-        for number in range(items - 1):
-            device.copy_items([slab.view(items, width)], steps[number], steps[number + 1])
-    rows[:] = rows[0]
-    event = device.record()
-    event.synchronize()
-    if not np.array_equal(_read_now(slab), raw):
-        time.sleep(1)
-        if np.array_equal(_read_now(slab), raw):
-            fail("an event had ended before the work queued ahead of it.")
-        same_slab(device, slab, raw, "copy_items, one item after another")
-    if not event.query():
-        fail("query() of an event is false after synchronize() has returned.")
+        memory.check(f"copy_runs of {nbytes.size} runs")
 
 
 def work_waits_for_an_event(device: Device) -> None:
     """Of its own event, twice, and of one from a device whose calls finish before they return."""
     random = random_of()
-    raw, slab = random_slab(device, random, 4096)
+    memory = DeviceMemory.filled(device, random, 4096)
+    (slab,) = memory.tensors
     event = device.record()
     for awaited in (event, event, CompletedEvent()):
         device.wait(awaited)
         values = random.integers(0, 256, (3, 64), dtype=np.uint8)
         places = random.permutation(64)[:3]
-        view = slab.view(8, 8, 64)
-        rows = [WriteRow(view, on(slab.device, values, "uint8"))]
+        rows = [WriteRow(slab.view(8, 8, 64), on(slab.device, values, "uint8"))]
         device.store_rows(rows, ids_on(slab.device, places))
-        raw.reshape(64, 64)[places] = values
-    same_slab(device, slab, raw, "store_rows after an event")
-
-
-PROPERTY_CHECKS = (its_properties_are_valid, a_device_that_is_not_there_is_refused_by_name)
-MEMORY_CHECKS = (
-    memory_is_zero_aligned_and_its_own,
-    an_event_tells_when_work_has_ended,
-    items_are_copied_in_all_views,
-    runs_are_copied_to_the_byte,
-    work_waits_for_an_event,
-)
+        memory.bytes.reshape(64, 64)[places] = values
+    memory.check("store_rows after an event")
 
 
 def _allocated(device: Device, nbytes: int, alignment: int | None) -> torch.Tensor:
     memory = device.allocate(nbytes, alignment)
     call = f"allocate({nbytes}, {alignment})"
     equal(f"{call}: dtype, shape", (memory.dtype, tuple(memory.shape)), (torch.uint8, (nbytes,)))
-    step = alignment or device.alignment
-    if memory.data_ptr() % step:
-        pointer = memory.data_ptr()
+    pointer, step = memory.data_ptr(), alignment or device.alignment
+    if pointer % step:
         fail(f"{call}: at {pointer:#x}, {pointer % step} bytes past a multiple of {step}.")
-    raw = off(device, memory)
-    if raw.any():
-        first = int(np.flatnonzero(raw)[0])
-        fail(f"{call}: byte {first} is {int(raw[first]):#04x}, expected zeroed memory.")
+    same(f"{call}, zeroed", off(device, memory), np.zeros(nbytes, dtype=np.uint8))
     return memory
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from kvpool.layout import PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.testing.case import Case, equal
-from kvpool.testing.groups import Trial
 from kvpool.testing.memory import ids_on
+from kvpool.testing.trial import Trial
 
 
 def copied_items_arrive_whole(case: Case) -> None:
@@ -28,35 +28,25 @@ def saved_items_come_back_elsewhere(case: Case) -> None:
     overwritten.
     """
     trial = Trial(case)
-    pool, memory, random = trial.pool, trial.memory, trial.random
-    for tokens in sorted({1, capacity(pool.layout) // 2 + 1, capacity(pool.layout)}):
-        before, after = (place(pool.layout, tokens, random) for _ in range(2))
-        saved = pool.save(before)
-        expected = memory.fill(random)
-        pool.load(after, saved)
-        for buffer in pool.layout.buffers:
-            space = pool.layout.space_by_name[buffer.space]
-            alive = space.alive(tokens)
-            if not alive:
+    layout, most = trial.layout, capacity(trial.layout)
+    for tokens in sorted({1, most // 2 + 1, most}):
+        before, after = (place(layout, tokens, trial.random) for _ in range(2))
+        contents, saved = trial.bytes, trial.pool.save(before)
+        trial.fill(trial.random)
+        trial.pool.load(after, saved)
+        for buffer in layout.buffers:
+            space = layout.space_by_name[buffer.space]
+            entries = np.array(space.alive(tokens), dtype=np.int64)
+            if not entries.size:
                 continue
-            numbers = [0]
-            if not space.per_request:
-                size = space.entries_per_item
-                numbers = [*range(alive.start // size, (alive.stop - 1) // size + 1)]
+            numbers = np.unique(space.place(entries)[0])
             src, dst = (a.spans[space.id_list].ids[numbers] for a in (before, after))
-            rows, items = trial.bytes[memory.items(buffer, src)], saved.items[buffer.name]
-            expected[memory.items(buffer, dst)] = rows
+            rows, items = contents[trial.items(buffer, src)], saved.items[buffer.name]
+            trial.bytes[trial.items(buffer, dst)] = rows
             equal(f"buffer {buffer.name}: where saved items are", items.device.type, "cpu")
             equal(f"buffer {buffer.name}: saved bytes", items.numpy().tobytes(), rows.tobytes())
-        memory.check(expected)
-        trial.bytes = memory.fill(random)
-
-
-ITEM_CHECKS = (
-    copied_items_arrive_whole,
-    chained_copies_read_before_they_write,
-    saved_items_come_back_elsewhere,
-)
+        trial.check()
+        trial.fill(trial.random)
 
 
 def capacity(layout: PoolLayout) -> int:
@@ -98,7 +88,7 @@ def chain(random: np.random.Generator, ids: Ints) -> tuple[Ints, Ints]:
 
 def _copies(case: Case, chains: bool) -> None:
     trial = Trial(case, chains)
-    for id_list, ids in _all_items(trial.pool.layout).items():
+    for id_list, ids in _all_items(trial.layout).items():
         for on_device in (False, True):
             mixed = trial.random.permutation(ids)
             half = mixed.size // 2
@@ -115,19 +105,18 @@ def _copies(case: Case, chains: bool) -> None:
 def _move(trial: Trial, id_list: str, src: Ints, dst: Ints, on_device: bool = False) -> None:
     passed: list[Any] = [src.tolist(), dst.tolist()]
     if on_device:
-        passed = [ids_on(trial.device, ids) for ids in (src, dst)]
+        passed = [ids_on(trial.tensors[0].device, ids) for ids in (src, dst)]
     trial.pool.copy_items(id_list, *passed)
-    memory, expected = trial.memory, trial.bytes
-    for buffer in memory.layout.buffers:
-        if memory.layout.space_by_name[buffer.space].id_list == id_list:
-            expected[memory.items(buffer, dst)] = expected[memory.items(buffer, src)].copy()
+    for buffer in trial.layout.buffers:
+        if trial.layout.space_by_name[buffer.space].id_list == id_list:
+            rows = trial.bytes[trial.items(buffer, src)]
+            trial.bytes[trial.items(buffer, dst)] = rows
 
 
 def _all_items(layout: PoolLayout) -> dict[str, Ints]:
     """All ids of each id list, including reserved ones."""
-    ids_of: dict[str, Ints] = {}
+    counts: dict[str, int] = {}
     for buffer in layout.buffers:
         name = layout.space_by_name[buffer.space].id_list
-        items = min(buffer.items, ids_of[name].size if name in ids_of else buffer.items)
-        ids_of[name] = np.arange(items, dtype=np.int64)
-    return ids_of
+        counts[name] = min(buffer.items, counts.get(name, buffer.items))
+    return {name: np.arange(count, dtype=np.int64) for name, count in counts.items()}

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from kvpool.layout import Buffer
 from kvpool.pools.base import KVPool
-from kvpool.testing.case import Case, equal, fail, raises, random_of
-from kvpool.testing.memory import PoolMemory, every, off
+from kvpool.testing.case import Case, equal, fail, raises
+from kvpool.testing.memory import PoolMemory, off, same
+from kvpool.testing.trial import Trial
 
 
 def a_new_pool_is_zero_and_aligned(case: Case) -> None:
     """Zeroed memory of the device's kind, each slab aligned as the device says."""
     pool = case.make()
-    memory = PoolMemory(pool)
-    memory.check(np.zeros(memory.nbytes, dtype=np.uint8))
+    PoolMemory(pool).check()
     for buffer in pool.layout.buffers:
         kind = buffer.memory.partition(":")[0]
         equal(f"buffer {buffer.name}: memory", kind, case.device.memory_kind)
@@ -31,11 +29,9 @@ def a_new_pool_is_zero_and_aligned(case: Case) -> None:
 
 def two_pools_share_no_byte(case: Case) -> None:
     """A write to one pool does not change the other."""
-    pools = case.make(), case.make()
-    memories = [PoolMemory(pool) for pool in pools]
-    contents = [memory.fill(random_of(case.pool, n)) for n, memory in enumerate(memories)]
-    for memory, expected in zip(memories, contents):
-        memory.check(expected)
+    trials = Trial(case, 0), Trial(case, 1)
+    for trial in trials:
+        trial.check()
 
 
 def views_described_back_are_the_layout(case: Case) -> None:
@@ -45,21 +41,12 @@ def views_described_back_are_the_layout(case: Case) -> None:
 
 def views_show_the_bytes_of_the_layout(case: Case) -> None:
     """Every byte of every region is the same through its view and by the layout's formula."""
-    pool = case.make()
-    memory = PoolMemory(pool)
-    contents = memory.fill(random_of(case.pool))
-    for region in pool.layout.regions:
-        items = pool.layout.buffer_of(region).items
-        places = every(items, pool.layout.space_of(region).steps)
-        raw = off(case.device, pool.view(region.role, region.layer))
+    trial = Trial(case)
+    for region in trial.layout.regions:
+        raw = off(case.device, trial.pool.view(region.role, region.layer))
         if region.axis("entry") is not None:
             raw = raw.reshape(-1, *raw.shape[2:])
-        wrong = np.argwhere(raw != contents[memory.cells(region, *places)])
-        if wrong.size:
-            fail(
-                f"{region}: the view has another byte than the layout's formula at location "
-                f"{wrong[0][0]} ({len(wrong):,} bytes of {raw.size:,} differ)."
-            )
+        same(f"view of {region}", raw, trial.bytes[trial.cells(region)])
 
 
 def contiguous_lists_agree_with_the_layout(case: Case) -> None:
@@ -90,8 +77,7 @@ def layers_are_the_models(case: Case) -> None:
     equal("start_layer", pool.start_layer, pool.layers[0])
     equal("end_layer", pool.end_layer, pool.layers[-1] + 1)
     equal("total_kv_layers of the layout", pool.layout.total_kv_layers, pool.total_kv_layers)
-    if not layers <= set(pool.layers):
-        fail(f"layers: the pool has {pool.layers}, its regions have {sorted(layers)}.")
+    equal("layers of regions that are not the pool's", layers - {*pool.layers}, set())
     equal("owners", {region.owner for region in pool.layout.regions}, {pool.owner})
 
 
@@ -105,17 +91,6 @@ def sizes_without_memory_are_the_same(case: Case) -> None:
         equal(f"buffer {sized.name} on meta", same, placed)
 
 
-LAYOUT_CHECKS = (
-    a_new_pool_is_zero_and_aligned,
-    two_pools_share_no_byte,
-    views_described_back_are_the_layout,
-    views_show_the_bytes_of_the_layout,
-    contiguous_lists_agree_with_the_layout,
-    layers_are_the_models,
-    sizes_without_memory_are_the_same,
-)
-
-
 def _listed(
     pool: KVPool, what: str, ptrs: list[int], lens: list[int], items: list[int], layers: list[int]
 ) -> list[Buffer]:
@@ -127,13 +102,11 @@ def _listed(
     for ptr, length, item, layer in zip(ptrs, lens, items, layers):
         buffer = by_range.get((ptr, ptr + length))
         if buffer is None:
-            fail(
-                f"{what}, layer {layer}: the layout has no buffer of {length:,} bytes at {ptr:#x}."
-            )
+            words = f"the layout has no buffer of {length:,} bytes at {ptr:#x}."
+            fail(f"{what}, layer {layer}: {words}")
         equal(f"{what}, layer {layer}: item length", item, buffer.item_bytes)
         if (buffer.name, layer) not in of_layer:
-            fail(
-                f"{what}: buffer {buffer.name} is listed for layer {layer}, but has no such region."
-            )
+            words = f"is listed for layer {layer}, but has no such region."
+            fail(f"{what}: buffer {buffer.name} {words}")
         buffers.append(buffer)
     return buffers

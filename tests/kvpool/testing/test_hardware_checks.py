@@ -11,9 +11,11 @@ import torch
 
 from kvpool.device import get_device
 from kvpool.testing.case import CheckFailure
-from kvpool.testing.checks import graphs, sharing, streams
-from kvpool.testing.run import HARDWARE_CHECKS, device_checks
+from kvpool.testing.checks import hardware
+from kvpool.testing.run import device_checks
 from tests.disagg.cli.accepting import install
+
+SHARING_CHECKS = hardware.HARDWARE_CHECKS[-1].checks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,17 +28,18 @@ def installed(tmp_path_factory):
 
 
 def test_a_device_is_checked_for_what_it_has():
-    fitting = {name: {g.name for g in HARDWARE_CHECKS if g.unfit(get_device(name)) is None}
+    fitting = {name: {g.name for g in hardware.HARDWARE_CHECKS if g.unfit(get_device(name)) is None}
                for name in ("cpu", "handed")}  # fmt: skip
     assert fitting == {"cpu": set(), "handed": {"ipc"}}
-    assert {*sharing.SHARING_CHECKS} <= {*device_checks(get_device("handed"))}
+    checks = {bound.check for bound in device_checks(get_device("handed"))}
+    assert {*SHARING_CHECKS} <= checks
 
 
-@pytest.mark.parametrize("check", sharing.SHARING_CHECKS)
+@pytest.mark.parametrize("check", SHARING_CHECKS)
 def test_memory_of_a_handle_is_read_by_another_process(check):
     check(get_device("handed"))
-    if check is not sharing.what_is_no_handle_is_refused:
-        with pytest.raises(CheckFailure, match=r"byte 0 of .* \(.* differ\)"):
+    if check is not hardware.what_is_no_handle_is_refused:
+        with pytest.raises(CheckFailure, match=r"byte 0: .* \(.* differ\)"):
             check(get_device("beyond"))
 
 
@@ -47,16 +50,16 @@ def busy(device):
 
 def test_a_call_that_waits_for_the_device_is_named():
     late, waiting = get_device("late"), get_device("waiting")
-    streams.calls_return_at_once(late, "mha bf16", busy(late))
+    hardware.calls_return_at_once(late, "mha bf16", busy(late))
     with pytest.raises(CheckFailure, match="copy_items returned only after the work"):
-        streams.calls_return_at_once(waiting, "mha bf16", busy(waiting))
+        hardware.calls_return_at_once(waiting, "mha bf16", busy(waiting))
 
 
 def test_a_read_behind_an_event_must_see_the_write():
     late, unordered = get_device("late"), get_device("unordered")
-    streams.reads_see_writes(late, torch.cpu, busy(late))
+    hardware.reads_see_writes(late, torch.cpu, busy(late))
     with pytest.raises(CheckFailure, match="write 1 of 3: the other stream read what was there"):
-        streams.reads_see_writes(unordered, torch.cpu, busy(unordered))
+        hardware.reads_see_writes(unordered, torch.cpu, busy(unordered))
 
 
 def again(work):
@@ -71,16 +74,16 @@ def frozen(work):
     return lambda: None
 
 
-@pytest.mark.parametrize("pool", graphs.GRAPH_POOLS)
+@pytest.mark.parametrize("pool", hardware.GRAPH_POOLS)
 def test_a_replay_must_write_and_read_new_values(pool):
     device = get_device("cpu")
-    graphs.rows_replay(device, pool, again)
+    hardware.rows_replay(device, pool, again)
     with pytest.raises(CheckFailure, match="replay 1 of 3: "):
-        graphs.rows_replay(device, pool, frozen)
+        hardware.rows_replay(device, pool, frozen)
 
 
 def test_a_replay_must_copy_other_items():
     device = get_device("cpu")
-    graphs.copies_replay(device, again)
+    hardware.copies_replay(device, again)
     with pytest.raises(CheckFailure, match=r"copies items \[4, 5\] to \[5, 4\]"):
-        graphs.copies_replay(device, frozen)
+        hardware.copies_replay(device, frozen)

@@ -1,4 +1,4 @@
-"""Work that cannot be captured in a CUDA graph. What can is in `kvpool.testing.checks.graphs`."""
+"""Work that cannot be captured in a CUDA graph. What can is in `kvpool.testing.checks.hardware`."""
 
 from __future__ import annotations
 

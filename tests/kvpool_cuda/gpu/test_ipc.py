@@ -1,4 +1,4 @@
-"""Memory that is refused. What another process reads is in `kvpool.testing.checks.sharing`."""
+"""Memory that is refused. What another process reads is in `kvpool.testing.checks.hardware`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,292 @@
+"""Checks of what only some devices have: queues of work, CUDA graphs, and memory that another
+process maps, as engine `local` and staging buffers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from kvpool.device import Device, DeviceUnavailable, IpcHandle, Sharing, get_device
+from kvpool.process import OtherProcess
+from kvpool.testing.case import fail, raises, random_of
+from kvpool.testing.memory import DeviceMemory, same, settle
+from kvpool.testing.pools import POOLS
+
+Work = Callable[[], object]
+LONG_SIDE, LONG_ROUNDS = 4096, 60
+"""Products of square float32 matrices, which take an accelerator many milliseconds."""
+STREAM_POOLS = ("mha bf16", "mla fp8", "dsv4 fp8")
+REPLAYS = 3
+GRAPH_POOLS = ("mha bf16", "mha hnd fp8", "mla fp8", "mha mxfp8")
+NBYTES = 1 << 20
+PART = 4096, 100_003
+
+
+def no_call_waits_for_the_device(device: Device) -> None:
+    """Writes, reads, copies and waits return while earlier work runs."""
+    memory = device.allocate(1).device
+    with torch.get_device_module(memory).device(memory):
+        occupy = _long_work(device)
+        for pool in STREAM_POOLS:
+            calls_return_at_once(device, pool, occupy)
+
+
+def a_stream_that_waits_for_an_event_sees_earlier_writes(device: Device) -> None:
+    """3 of 3 writes behind long work are seen by a stream that waits for their event."""
+    memory = device.allocate(1).device
+    streams = torch.get_device_module(memory)
+    with streams.device(memory):  # new streams are of the current device
+        reads_see_writes(device, streams, _long_work(device))
+
+
+def captured_writes_and_reads_replay(device: Device) -> None:
+    """3 of 3 replays write and read what a pool on the host holds."""
+    with torch.cuda.device(device.allocate(1).device):  # captures are of the current device
+        for pool in GRAPH_POOLS:
+            rows_replay(device, pool, _captured)
+
+
+def captured_copies_replay(device: Device) -> None:
+    """3 of 3 replays swap other items than were captured, and nothing else."""
+    with torch.cuda.device(device.allocate(1).device):
+        copies_replay(device, _captured)
+
+
+def another_process_maps_an_allocation(device: Device) -> None:
+    """Another process reads all bytes of an allocation, and unmaps them."""
+    _mapped(device, 0, NBYTES)
+
+
+def another_process_maps_a_part(device: Device) -> None:
+    """Another process reads a part of an allocation, and unmaps it."""
+    _mapped(device, *PART)
+
+
+def what_is_no_handle_is_refused(device: Device) -> None:
+    """`attach` raises DeviceUnavailable."""
+    attach = cast("Sharing", device).attach
+    raises(DeviceUnavailable, "bytes that are no handle", lambda: attach(b"no handle"))
+
+
+class HardwareChecks(NamedTuple):
+    """Checks of what only some devices have: `unfit` says why a device has it not, or None."""
+
+    name: str
+    title: str
+    unfit: Callable[[Device], str | None]
+    checks: tuple[Callable[[Device], None], ...]
+
+
+def _no_streams(device: Device) -> str | None:
+    on_host = device.allocate(1).device.type == "cpu"
+    return "not for this device: its calls end before they return." if on_host else None
+
+
+def _no_graphs(device: Device) -> str | None:
+    if device.memory_kind == "cuda":
+        return None
+    return "not for this device: kvpool captures CUDA graphs only."
+
+
+def _no_sharing(device: Device) -> str | None:
+    if isinstance(device, Sharing):
+        return None
+    return "not for this device: it has no `share` and no `attach`."
+
+
+HARDWARE_CHECKS = (
+    HardwareChecks(
+        "streams",
+        "work on streams is ordered by events and never waits",
+        _no_streams,
+        (no_call_waits_for_the_device, a_stream_that_waits_for_an_event_sees_earlier_writes),
+    ),
+    HardwareChecks(
+        "graphs",
+        "captured writes, reads and copies replay with new inputs",
+        _no_graphs,
+        (captured_writes_and_reads_replay, captured_copies_replay),
+    ),
+    HardwareChecks(
+        "ipc",
+        "another process maps the device's memory",
+        _no_sharing,
+        (
+            another_process_maps_an_allocation,
+            another_process_maps_a_part,
+            what_is_no_handle_is_refused,
+        ),
+    ),
+)
+
+
+def _long_work(device: Device) -> Work:
+    """Queues work that takes a while. The first call is made here: it loads libraries."""
+    side = torch.zeros(LONG_SIDE, LONG_SIDE, device=device.allocate(1).device)
+    product = torch.empty_like(side)
+
+    def work() -> None:
+        for _ in range(LONG_ROUNDS):
+            torch.mm(side, side, out=product)
+
+    torch.mm(side, side, out=product)
+    settle(device)
+    return work
+
+
+def calls_return_at_once(device: Device, name: str, occupy: Work) -> None:
+    """Fails if a call on a pool of the kit returns only after the work that `occupy` queues."""
+    pool = POOLS[name](device=device.name)
+    layout = pool.layout
+    region = next(r for r in layout.regions if r.layer == 1 and not r.role.endswith(".scale"))
+    view = pool.view(region.role, 1)
+    locations = torch.tensor([9, 5], device=view.device)
+    values = torch.randn(2, *view.shape[2:], device=view.device, dtype=torch.bfloat16)
+    if region.dtype not in ("bfloat16", "float8_e4m3fn"):
+        values = values.to(view.dtype)
+    id_list = layout.space_of(region).id_list
+    ids, swapped = (torch.tensor(pair, device=view.device) for pair in ([1, 2], [2, 1]))
+    buffer = layout.buffer_of(region)
+    low, high = buffer.base + buffer.item_stride, buffer.base + 2 * buffer.item_stride
+    calls: dict[str, Work] = {
+        "write": lambda: pool.write(1, locations, {region.role: values}),
+        "read": lambda: pool.read_roles((region.role,), 1, locations),
+        "copy_items": lambda: pool.copy_items(id_list, ids, swapped),
+        "copy_runs": lambda: device.copy_runs(np.array([low]), np.array([high]), np.array([64])),
+        "wait": lambda: device.wait(device.record()),
+    }
+    for call in calls.values():  # compiles
+        call()
+    settle(device)
+    for what, call in calls.items():
+        occupy()
+        event = device.record()
+        if event.query():
+            fail("the work that was to keep the device busy had ended at once.")
+        call()
+        waited = event.query()
+        event.synchronize()
+        if waited:
+            fail(f"pool {name}: {what} returned only after the work that was queued before it.")
+
+
+def reads_see_writes(device: Device, streams: Any, occupy: Work) -> None:
+    """Writes on one stream, reads on another that waits for the write's event."""
+    pool = POOLS["mha bf16"](device=device.name)
+    memory = pool.view("k", 2)
+    location = torch.tensor([7], device=memory.device)
+    values = torch.randn(1, *memory.shape[2:], device=memory.device).bfloat16()
+    writer, reader = streams.Stream(), streams.Stream()
+    for number in range(1, 4):
+        written = values * number
+        settle(device)
+        with streams.stream(writer):
+            occupy()
+            pool.write(2, location, {"k": written})
+            event = device.record()
+        with streams.stream(reader):
+            device.wait(event)
+            read = pool.read("k", 2, location)
+            settle(device)
+        if not torch.equal(read.cpu(), written.cpu()):
+            fail(f"write {number} of 3: the other stream read what was there before.")
+
+
+def _captured(work: Work) -> Work:
+    """Captures work in a CUDA graph, after a run on another stream that compiles it; what replays
+    it.
+    """
+    cuda: Any = torch.cuda
+    aside = cuda.Stream()
+    aside.wait_stream(cuda.current_stream())
+    with cuda.stream(aside):
+        work()
+    cuda.current_stream().wait_stream(aside)
+    graph = cuda.CUDAGraph()
+    with cuda.graph(graph):
+        work()
+    replay: Work = graph.replay
+    return replay
+
+
+def rows_replay(device: Device, name: str, capture: Callable[[Work], Work]) -> None:
+    """A captured write and the read after it, against a pool on the host."""
+    pool, reference = POOLS[name](device=device.name), POOLS[name](device="cpu")
+    roles = ("latent", "rope") if name.startswith("mla") else ("k", "v")
+    memory = pool.view(roles[0], 1).device
+    locations = torch.zeros(6, dtype=torch.int64, device=memory)
+    values = {
+        role: torch.zeros(6, *pool.view(role, 1).shape[2:], dtype=torch.bfloat16, device=memory)
+        for role in roles
+    }
+    reads: list[torch.Tensor] = []
+
+    def work() -> None:
+        pool.write(1, locations, values)
+        reads[:] = [pool.read(role, 1, locations) for role in roles]
+
+    replay = capture(work)
+    random = torch.Generator().manual_seed(0)
+    for number in range(1, REPLAYS + 1):
+        locations.copy_(torch.randperm(30, generator=random)[:6])
+        for tensor in values.values():
+            tensor.copy_(torch.randn(tensor.shape, generator=random))
+        on_host = {role: tensor.cpu() for role, tensor in values.items()}
+        reference.write(1, locations.cpu(), on_host)
+        replay()
+        for role, read in zip(roles, reads):
+            if not torch.equal(read.cpu(), reference.read(role, 1, locations.cpu())):
+                where = f"pool {name}, replay {number} of {REPLAYS}"
+                fail(f"{where}: {role} is not what was written.")
+
+
+def copies_replay(device: Device, capture: Callable[[Work], Work]) -> None:
+    """A captured copy of two items, all bytes of the pool against the bytes before it."""
+    pool = POOLS["nsa bf16"](device=device.name)
+    views = [pool.item_bytes_view(buffer) for buffer in pool.layout.buffers]
+    src, dst = (torch.tensor(ids, device=views[0].device) for ids in ([1, 2], [2, 3]))
+    replay = capture(lambda: pool.copy_items("kv", src, dst))
+    random = torch.Generator().manual_seed(0)
+    for ids in ([4, 5], [5, 4], [1, 6]):
+        for view in views:
+            view.copy_(torch.randint(0, 256, view.shape, dtype=torch.uint8, generator=random))
+        expected = [view.cpu().clone() for view in views]
+        src.copy_(torch.tensor(ids))
+        dst.copy_(torch.tensor(ids[::-1]))
+        replay()
+        for before, view in zip(expected, views):
+            before[ids[::-1]] = before[ids]
+            if not torch.equal(view.cpu(), before):
+                fail(f"a replay that copies items {ids} to {ids[::-1]}: other bytes.")
+
+
+def _mapped(device: Device, start: int, nbytes: int) -> None:
+    memory = DeviceMemory.filled(device, random_of("shared"), NBYTES)
+    settle(device)
+    handle = cast("Sharing", device).share(memory.tensors[0].data_ptr() + start, nbytes)
+    with OtherProcess(Mapper, device.name) as process:
+        mapped = np.frombuffer(process.call("read", handle, nbytes), dtype=np.uint8)
+    same("memory in another process", mapped, memory.bytes[start : start + nbytes])
+
+
+class Mapper:
+    """The other process."""
+
+    def __init__(self, device: str) -> None:
+        self._device = get_device(device)
+
+    def read(self, handle: IpcHandle, nbytes: int) -> bytes:
+        """Maps memory, copies it to memory of its own, and returns the bytes."""
+        copy = self._device.allocate(nbytes)
+        mapped = cast("Sharing", self._device).attach(handle)
+        src, dst = np.array([mapped.base]), np.array([copy.data_ptr()])
+        self._device.copy_runs(src, dst, np.array([nbytes]))
+        settle(self._device)
+        contents = copy.cpu().numpy().tobytes()
+        mapped.close()
+        mapped.close()  # a second call does nothing
+        return contents
