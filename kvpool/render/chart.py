@@ -15,8 +15,7 @@ from typing import Literal
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from kvpool.render.drawing import add
-from kvpool.render.page import FONT, THEME, page
+from kvpool.render.page import FONT, THEME, add, page
 
 COLOURS = (
     *("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#8c6bb1"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from html import escape
+from itertools import count
 
 from kvpool.layout import PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE
-from kvpool.render.drawing import STYLE
 from kvpool.render.memory_map import ItemMap, item_maps
 from kvpool.render.page import page
 from kvpool.render.script import SCRIPT
-from kvpool.render.svg import axes_words, facts, hatching, heading, map_svg, palettes
+from kvpool.render.svg import STYLE, axes_words, facts, hatching, heading, map_svg, palettes
 
 CSS = """
 .map { overflow: auto; max-height: 80vh; border: 1px solid var(--line); cursor: grab; }
@@ -50,17 +52,14 @@ def html(layout: PoolLayout, title: str = "layout") -> str:
     maps = item_maps(layout)
     # "</script>" in a string would end the script
     data = json.dumps([_data(item) for item in maps]).replace("<", "\\u003c")
-    sections = [
-        _section(number, item, colours)
-        for number, (item, colours) in enumerate(zip(maps, palettes(maps)))
-    ]
+    sections = map(_section, count(), maps, palettes(maps))
     script = f"const maps = {data};\n{SCRIPT}"
     return page(title, f"<p>{HOW}</p>", hatching(), *sections, style=STYLE + CSS, script=script)
 
 
-def _section(number: int, item: ItemMap, colours: dict[Region, str]) -> str:
-    rows = "\n".join(_region(item, number, colours) for number in range(len(item.regions)))
-    table = "".join(f"<th>{name}</th>" for name in HEADS)
+def _section(number: int, item: ItemMap, colours: Mapping[Region, str]) -> str:
+    rows = "\n".join(_row(item, number, colours) for number in range(len(item.regions)))
+    heads = "".join(f"<th>{name}</th>" for name in HEADS)
     buttons = "".join(
         f'<button type="button" data-zoom="{key}" aria-label="{words}">{sign}</button>'
         for key, words, sign in BUTTONS
@@ -73,51 +72,42 @@ def _section(number: int, item: ItemMap, colours: dict[Region, str]) -> str:
         f"{map_svg(item, colours)}</div>\n"
         '<form class="look"><label>what is byte <input class="byte" type="number" min="0" '
         f'max="{item.item_bytes - 1}"></label><output class="what"></output></form>\n'
-        f'<div class="scroll"><table>\n<tr>{table}</tr>\n{rows}\n</table></div>\n</section>'
+        f'<div class="scroll"><table>\n<tr>{heads}</tr>\n{rows}\n</table></div>\n</section>'
     )
 
 
-def _region(item: ItemMap, number: int, colours: dict[Region, str]) -> str:
+def _row(item: ItemMap, number: int, colours: Mapping[Region, str]) -> str:
+    """The row of a region in the table."""
     region = item.regions[number]
-    name, colour = item.name(region), colours[region]
     fields = "".join(
         f'<label>{escape(axis.name)} <input type="number" min="{axis.start}" '
         f'max="{axis.stop - 1}" value="{axis.start}"></label> '
         for axis in region.axes_by_stride
     )
     form = f'<form class="look where" data-region="{number}">{fields}<output></output></form>'
+    swatch = f'<i class="swatch" style="background:{colours[region]}"></i>'
     cells = (
-        ("word", f'<i class="swatch" style="background:{colour}"></i>{escape(name)}'),
+        ("word", swatch + escape(item.name(region))),
         ("word", region.dtype),
         ("number", f"{region.offset:,}"),
         ("number", f"{region.width:,}"),
         ("word", "<br>".join(map(escape, axes_words(region))) or "none"),
         ("word", form if fields else ""),
     )
-    return "".join(
-        (
-            "<tr>",
-            *(
-                f'<td class="{kind}" data-head="{head}">{text}</td>'
-                for head, (kind, text) in zip(HEADS, cells)
-            ),
-            "</tr>",
-        )
+    written = "".join(
+        f'<td class="{kind}" data-head="{head}">{text}</td>'
+        for head, (kind, text) in zip(HEADS, cells)
     )
+    return f"<tr>{written}</tr>"
 
 
 def _data(item: ItemMap) -> dict[str, object]:
+    """An item as the script reads it: regions as they are, but for the order of their axes."""
     regions = [
         {
+            **asdict(replace(region, axes=tuple(region.axes_by_stride))),
             "name": item.name(region),
-            "dtype": region.dtype,
-            "offset": region.offset,
-            "width": region.width,
             "element": ITEMSIZE[region.dtype],
-            "axes": [
-                {"name": a.name, "size": a.size, "stride": a.stride, "start": a.start}
-                for a in region.axes_by_stride
-            ],
         }
         for region in item.regions
     ]

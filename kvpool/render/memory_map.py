@@ -8,13 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from kvpool.layout import Axis, Buffer, PoolLayout, Region, Space
-from kvpool.layout.grid import region_runs, run_count
+from kvpool.layout import Buffer, PoolLayout, Region, Space
+from kvpool.layout.grid import ragged, region_runs, run_count
 
 MAX_RUNS_IN_A_ROW = 400
 MIN_ROW_BYTES = 128
-SHOWN = 3, 1  # first and last rows of a group of equal ones
-HIDE_FROM = 7  # rows in a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +22,6 @@ class ByteLocation:
     region: Region
     steps: tuple[int, ...]
     byte: int
-
-    @property
-    def offset(self) -> int:
-        """Offset in the item, by the formula of kvpool.layout."""
-        strides = (axis.stride for axis in self.region.axes)
-        return self.region.offset + sum(map(int.__mul__, self.steps, strides)) + self.byte
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -54,40 +46,43 @@ def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
         raise KeyError(f"buffer {buffer!r}: not in this layout (it has {names}).")
     if not 0 <= byte < named.item_bytes:
         raise IndexError(f"buffer {buffer}: byte {byte} of items of {named.item_bytes}.")
-    return _find([region for region in layout.regions if region.buffer == buffer], byte)
+    return Runs([region for region in layout.regions if region.buffer == buffer]).find(byte)
 
 
-def _find(regions: Sequence[Region], byte: int) -> ByteLocation | None:
-    for region in regions:
-        axes = sorted(enumerate(region.axes), key=lambda pair: -pair[1].stride)
-        numbers = _steps(byte - region.offset, [axis for _, axis in axes], region.width)
-        if numbers is not None:
-            *steps, inside = numbers
-            step_of = {index: step for (index, _), step in zip(axes, steps)}
-            return ByteLocation(region, tuple(step_of[index] for index in range(len(axes))), inside)
-    return None
+class Runs:
+    """The contiguous runs of an item's regions, by their first bytes."""
 
+    def __init__(self, regions: Sequence[Region]) -> None:
+        parts = [region_runs(region) for region in regions]
+        counts = [offsets.size for offsets, _ in parts]
+        starts = np.concatenate([np.zeros(0, dtype=np.int64), *(offsets for offsets, _ in parts)])
+        order = np.argsort(starts, kind="stable")
+        whose, number = ragged(np.array(counts, dtype=np.int64))
+        widths = np.array([width for _, width in parts], dtype=np.int64)
+        self.starts, self.whose, self._number = starts[order], whose[order], number[order]
+        self.ends = self.starts + widths[self.whose]
+        self._regions = regions
 
-def _steps(byte: int, axes: Sequence[Axis], width: int) -> tuple[int, ...] | None:
-    """Steps of axes, largest stride first, and the byte of the cell; None outside all cells."""
-    if not axes:
-        return (byte,) if 0 <= byte < width else None
-    axis, *finer = axes
-    if axis.size == 1:
-        only = _steps(byte, finer, width)
-        return None if only is None else (0, *only)
-    last = min(axis.size - 1, byte // axis.stride)
-    first = max(0, -((extent(finer, width) - 1 - byte) // axis.stride))
-    for step in range(last, first - 1, -1):  # one step, unless axes interlock
-        rest = _steps(byte - step * axis.stride, finer, width)
-        if rest is not None:
-            return step, *rest
-    return None
+    def before(self, byte: int) -> int:
+        """How many runs begin at a byte or before it."""
+        return int(np.searchsorted(self.starts, byte, side="right"))
 
-
-def extent(axes: Sequence[Axis], width: int) -> int:
-    """Bytes from the first to the last byte of a grid of cells."""
-    return sum((axis.size - 1) * axis.stride for axis in axes) + width
+    def find(self, byte: int) -> ByteLocation | None:
+        """What a byte of the item is; None where no region is."""
+        run = self.before(byte) - 1
+        if run < 0 or byte >= self.ends[run]:
+            return None
+        region, number = self._regions[self.whose[run]], int(self._number[run])
+        start, end = int(self.starts[run]), int(self.ends[run])
+        inside, steps = byte - start, {}
+        # finer axes are contiguous in a run; the other steps say which run it is
+        for axis in region.axes_by_stride:
+            if axis.size > 1 and axis.stride < end - start:
+                steps[axis.name], inside = divmod(inside, axis.stride)
+        for axis in reversed(region.axes_by_stride):
+            if axis.name not in steps:
+                number, steps[axis.name] = divmod(number, axis.size)
+        return ByteLocation(region, tuple(steps[axis.name] for axis in region.axes), inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +93,6 @@ class ByteRange:
     end: int
     first: ByteLocation | None
     last: ByteLocation | None
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """`count` rows of a map, from byte `start`, that show the same regions at the same offsets."""
-
-    start: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -141,13 +128,10 @@ class ItemMap:
         low, high = self._layers
         return region.role if low == high else f"{region.role} (layer +{region.layer - low})"
 
-    def find(self, byte: int) -> ByteLocation | None:
-        """What a byte of the item is; None where no region is."""
-        starts, ends, whose = self._runs
-        run = int(np.searchsorted(starts, byte, side="right")) - 1
-        if run < 0 or byte >= ends[run]:
-            return None
-        return _find([self.regions[whose[run]]], byte)
+    @cached_property
+    def runs(self) -> Runs:
+        """Of its regions."""
+        return Runs(self.regions)
 
     @cached_property
     def _layers(self) -> tuple[int, int]:
@@ -168,61 +152,50 @@ class ItemMap:
             row *= 2
         return min(row, self.item_bytes)
 
-    def rows(self) -> Iterator[RowGroup]:
-        """All rows, equal neighbours grouped."""
-        group, shape = RowGroup(0, 0), None
-        for start, count, seen in self._shapes():
-            if shape is not None and seen != shape:
-                yield group
-                group = RowGroup(start, 0)
-            group, shape = replace(group, count=group.count + count), seen
-        yield group
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """Rows of a picture: first byte and number of those, one after another, that show the same
+        regions at the same offsets.
+        """
+        runs, row = self.runs, self.row_bytes
+        start = first = count = 0
+        shape: tuple[object, ...] | None = None
+        while start < self.item_bytes:
+            end = min(start + row, self.item_bytes)
+            low = int(np.searchsorted(runs.ends, start, side="right"))
+            high = int(np.searchsorted(runs.starts, end, side="left"))
+            cuts = (
+                np.clip(edges[low:high] - start, 0, end - start).tolist()
+                for edges in (runs.starts, runs.ends)
+            )
+            seen = (end - start, *zip(*cuts, runs.whose[low:high].tolist()))
+            if shape not in (None, seen):
+                yield first, count
+                first, count = start, 0
+            shape = seen
+            until = end  # a single run, or a gap, may continue beyond this row
+            if high - low == 1 and runs.starts[low] <= start and runs.ends[low] >= end:
+                until = int(runs.ends[low])
+            elif high == low:
+                until = int(runs.starts[high]) if high < len(runs.starts) else self.item_bytes
+            alike = max(1, (until - start) // row)
+            count += alike
+            start += alike * row
+        yield first, count
 
     def pieces(self, start: int, end: int, smallest: float) -> Iterator[ByteRange]:
         """Boxes of bytes `start` to `end`: runs, cut at the steps of the finest axis with a stride
         of `smallest` bytes or more.
         """
-        starts, ends, _ = self._runs
+        runs = self.runs
         while start < end:
-            place, run = self.find(start), int(np.searchsorted(starts, start, side="right"))
+            place, run = runs.find(start), runs.before(start)
             if place is None:
-                stop = min(end, int(starts[run]) if run < len(starts) else end)
+                stop = min(end, int(runs.starts[run]) if run < len(runs.starts) else end)
                 yield ByteRange(start, stop, None, None)
             else:
-                stop = min(end, int(ends[run - 1]), start + _rest(place, smallest))
-                yield ByteRange(start, stop, place, self.find(stop - 1))
+                stop = min(end, int(runs.ends[run - 1]), start + _rest(place, smallest))
+                yield ByteRange(start, stop, place, runs.find(stop - 1))
             start = stop
-
-    @cached_property
-    def _runs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Starts, ends and region numbers of all runs, by start."""
-        parts = [region_runs(region) for region in self.regions]
-        if not parts:
-            return (np.zeros(0, dtype=np.int64),) * 3
-        starts = np.concatenate([offsets for offsets, _ in parts])
-        ends = np.concatenate([offsets + width for offsets, width in parts])
-        whose = np.repeat(np.arange(len(parts)), [len(offsets) for offsets, _ in parts])
-        order = np.argsort(starts, kind="stable")
-        return starts[order], ends[order], whose[order]
-
-    def _shapes(self) -> Iterator[tuple[int, int, tuple[object, ...]]]:
-        """(start, count, contents) of rows, in order."""
-        starts, ends, whose = self._runs
-        row, start = self.row_bytes, 0
-        while start < self.item_bytes:
-            end = min(start + row, self.item_bytes)
-            low = int(np.searchsorted(ends, start, side="right"))
-            high = int(np.searchsorted(starts, end, side="left"))
-            cut = (np.clip(b[low:high] - start, 0, end - start).tolist() for b in (starts, ends))
-            seen = (end - start, *zip(*cut, whose[low:high].tolist()))
-            until = end  # a single run, or a gap, may continue beyond this row
-            if high - low == 1 and starts[low] <= start and ends[low] >= end:
-                until = int(ends[low])
-            elif high == low:
-                until = int(starts[high]) if high < len(starts) else self.item_bytes
-            count = max(1, (until - start) // row)
-            yield start, count, seen
-            start += count * row
 
 
 def _rest(place: ByteLocation, smallest: float) -> int:
@@ -265,23 +238,20 @@ def item_maps(layout: PoolLayout) -> list[ItemMap]:
 def _overlaid(layout: PoolLayout) -> dict[str, dict[str, None]]:
     """For each buffer by name, the spaces of its block pool whose blocks lie over its blocks."""
     pools = {name: pool for pool, lists in layout.block_pools.items() for name in lists}
-    pooled = [
-        (pools[ids], buffer.memory, buffer.base, layout.by_blocks(buffer))
-        for buffer in layout.buffers
-        if (ids := layout.space_by_name[buffer.space].id_list) in pools
-    ]
+    pooled: dict[tuple[str, str], list[tuple[int, Buffer]]] = {}
+    for buffer in layout.buffers:
+        if (pool := pools.get(layout.space_by_name[buffer.space].id_list)) is not None:
+            entry = buffer.base, layout.by_blocks(buffer)
+            pooled.setdefault((pool, buffer.memory), []).append(entry)
     over: dict[str, dict[str, None]] = {buffer.name: {} for buffer in layout.buffers}
-    reached: list[tuple[str, str, Buffer]] = []
-    for pool, memory, base, buffer in sorted(pooled, key=lambda each: each[:3]):
-        reached = [
-            each
-            for each in reached
-            if each[:2] == (pool, memory) and each[2].base + each[2].item_bytes > base
-        ]
-        for lower in (lower for _, _, lower in reached if lower.space != buffer.space):
-            over[lower.name][buffer.space] = None
-            over[buffer.name][lower.space] = None
-        reached.append((pool, memory, buffer))
+    for buffers in pooled.values():
+        reached: list[Buffer] = []
+        for base, buffer in sorted(buffers, key=lambda entry: entry[0]):
+            reached = [lower for lower in reached if lower.base + lower.item_bytes > base]
+            for lower in (lower for lower in reached if lower.space != buffer.space):
+                over[lower.name][buffer.space] = None
+                over[buffer.name][lower.space] = None
+            reached.append(buffer)
     return over
 
 

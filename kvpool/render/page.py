@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from html import escape
+from xml.etree.ElementTree import Element, SubElement
 
 THEME = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1d2127; --quiet: #5f6670;
@@ -82,3 +83,16 @@ def text(words: str) -> str:
 def printable(words: str) -> str:
     """Words without characters that no page can hold."""
     return UNPRINTABLE.sub("\ufffd", words)
+
+
+def add(parent: Element, tag: str, text: str = "", /, **attributes: object) -> Element:
+    """A new child; `text_anchor=` and `class_=` are attributes `text-anchor` and `class`."""
+    written = {
+        name.rstrip("_").replace("_", "-"): f"{value:.3f}".rstrip("0").rstrip(".")
+        if isinstance(value, float)
+        else str(value)
+        for name, value in attributes.items()
+    }
+    child = SubElement(parent, tag, written)
+    child.text = text
+    return child

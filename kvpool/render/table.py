@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
-from rich.text import Text
 
 GAP = 2  # between columns
+MOST = 10_000
 
 
 class FittedTable(Table):
     """A table whose columns get the terminal's width by need, each at least its longest word.
 
-    Where these do not fit, it is wider than the terminal: print it with `crop=False`. Cells are
-    text with rich's markup.
+    Where these do not fit, it is wider than the terminal: print it with `crop=False`.
     """
 
     def __init__(self, *columns: str, title: str | None = None, **options: Any) -> None:
@@ -26,32 +25,21 @@ class FittedTable(Table):
         self.title_justify = self.caption_justify = "left"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        texts = [[_plain(c) for c in (col.header, *col.cells)] for col in self.columns]
-        widest = [max(map(_width, cells)) for cells in texts]
-        least = [
-            most if column.no_wrap else max(_width("\n".join(cell.split())) for cell in cells)
-            for column, cells, most in zip(self.columns, texts, widest)
-        ]
-        between = len(least) - 1
+        unbound = options.update(width=MOST)  # a cell is measured by its words, not by the screen
+        between, least, wanting = len(self.columns) - 1, [], {}
+        for number, column in enumerate(self.columns):
+            cells = column.header, *column.cells
+            sizes = [Measurement.get(console, unbound, cell) for cell in cells]
+            most = max(size.maximum for size in sizes)
+            least.append(most if column.no_wrap else max(size.minimum for size in sizes))
+            wanting[number] = most - least[-1]
         fits = sum(least) + GAP * between <= options.max_width
         self.padding = (0, GAP - 1 if fits else 0)  # beside one column of the box
-        gaps = between * (GAP if fits else 1)
-        room = options.max_width - gaps - sum(least)
-        wanting = {n: most - low for n, (low, most) in enumerate(zip(least, widest)) if most > low}
-        while wanting and room > 0:  # who needs least first; what is left is shared
+        wide = max(options.max_width, sum(least) + (GAP if fits else 1) * between)
+        room = wide - sum(least) - (GAP if fits else 1) * between
+        while wanting:  # who needs least first; what is left is shared
             number = min(wanting, key=lambda n: wanting[n])
             more = min(wanting.pop(number), room // (len(wanting) + 1))
-            least[number] += more
+            self.columns[number].width = least[number] + more
             room -= more
-        for column, width in zip(self.columns, least):
-            column.width = width
-        wide = max(options.max_width, sum(least) + gaps)
         yield from super().__rich_console__(console, options.update(width=wide))
-
-
-def _plain(cell: Any) -> str:
-    return cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain
-
-
-def _width(text: str) -> int:
-    return max(map(cell_len, text.splitlines() or [""]))

@@ -14,10 +14,9 @@ from disagg.plan import TransferPlan
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region
 from kvpool.layout.sentences import axis_steps
-from kvpool.render.drawing import SHADES, STYLE
 from kvpool.render.memory_map import ItemMap, item_maps
 from kvpool.render.page import page as frame
-from kvpool.render.svg import facts, hatching, heading, map_svg
+from kvpool.render.svg import SHADES, STYLE, facts, hatching, heading, map_svg
 
 STAYS = "var(--stays)"
 MOST_SOURCES = 4  # drawn for a decode rank

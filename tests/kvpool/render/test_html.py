@@ -57,14 +57,10 @@ def test_the_page_looks_up_bytes_in_the_layouts_own_numbers():
     script = Page(html(layout)).texts("script")[0]
     data = json.loads(re.search(r"const maps = (.*);", script).group(1))
     assert [item["bytes"] for item in data] == [41_984, 8_448]
-    assert data[1]["regions"][1] == {
-        "name": "index_key.scale",
-        "dtype": "float32",
-        "offset": 8_192,
-        "width": 4,
-        "element": 4,
-        "axes": [{"name": "entry", "size": 64, "stride": 4, "start": 0}],
-    }
+    expected = {"name": "index_key.scale", "offset": 8_192, "width": 4, "element": 4}
+    (axis,) = data[1]["regions"][1]["axes"]
+    assert data[1]["regions"][1].items() >= {**expected, "dtype": "float32"}.items()
+    assert axis.items() >= {"name": "entry", "size": 64, "stride": 4, "start": 0}.items()
 
 
 def test_the_page_shows_every_map_and_every_region():

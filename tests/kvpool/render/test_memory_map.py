@@ -38,7 +38,6 @@ def test_where_is_what_a_painting_of_the_item_shows(template):
     painted = [byte and (byte[0], frozenset(byte[1]), byte[2]) for byte in paint(template)]
     places = [where(layout, "b", byte) for byte in range(len(painted))]
     assert [seen(place) for place in places] == painted
-    assert all(place is None or place.offset == byte for byte, place in enumerate(places))
 
 
 @given(
@@ -61,39 +60,28 @@ def test_where_inverts_the_formula_also_for_axes_that_interlock(grid, width, off
 
 
 @pytest.mark.parametrize(
-    ("pool", "buffer", "byte", "says"),
+    ("buffer", "byte", "says"),
     [
-        (lambda: NSAPool(layers=[0], packing="fp8", **COMMON), "index_key", 8_444, "63, byte 0"),
-        (lambda: NSAPool(layers=[0], packing="fp8", **COMMON), "index_key", 8_191, "63, byte 127"),
-        (lambda: NSAPool(layers=[0], packing="fp8", **COMMON), "kv", 5 * 656 + 527, "5, byte 15"),
-        (
-            lambda: MHAPool(
-                layers=[0], num_kv_heads=8, head_dim=128, dtype="bf16", shard=Shard(3, 4), **COMMON
-            ),
-            "k",
-            2 * 512 + 256,
-            "k, entry 2, head 7, byte 0 of 256",
-        ),
+        ("index_key", 8_444, "63, byte 0"),
+        ("index_key", 8_191, "63, byte 127"),
+        ("kv", 5 * 656 + 527, "5, byte 15"),
+        ("k", 2 * 512 + 256, "k, entry 2, head 7, byte 0 of 256"),
     ],
 )
-def test_a_byte_location_reads_with_the_steps_of_the_model(pool, buffer, byte, says):
-    assert says in str(where(pool().layout, f"target.{buffer}.0", byte))
+def test_a_byte_location_reads_with_the_steps_of_the_model(buffer, byte, says):
+    pool = NSAPool(layers=[0], packing="fp8", **COMMON)
+    if buffer == "k":
+        heads = {"num_kv_heads": 8, "head_dim": 128, "dtype": "bf16", "shard": Shard(3, 4)}
+        pool = MHAPool(layers=[0], **heads, **COMMON)
+    assert says in str(where(pool.layout, f"target.{buffer}.0", byte))
 
 
 def test_the_spare_bytes_of_a_deepseek_v4_page_are_of_no_region():
-    pool = DSv4Pool(
-        layers=[0],
-        compress_ratios=[4],
-        packing="fp8",
-        **COMMON | {"page_size": 256},
-        num_window_pages=3,
-        num_slots=3,
-    )
-    spare = [
-        where(pool.layout, "target.c4.latent.0", 36_864 + 8 * entry + 7) for entry in range(64)
-    ]
-    tail = [where(pool.layout, "target.c4.latent.0", byte) for byte in range(37_376, 37_440)]
-    assert spare + tail == [None] * 128
+    sizes = COMMON | {"page_size": 256, "num_window_pages": 3, "num_slots": 3}
+    layout = DSv4Pool(layers=[0], compress_ratios=[4], packing="fp8", **sizes).layout
+    spare = [36_864 + 8 * entry + 7 for entry in range(64)]
+    for byte in (*spare, *range(37_376, 37_440)):
+        assert where(layout, "target.c4.latent.0", byte) is None
 
 
 @pytest.mark.parametrize(
@@ -111,16 +99,12 @@ def test_what_is_not_there_is_refused_by_name(buffer, byte, error, says):
 
 def test_a_span_names_steps_that_are_common_and_the_first_that_is_not():
     template = Repeat("entry", 4, Seq(*(Repeat("head", 2, Cell(r, 2, "uint8")) for r in "kv")))
-    (item,) = item_maps(
-        PoolLayout(
-            (Buffer("b", "kv", 0, 32, 32, 2),),
-            item_regions(template, owner="target", layer=0, buffer="b"),
-            (Space("kv", entries_per_item=4),),
-            1,
-        )
-    )
-    assert span(item.find(8), item.find(8)) == "entry 1, head 0"
-    assert span(item.find(8), item.find(11)) == "entry 1, head 0-1"
-    assert span(item.find(8), item.find(15)) == "entry 1"
-    assert span(item.find(0), item.find(27)) == "entry 0-3"
-    assert span(item.find(0), None) == ""
+    regions = item_regions(template, owner="target", layer=0, buffer="b")
+    space = Space("kv", entries_per_item=4)
+    (item,) = item_maps(PoolLayout((Buffer("b", "kv", 0, 32, 32, 2),), regions, (space,), 1))
+    find = item.runs.find
+    assert span(find(8), find(8)) == "entry 1, head 0"
+    assert span(find(8), find(11)) == "entry 1, head 0-1"
+    assert span(find(8), find(15)) == "entry 1"
+    assert span(find(0), find(27)) == "entry 0-3"
+    assert span(find(0), None) == ""

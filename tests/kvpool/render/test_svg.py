@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool, Shard
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_regions
-from kvpool.layout import Buffer, PoolLayout, Region, Space
+from kvpool.layout import Buffer, PoolLayout, Space
 from kvpool.layout.formats import MHA, gated_delta_net
 from kvpool.render.html import html
 from kvpool.render.memory_map import item_maps
@@ -33,13 +33,10 @@ def drawing(layout, title="t"):
 
 def boxes(group):
     """(first byte, end, x, y, width, title) of the cells and the gaps of a map."""
-    found = []
+    names = "data-from", "data-to", "x", "y", "width"
     for rect in group.iter(f"{SVG}rect"):
-        numbers = [float(rect.get(name)) for name in ("data-from", "data-to", "x", "y", "width")]
-        found.append(
-            (int(numbers[0]), int(numbers[1]), *numbers[2:], rect.find(f"{SVG}title").text)
-        )
-    return found
+        first, end, *place = (float(rect.get(name)) for name in names)
+        yield int(first), int(end), *place, rect.find(f"{SVG}title").text
 
 
 def hidden(group):
@@ -51,7 +48,7 @@ def hidden(group):
 
 def check_map(group, roles):
     """A map against the role of every byte of its item (None: of no region)."""
-    drawn = boxes(group)
+    drawn = [*boxes(group)]
     scales = {round(width / (to - from_), 3) for from_, to, _, _, width, _ in drawn}
     assert max(scales) - min(scales) <= 0.01 * min(scales), "each byte is as wide as any other"
     scale, left = np.median(sorted(scales)), min(x for _, _, x, *_ in drawn)
@@ -160,14 +157,9 @@ def hybrid():
 
 def test_layers_that_look_alike_are_one_map():
     layout = hybrid().layout
-    assert [
-        (item.regions[0].role, item.layers, len(item.buffers)) for item in item_maps(layout)
-    ] == [
-        ("k", (3, 7), 2),
-        ("v", (3, 7), 2),
-        ("conv.q", (0, 1, 2, 4, 5, 6), 6),
-        ("temporal", (0, 1, 2, 4, 5, 6), 6),
-    ]
+    full, linear = (3, 7), (0, 1, 2, 4, 5, 6)
+    maps = [(item.regions[0].role, item.layers) for item in item_maps(layout)]
+    assert maps == [("k", full), ("v", full), ("conv.q", linear), ("temporal", linear)]
     root, groups = drawing(layout)
     assert len(groups) == 4
     texts = [text.text for text in root.iter(f"{SVG}text")]
@@ -188,41 +180,20 @@ def test_bytes_of_no_region_are_called_what_the_layout_says_of_them(padding, nam
     assert other not in words
 
 
-def test_buffers_of_which_one_declares_padding_are_two_maps():
-    buffers = [Buffer(f"b{n}", "s", 64 * n, 32, 32, 2, padding=n == 1) for n in range(2)]
-    regions = [Region("target", n, "k", f"b{n}", 0, "uint8", (), 16) for n in range(2)]
-    layout = PoolLayout(tuple(buffers), tuple(regions), (Space("s", "slot"),), 2)
-    assert [item.unclaimed_name for item in item_maps(layout)] == ["not described", "padding"]
-
-
 def test_items_at_another_stride_or_of_another_shard_are_maps_of_their_own():
-    apart = {
-        str(item.buffers[0].item_stride)
-        for placement in ("layer", "page")
-        for item in item_maps(
-            MLAPool(layers=[0, 1], dtype="bf16", placement=placement, **COMMON).layout
-        )
-    }
-    assert apart == {"73728", "147456"}
-    root, _ = drawing(
-        MHAPool(
-            layers=[0], num_kv_heads=8, head_dim=64, dtype="bf16", shard=Shard(1, 4), **COMMON
-        ).layout
-    )
+    common = {"dtype": "bf16", **COMMON}
+    for placement, stride in (("layer", 73728), ("page", 147456)):
+        layout = MLAPool(layers=[0, 1], placement=placement, **common).layout
+        assert {item.buffers[0].item_stride for item in item_maps(layout)} == {stride}
+    pool = MHAPool(layers=[0], num_kv_heads=8, head_dim=64, shard=Shard(1, 4), **common)
+    root, _ = drawing(pool.layout)
     assert any("head 2-3 of 8, every 128" in (t.text or "") for t in root.iter(f"{SVG}text"))
 
 
 def test_layers_in_one_buffer_are_told_apart():
     rows = Repeat("entry", 4, Cell("k", 8, "bf16"))
-    regions = [
-        region
-        for layer in (5, 6)
-        for region in item_regions(rows, owner="target", layer=layer, buffer="b")
-    ]
-    moved = [
-        Region(r.owner, r.layer, r.role, r.buffer, n * 64, r.dtype, r.axes, r.width)
-        for n, r in enumerate(regions)
-    ]
+    (region,) = item_regions(rows, owner="target", layer=5, buffer="b")
+    moved = [region, replace(region, layer=6, offset=64)]
     space = Space("kv", entries_per_item=4)
     layout = PoolLayout((Buffer("b", "kv", 0, 128, 128, 2),), moved, (space,), 9)
     root, (group,) = drawing(layout)
