@@ -6,104 +6,141 @@ follows one trace.
 
 from __future__ import annotations
 
+import gc
 import logging
+import math
 import random
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import get_args
+
+import numpy as np
 
 from disagg.plan import Group
+from disagg.protocol import messages
+from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.status import Failure, KVPoll
-from tests.fleet.figures import Figures, quantile
-from tests.fleet.memory import MemoryProbe
-from tests.fleet.network import FIRST_SECOND, FleetNetwork, Line, Timeline, Trace
-from tests.fleet.ranks import DecodeRank, FleetRoom, Part, Peaks, PrefillRank, Rank
+from tests.fleet.network import FIRST_SECOND, FleetNetwork, Line, Timeline
+from tests.fleet.ranks import DecodeRank, FleetRoom, Part, PrefillRank, Rank
 from tests.fleet.spec import MOST_TOKENS, PAGE, RESTART, Spec
 
 MOST_BROKEN = 20
 """Broken promises that are listed."""
+SIDES = {"prefill": PrefillRank, "decode": DecodeRank}
+ABOUT_ROOMS = frozenset(
+    str(kind.__struct_config__.tag)
+    for kind in {*get_args(messages.ToPrefill), *get_args(messages.ToDecode)}
+    if "room" in kind.__struct_fields__
+)
+"""Types of messages that name a room; the others are of a connection."""
+NOT_DATA = (type, ModuleType, FunctionType, BuiltinFunctionType)
 
 
 class Fleet:
-    """Runs a spec once. `broken` lists what must not have happened."""
+    """Runs a spec once. `broken` lists what must not have happened.
+
+    `seconds` are of virtual time, of which new rooms began in the first `busy_seconds`. `parts`
+    count rooms of ranks by side and end, `failures` those that failed by side and kind. `peaks` are
+    the most messages that waited for a rank's turn (`inbox`), rooms that were open, and rooms that
+    waited for pages (`backlog`). `memory` has the bytes of one rank for each rank that it is
+    connected with, and for each room that is over and not yet forgotten.
+    """
 
     def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-        self.timeline, self.trace = Timeline(), Trace()
-        self.network = FleetNetwork(spec, self.timeline, self.trace)
+        self.spec, self.timeline = spec, Timeline()
+        self.network = FleetNetwork(spec, self.timeline)
         self.routes, self._faults = (random.Random(f"{use} {spec.seed}") for use in "rf")
         self.layouts = {
-            side: [spec.layout(side, rank) for rank in range(tp)]
-            for side, tp in (("prefill", spec.prefill_tp), ("decode", spec.decode_tp))
+            side: [spec.layout(side, rank) for rank in range(spec.tp(side))] for side in SIDES
         }
         ours = tuple(self.layouts["decode"])
         self.groups = [Group(ours, member) for member in range(len(ours))]
         self.alive: dict[str, Rank] = {}
         """By name: the generations that live."""
         self.broken: list[str] = []
-        self.peaks = {"prefill": Peaks(), "decode": Peaks()}
-        self.open_prefill = 0
-        self._started = self._ended = self._failed = self._died = 0
-        self._parts: Counter[str] = Counter()
-        self._failures: Counter[str] = Counter()
+        self.peaks: Counter[tuple[str, str]] = Counter()
+        self.memory: dict[str, int] = {}
+        self.parts: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
+        self.open_prefill = self.failed = self.died = self._started = self._ended = 0
         self._seconds: list[float] = []
         self._last_began = FIRST_SECOND
-        self._memory = MemoryProbe()
         self._parked: list[int] = []
-        engines = spec.engines
-        self.prefills = [
-            [self._prefill(engine, index, 0) for index in range(spec.prefill_tp)]
-            for engine in range(engines[0])
-        ]
-        self.decodes = [
-            [self._decode(engine, index, 0) for index in range(spec.decode_tp)]
-            for engine in range(engines[1])
-        ]
-        self._memory.begin(self.prefills[0][0], self.decodes[0][0])
+        self.engines = {
+            side: [
+                [self._rank(kind, engine, index, 0) for index in range(spec.tp(side))]
+                for engine in range(spec.engines(side))
+            ]
+            for side, kind in SIDES.items()
+        }
+        # what ranks take up that have no peers
+        self._alone = {
+            side: footprint(engines[0][0].endpoint.machine.peers)
+            for side, engines in self.engines.items()
+        }
         deaths = sorted(self._faults.randrange(spec.rooms) for _ in range(spec.deaths))
         self._deaths = deaths[::-1]
 
-    def run(self) -> Figures:
+    def run(self) -> Fleet:
         """Begins all rooms and waits until they have ended on both sides; raises RuntimeError if
-        that takes longer than any time-out allows.
+        that takes longer than any time-out allows. What endpoints log as errors breaks a promise.
         """
-        began = time.process_time()
-        with _errors(partial(self.check, False)):
-            seconds = self._run()
-        return self._figures(seconds, time.process_time() - began)
+        began, log, handler = time.process_time(), logging.getLogger("disagg"), logging.Handler()
+        handler.setLevel(logging.ERROR)
+        handler.emit = lambda record: self.check(False, record.getMessage())
+        before, log.propagate = log.propagate, False
+        log.addHandler(handler)
+        try:
+            self._run()
+        finally:
+            log.removeHandler(handler)
+            log.propagate = before
+        self.cpu_seconds = time.process_time() - began
+        return self
 
-    def _run(self) -> float:
-        """Virtual seconds until all rooms have ended."""
-        for engine in range(len(self.decodes)):
-            for _ in range(self.spec.in_flight):
+    def _run(self) -> None:
+        spec = self.spec
+        for engine in range(spec.engines("decode")):
+            for _ in range(spec.in_flight):
                 self._start(engine)
-        bounds = self.spec.lease, self.spec.offer_timeout, RESTART[1] * self.spec.peer_timeout
-        most = 2 * (sum(bounds) + self.spec.peer_timeout) + 100 * self.spec.compute
+        bounds = spec.lease, spec.offer_timeout, RESTART[1] * spec.peer_timeout
+        most = 2 * (sum(bounds) + spec.peer_timeout) + 100 * spec.compute
         quiet, before = self.timeline.now, -1
-        while not self._finished():
+        while self._started < spec.rooms or self._ended < self._started or self.open_prefill:
             self.timeline.step()
-            if (done := sum(self._parts.values())) != before:
+            if (done := sum(self.parts.values())) != before:
                 quiet, before = self.timeline.now, done
             if self.timeline.now - quiet > most:
                 raise RuntimeError(f"no room has ended for {most:g} s: {self._waiting()}")
-        seconds = self.timeline.now - FIRST_SECOND
+        self.seconds = self.timeline.now - FIRST_SECOND
+        self.busy_seconds = self._last_began - FIRST_SECOND
         self._settle(most)
-        return seconds
+        self._measure_peers()
 
     def check(self, holds: bool, otherwise: str) -> None:
         if not holds and len(self.broken) < MOST_BROKEN:
             self.broken.append(otherwise)
 
+    def peak(self, side: str, what: str, number: int) -> None:
+        self.peaks[side, what] = max(self.peaks[side, what], number)
+
     def note_end(self, rank: Rank, part: Part, state: KVPoll, failure: Failure | None) -> None:
-        self.trace.note(self.timeline.now, rank.name, part.room.number, state.name)
-        self._parts[f"{rank.side} {state.name}"] += 1
-        self._memory.sample(rank, part.room.number, 2 * part.room.number >= self.spec.rooms)
+        number = part.room.number
+        self.timeline.note(rank.name, number, state.name)
+        self.parts[f"{rank.side} {state.name}"] += 1
+        if f"{rank.side}_room" not in self.memory and 2 * number >= self.spec.rooms:
+            room, shared = rank.endpoint.machine.rooms()[number], set()
+            if isinstance(room, DecodeRoom):
+                footprint(room.link, shared)
+            self.memory[f"{rank.side}_room"] = footprint(room, shared)
         if failure is not None:
-            self._failures[f"{failure.side} {failure.kind}"] += 1
-            self.check(self.spec.faulty, f"room {part.room.number} failed: {failure}")
+            self.failures[f"{failure.side} {failure.kind}"] += 1
+            faulty = self.spec.loss or self.spec.deaths
+            self.check(bool(faulty), f"room {number} failed: {failure}")
 
     def part_over(self, room: FleetRoom) -> None:
         """A decode rank has nothing more to do with a room. After the last, the next begins."""
@@ -111,21 +148,12 @@ class Fleet:
         if room.parts:
             return
         self._ended += 1
-        self._failed += room.failed
+        self.failed += room.failed
         self._seconds.append(self.timeline.now - room.began)
         self.timeline.at(self.timeline.now, partial(self._start, room.decode))
 
-    def _finished(self) -> bool:
-        ended = self._started == self.spec.rooms and self._ended == self._started
-        return ended and not self.open_prefill
-
-    def _prefill(self, engine: int, index: int, life: int) -> PrefillRank:
-        rank = PrefillRank(self, engine, index, life)
-        self.alive[rank.name] = rank
-        return rank
-
-    def _decode(self, engine: int, index: int, life: int) -> DecodeRank:
-        rank = DecodeRank(self, engine, index, life)
+    def _rank(self, kind: type[Rank], engine: int, index: int, life: int) -> Rank:
+        rank = kind(self, engine, index, life)
         self.alive[rank.name] = rank
         return rank
 
@@ -137,8 +165,9 @@ class Fleet:
         while self._deaths and self._deaths[-1] <= self._started:
             self._deaths.pop()
             self._kill()
-        whole = [n for n, ranks in enumerate(self.prefills) if all(rank.alive for rank in ranks)]
-        if not whole or not all(rank.alive for rank in self.decodes[decode]):
+        prefills, decodes = self.engines["prefill"], self.engines["decode"][decode]
+        whole = [n for n, ranks in enumerate(prefills) if all(rank.alive for rank in ranks)]
+        if not whole or not all(rank.alive for rank in decodes):
             self._parked.append(decode)
             return
         pages = self.routes.expovariate(PAGE / spec.tokens)
@@ -155,22 +184,22 @@ class Fleet:
         self._started += 1
         self._last_began = now
         self.open_prefill += spec.prefill_tp
-        for prefill in self.prefills[room.prefill]:
+        for prefill in prefills[room.prefill]:
             prefill.admit(room)
         # some serving engines ask before prefill has computed, others afterwards
         asked = now + room.compute * self.routes.uniform(0, 1.5)
-        for rank in self.decodes[decode]:
+        for rank in decodes:
             self.timeline.at(asked, partial(self._ask, rank, room))
 
-    def _ask(self, rank: DecodeRank, room: FleetRoom) -> None:
+    def _ask(self, rank: Rank, room: FleetRoom) -> None:
         if rank.alive:
             rank.admit(room)
         else:
             self._dies_with(rank, room)
 
     def _dies_with(self, rank: Rank, room: FleetRoom) -> None:
-        self._parts[f"{rank.side} died"] += 1
-        if isinstance(rank, PrefillRank):
+        self.parts[f"{rank.side} died"] += 1
+        if rank.side == "prefill":
             self.open_prefill -= 1
         else:
             room.failed = True
@@ -180,32 +209,28 @@ class Fleet:
         if not self.alive:
             return
         rank = self._faults.choice(list(self.alive.values()))
-        self._died += 1
+        self.died += 1
         rank.alive = False
         del self.alive[rank.name]
-        self._note_peaks(rank)
-        self.trace.note(self.timeline.now, rank.name, "dies")
-        if isinstance(rank, PrefillRank):
+        self.timeline.note(rank.name, "dies")
+        if rank.side == "prefill":
             del self.network.listeners[rank.address]
-            ranks = [each for engine in self.decodes for each in engine if each.alive]
-            connections = [c for each in ranks for c in each.transport.connections.values()]
-            lines = [each for each in connections if each.address == rank.address]
+            dialled = [r for engine in self.engines["decode"] for r in engine if r.alive]
+            lines = [c for r in dialled for c in r.transport.connections.values()]
+            lines = [line for line in lines if line.address == rank.address]
         else:
-            lines = list(rank.transport.connections.values())
+            lines = rank.transport.connections.values()
         mine = [line for line in lines if isinstance(line, Line)]
-        self.network.break_all(mine, gone=isinstance(rank, DecodeRank))
+        self.network.break_all(mine, gone=rank.side == "decode")
         for room in [*(part.room for part in rank.parts.values()), *rank.backlog]:
             self._dies_with(rank, room)
         away = self._faults.uniform(*RESTART) * self.spec.peer_timeout
         self.timeline.at(self.timeline.now + away, partial(self._restart, rank))
 
     def _restart(self, dead: Rank) -> None:
-        where = dead.engine, dead.index, dead.life + 1
-        if isinstance(dead, PrefillRank):
-            self.prefills[dead.engine][dead.index] = self._prefill(*where)
-        else:
-            self.decodes[dead.engine][dead.index] = self._decode(*where)
-        self.trace.note(self.timeline.now, dead.address, "is back")
+        rank = self._rank(type(dead), dead.engine, dead.index, dead.life + 1)
+        self.engines[dead.side][dead.engine][dead.index] = rank
+        self.timeline.note(dead.address, "is back")
         parked, self._parked = self._parked, []
         for engine in parked:
             self._start(engine)
@@ -224,61 +249,76 @@ class Fleet:
             self.check(not left, f"{rank.name}: pages are leased and no room is open")
             whole = len(rank.free) == self.spec.pages(rank.side) - 1
             self.check(whole and not rank.parts, f"{rank.name}: pages are not free")
-            self._note_peaks(rank)
-        tp = {"prefill": self.spec.prefill_tp, "decode": self.spec.decode_tp}
-        for side, ranks in tp.items():
-            ended = sum(self._parts[f"{side} {how}"] for how in ("Success", "Failed", "died"))
-            what = f"{side}: {ended} rooms of ranks ended, {ranks * self._started} began"
-            self.check(ended == ranks * self._started, what)
-
-    def _note_peaks(self, rank: Rank) -> None:
-        most, seen = self.peaks[rank.side], rank.peaks
-        for name in Peaks.__slots__:
-            setattr(most, name, max(getattr(most, name), getattr(seen, name)))
-
-    def _figures(self, seconds: float, cpu_seconds: float) -> Figures:
-        decodes = [rank for rank in self.alive.values() if isinstance(rank, DecodeRank)]
-        plans = [rank.endpoint.machine.peers.plans for rank in decodes]
-        return Figures(
-            spec=self.spec,
-            seconds=seconds,
-            busy_seconds=self._last_began - FIRST_SECOND,
-            cpu_seconds=cpu_seconds,
-            failed=self._failed,
-            died=self._died,
-            parts=dict(sorted(self._parts.items())),
-            failures=dict(sorted(self._failures.items())),
-            room_seconds=(quantile(self._seconds, 0.5), quantile(self._seconds, 0.99)),
-            sent=dict(sorted(self.network.sent.items())),
-            nbytes=dict(sorted(self.network.nbytes.items())),
-            lost=self.network.lost,
-            links=sum(len(rank.links) for rank in decodes) * self.spec.prefill_tp,
-            peaks={side: asdict(peaks) for side, peaks in self.peaks.items()},
-            memory=self._memory.measured([*self.alive.values()]),
-            plans=(sum(each.hits for each in plans), sum(each.misses for each in plans)),
-            plan_seconds=sum(each.seconds for each in plans),
-            trace=str(self.trace),
-            broken=tuple(self.broken),
-        )
+        for side in SIDES:
+            ended = sum(self.parts[f"{side} {how}"] for how in ("Success", "Failed", "died"))
+            began = self.spec.tp(side) * self._started
+            self.check(ended == began, f"{side}: {ended} rooms of ranks ended, {began} began")
 
     def _waiting(self) -> str:
-        found = [
+        lines = [
             f"room {name} of {rank.name} waits for {rank.endpoint.machine.room(name).waits_for}"
             for rank in self.alive.values()
             for name in rank.endpoint.machine.open_rooms()
         ]
-        return "; ".join(found[:MOST_BROKEN]) or "none is open"
+        return "; ".join(lines[:MOST_BROKEN]) or "none is open"
+
+    def _measure_peers(self) -> None:
+        """Of the ranks that have the most peers now."""
+        for side in SIDES:
+            mine = [r.endpoint.machine.peers for r in self.alive.values() if r.side == side]
+            counts = [len(p.alive if side == "prefill" else p.ranks()) for p in mine]
+            most = int(np.argmax(counts))
+            more = footprint(mine[most]) - self._alone[side]
+            self.memory[f"{side}_peer"] = more // max(1, counts[most])
+
+    # figures
+
+    @property
+    def decodes(self) -> list[Rank]:
+        return [rank for rank in self.alive.values() if rank.side == "decode"]
+
+    @property
+    def links(self) -> int:
+        """Pairs of a decode rank and a prefill rank that are connected in the end."""
+        return sum(len(rank.links) for rank in self.decodes) * self.spec.prefill_tp
+
+    @property
+    def rooms_per_second(self) -> float:
+        """In virtual time, while new rooms began: what ended then makes room for those."""
+        first = self.spec.in_flight * self.spec.engines("decode")
+        if self.spec.rooms <= first:
+            return self.spec.rooms / self.seconds
+        return (self.spec.rooms - first) / self.busy_seconds
+
+    def per_room(self, counts: Counter[str], about_rooms: bool = True) -> float:
+        """Messages or bytes for each room, of messages that name a room or of the others."""
+        chosen = (n for tag, n in counts.items() if (tag in ABOUT_ROOMS) == about_rooms)
+        return sum(chosen) / self.spec.rooms
+
+    def room_seconds(self, part: float) -> float:
+        """The time within which that part of the rooms ended."""
+        ordered = sorted(self._seconds)
+        return ordered[max(0, math.ceil(part * len(ordered)) - 1)]
 
 
-@contextmanager
-def _errors(note: Callable[[str], None]) -> Iterator[None]:
-    """Takes what endpoints log: errors are noted, and rooms that fail are counted elsewhere."""
-    log, handler = logging.getLogger("disagg"), logging.Handler(logging.ERROR)
-    handler.emit = lambda record: note(record.getMessage())  # type: ignore[method-assign]
-    before, log.propagate = log.propagate, False
-    log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.propagate = before
+def footprint(root: object, seen: set[int] | None = None) -> int:
+    """Bytes of an object and of all data that can be reached from it, except what was seen."""
+    seen = set() if seen is None else seen
+    left, total = [root], 0
+    while left:
+        value = left.pop()
+        if id(value) in seen or isinstance(value, NOT_DATA):
+            continue
+        seen.add(id(value))
+        total += sys.getsizeof(value)
+        left.extend(gc.get_referents(value))
+        if isinstance(value, np.ndarray) and value.base is not None:
+            left.append(value.base)
+    return total
+
+
+def growth(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """The slope of log y over log x, by least squares: 1 is linear."""
+    if len(xs) < 2 or min(*xs, *ys) <= 0:
+        return math.nan
+    return float(np.polyfit(np.log(xs), np.log(ys), 1)[0])

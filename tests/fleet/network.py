@@ -10,36 +10,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import msgspec
 
-from disagg.protocol import messages
 from disagg.runtime.transport import MemoryConnection, MemoryNetwork, MemoryTransport
+from tests.fleet.spec import Spec
 
-if TYPE_CHECKING:
-    from tests.fleet.ranks import Rank
-    from tests.fleet.spec import Spec
-
-Way = Literal["up", "down"]
-ABOUT_ROOMS = frozenset(
-    str(kind.__struct_config__.tag)
-    for kind in {*get_args(messages.ToPrefill), *get_args(messages.ToDecode)}
-    if "room" in kind.__struct_fields__
-)
-"""Types of messages that name a room; the others are of a connection."""
 FIRST_SECOND = 1000.0
 
 
 class Timeline:
     """What happens when; nothing happens between. What is due at the same time happens in the order
-    in which it was planned.
+    in which it was planned. `trace` is a digest of everything that is noted, in order.
     """
 
     def __init__(self) -> None:
         self.now = FIRST_SECOND
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._hash = hashlib.blake2b(digest_size=8)
 
     def clock(self) -> float:
         return self.now
@@ -51,17 +40,11 @@ class Timeline:
         self.now, _, call = heapq.heappop(self._due)
         call()
 
-
-class Trace:
-    """A digest of everything that happened, in order."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=8)
-
     def note(self, *what: object) -> None:
-        self._hash.update(repr(what).encode())
+        self._hash.update(repr((self.now, *what)).encode())
 
-    def __str__(self) -> str:
+    @property
+    def trace(self) -> str:
         return self._hash.hexdigest()
 
 
@@ -87,7 +70,7 @@ class Line(MemoryConnection):
 
 
 class RankTransport(MemoryTransport):
-    def __init__(self, network: FleetNetwork, rank: Rank) -> None:
+    def __init__(self, network, rank):
         super().__init__(network)
         self.rank = rank
 
@@ -95,12 +78,12 @@ class RankTransport(MemoryTransport):
 class FleetNetwork(MemoryNetwork):
     """Counts messages by type (`sent`, and their bytes `nbytes`) and those that it lost."""
 
-    def __init__(self, spec: Spec, timeline: Timeline, trace: Trace) -> None:
+    def __init__(self, spec: Spec, timeline: Timeline) -> None:
         super().__init__()
         self.sent: Counter[str] = Counter()
         self.nbytes: Counter[str] = Counter()
         self.lost = 0
-        self._spec, self._timeline, self._trace = spec, timeline, trace
+        self._spec, self._timeline = spec, timeline
         self._random = random.Random(f"network {spec.seed}")
 
     def dial(self, dialler: MemoryTransport, peer: int, address: str) -> Line:
@@ -110,8 +93,7 @@ class FleetNetwork(MemoryNetwork):
         """How long one message is under way: half the mean or more."""
         return self._spec.latency / 2 * (1 + self._random.expovariate(1))
 
-    def carry(self, connection: MemoryConnection, way: Way, data: bytes) -> None:
-        line = cast(Line, connection)
+    def carry(self, line: Line, way: str, data: bytes) -> None:
         tag = _tag.decode(data).type
         self.sent[tag] += 1
         self.nbytes[tag] += len(data)
@@ -119,10 +101,9 @@ class FleetNetwork(MemoryNetwork):
             self.lost += 1
             return
         sender = line.dialler if way == "up" else self.listeners[line.address]
-        left = max(self._timeline.now, cast(RankTransport, sender).rank.busy_until)
+        left = max(self._timeline.now, sender.rank.busy_until)
         at = line.last[way] = max(line.last[way], left + self.delay())
-        arrive = partial(self._arrive, line, way, line.broken, tag, data)
-        self._timeline.at(at, arrive)
+        self._timeline.at(at, partial(self._arrive, line, way, line.broken, tag, data))
 
     def break_all(self, lines: Iterable[Line], *, gone: bool) -> None:
         """An end of these connections died: what is under way is lost, and so is what follows, if
@@ -133,7 +114,7 @@ class FleetNetwork(MemoryNetwork):
             line.gone = line.gone or gone
             line.identity = self.identity()
 
-    def _arrive(self, line: Line, way: Way, broken: int, tag: str, data: bytes) -> None:
+    def _arrive(self, line: Line, way: str, broken: int, tag: str, data: bytes) -> None:
         if way == "up":
             receiver = self.listeners.get(line.address)
         else:
@@ -141,7 +122,6 @@ class FleetNetwork(MemoryNetwork):
         if broken != line.broken or receiver is None:
             self.lost += 1
             return
-        rank = cast(RankTransport, receiver).rank
-        self._trace.note(self._timeline.now, tag, len(data), rank.name)
+        self._timeline.note(tag, len(data), receiver.rank.name)
         self.deliver(line, way, data)
-        rank.wake()
+        receiver.rank.wake()

@@ -1,33 +1,28 @@
-"""The ranks of a fleet: real endpoints without threads, turned when something is due. A rank has
-pages, and its rooms have them from their begin to the time when their endpoint says that they have
-ended.
+"""The ranks of a fleet: real endpoints without threads, turned when something is due, and an engine
+whose reads move nothing and take virtual time. A rank has pages, and its rooms have them from their
+begin to the time when their endpoint says that they have ended.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from disagg.protocol.peers.link import Link
+from disagg.engines.base import Engine, TransferError
+from disagg.plan.bind import CopyBatch
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.status import KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from disagg.runtime.options import Options
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
-from kvpool.layout import RequestAddress, Span
-from kvpool.layout.grid import Ints
-from tests.fleet.engine import TimedEngine
+from kvpool.layout import PoolLayout, RequestAddress, Span
+from kvpool.layout.grid import Ints, ragged
 from tests.fleet.network import RankTransport
 from tests.fleet.spec import PAGE
-
-if TYPE_CHECKING:
-    from tests.fleet.fleet import Fleet
 
 NOBODY = -1
 
@@ -63,35 +58,23 @@ class Part:
     torn: bool = False
 
 
-@dataclass(slots=True)
-class Peaks:
-    """The largest numbers that a rank has seen: messages that waited for its turn, rooms that were
-    open, rooms that waited for pages.
-    """
-
-    inbox: int = 0
-    open: int = 0
-    backlog: int = 0
-
-
-class Rank(ABC):
+class Rank:
     """One generation of a rank. `engine` and `index` say which, `life` how often it died before."""
 
-    endpoint: PrefillEndpoint | DecodeEndpoint
+    side: str
 
-    def __init__(self, fleet: Fleet, side: str, engine: int, index: int, life: int) -> None:
-        self.fleet, self.side, self.engine, self.index = fleet, side, engine, index
+    def __init__(self, fleet, engine: int, index: int, life: int) -> None:
+        self.fleet, self.engine, self.index = fleet, engine, index
         self.life, self.alive = life, True
-        self.address = f"{side} {engine}.{index}"
+        self.address = f"{self.side} {engine}.{index}"
         self.name = f"{self.address} life {life}"
-        self.layout = replace(fleet.layouts[side][index], generation=self.name)
-        pages = fleet.spec.pages(side)
+        self.layout = replace(fleet.layouts[self.side][index], generation=self.name)
+        pages = fleet.spec.pages(self.side)
         self.free = deque(range(1, pages))
         self.owners: Ints = np.full(pages, NOBODY, dtype=np.int64)
         self.parts: dict[int, Part] = {}
         self.ended: set[int] = set()
         self.backlog: deque[FleetRoom] = deque()
-        self.peaks = Peaks()
         self.busy_until = self.port_free = 0.0
         self.transport = RankTransport(fleet.network, self)
         self._due: float | None = None
@@ -121,29 +104,8 @@ class Rank(ABC):
     def admit(self, room: FleetRoom) -> None:
         """Begins a room here, once there are pages for it."""
         self.backlog.append(room)
-        self.peaks.backlog = max(self.peaks.backlog, len(self.backlog) - 1)
+        self.fleet.peak(self.side, "backlog", len(self.backlog) - 1)
         self._begin_some()
-
-    @abstractmethod
-    def begin(self, part: Part) -> None:
-        """A room has pages."""
-
-    @abstractmethod
-    def over(self, part: Part, state: KVPoll) -> None:
-        """A room has ended here, and its pages are free."""
-
-    def look(self) -> None:
-        """Is called often: time has passed."""
-
-    def stray(self, number: int) -> None:
-        """A room has ended that has no pages here."""
-        self.fleet.check(False, f"room {number} has ended twice on {self.name}")
-
-    def landed(self, room: int, nbytes: int, held: bool) -> None:
-        """Bytes of a room have arrived; `held` says whether they were the room's there."""
-        part = self.parts[room]
-        part.nbytes += nbytes
-        part.torn = part.torn or not held
 
     def observe(self) -> None:
         for name, state, failure in self.endpoint.ended():
@@ -168,7 +130,7 @@ class Rank(ABC):
             self.owners[ids] = room.number
             address = RequestAddress(room.tokens, {"kv": Span(ids)})
             part = self.parts[room.number] = Part(room, address, ids)
-            self.peaks.open = max(self.peaks.open, len(self.parts))
+            self.fleet.peak(self.side, "open", len(self.parts))
             self.begin(part)
 
     def _turn(self, at: float) -> None:
@@ -176,7 +138,7 @@ class Rank(ABC):
             return  # there was an earlier one
         self._due = None
         waiting = len(self.transport.inbox)
-        self.peaks.inbox = max(self.peaks.inbox, waiting)
+        self.fleet.peak(self.side, "inbox", waiting)
         self.busy_until = at + max(1, waiting) * self.fleet.spec.turn
         if self.endpoint.step():
             self.wake()
@@ -192,16 +154,13 @@ class Rank(ABC):
 class PrefillRank(Rank):
     """Computes requests and offers them."""
 
-    endpoint: PrefillEndpoint
+    side = "prefill"
 
-    def __init__(self, fleet: Fleet, engine: int, index: int, life: int) -> None:
-        super().__init__(fleet, "prefill", engine, index, life)
+    def __init__(self, fleet, engine: int, index: int, life: int) -> None:
+        super().__init__(fleet, engine, index, life)
+        moves, lease = TimedEngine(self), fleet.spec.lease
         self.endpoint = PrefillEndpoint(
-            self.layout,
-            TimedEngine(self),
-            self.address,
-            lease=fleet.spec.lease,
-            **self.options(),
+            self.layout, moves, self.address, lease=lease, **self.options()
         )
 
     def begin(self, part: Part) -> None:
@@ -210,11 +169,13 @@ class PrefillRank(Rank):
         edges.append(part.room.tokens)
         for number, (start, stop) in enumerate(pairwise(edges)):
             at = self.fleet.timeline.now + part.room.compute * (number + 1) / chunks
-            offer = partial(self._offer, part, range(start, stop))
-            self.fleet.timeline.at(at, offer)
+            self.fleet.timeline.at(at, partial(self._offer, part, range(start, stop)))
 
     def over(self, part: Part, state: KVPoll) -> None:
         self.fleet.open_prefill -= 1
+
+    def look(self) -> None:
+        """Prefill has nothing to look at."""
 
     def stray(self, number: int) -> None:
         """Decode gave up what is not offered yet, and is told once more when it is; or it gave up
@@ -238,17 +199,17 @@ class PrefillRank(Rank):
 class DecodeRank(Rank):
     """Asks for rooms. It connects to a prefill engine with the first room from there."""
 
-    endpoint: DecodeEndpoint
+    side = "decode"
 
-    def __init__(self, fleet: Fleet, engine: int, index: int, life: int) -> None:
-        super().__init__(fleet, "decode", engine, index, life)
-        self.links: dict[int, Link] = {}
-        self._used: dict[int, float] = {}
+    def __init__(self, fleet, engine: int, index: int, life: int) -> None:
+        super().__init__(fleet, engine, index, life)
+        self.links, self._used = {}, {}
+        spec = fleet.spec
         self.endpoint = DecodeEndpoint(
             self.layout,
             TimedEngine(self),
-            ranks=fleet.groups[index] if fleet.spec.groups else fleet.spec.decode_tp,
-            offer_timeout=fleet.spec.offer_timeout,
+            ranks=fleet.groups[index] if spec.groups else spec.decode_tp,
+            offer_timeout=spec.offer_timeout,
             staging=0,
             **self.options(),
         )
@@ -279,3 +240,95 @@ class DecodeRank(Rank):
         for engine in [e for e, at in self._used.items() if at < before and e not in used]:
             self.endpoint.disconnect(self.links.pop(engine))
             del self._used[engine]
+
+    def stray(self, number: int) -> None:
+        self.fleet.check(False, f"room {number} has ended twice on {self.name}")
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """A read from pages of one rank to pages of another."""
+
+    source: Rank
+    source_pages: Ints
+    pages: Ints
+    nbytes: int
+    arrives: float
+
+
+class TimedEngine(Engine):
+    """Reads for one rank. Ports are shared: a read waits until both are free, and takes the time of
+    its bytes; a message's time later it has arrived. It checks what it would move.
+    """
+
+    name = "timed"
+    max_bytes = max_runs = 1 << 40
+    background = True
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    @classmethod
+    def availability(cls):
+        return
+
+    def register(self, slabs):
+        """Memory is not there."""
+
+    def metadata(self):
+        return self._rank.name.encode()
+
+    def connect(self, metadata):
+        rank = self._rank.fleet.alive.get(metadata.decode())
+        if rank is None:
+            raise TransferError("the peer's process is gone.")
+        return rank
+
+    def read(self, peer: Rank, batch: CopyBatch) -> Transfer:
+        fleet, here = self._rank.fleet, self._rank
+        start = max(fleet.timeline.now, peer.port_free, here.port_free)
+        peer.port_free = here.port_free = end = start + batch.total / fleet.spec.rate
+        arrives = end + fleet.network.delay()
+        fleet.timeline.at(arrives, here.wake)
+        return Transfer(
+            source=peer,
+            source_pages=pages_of(peer.layout, batch.src, batch.nbytes),
+            pages=pages_of(here.layout, batch.dst, batch.nbytes),
+            nbytes=batch.total,
+            arrives=arrives,
+        )
+
+    def poll(self, transfer: Transfer) -> bool:
+        here, source = self._rank, transfer.source
+        if here.fleet.timeline.now < transfer.arrives:
+            return False
+        if not source.alive:
+            raise TransferError("the peer's process is gone.")
+        rooms = here.owners[transfer.pages]
+        room = int(rooms[0])
+        here.fleet.check(room >= 0 and (rooms == room).all(), "bytes land in pages of other rooms")
+        part = here.parts[room]
+        part.nbytes += transfer.nbytes
+        # pages have one room from the first chunk to its end, so they had it all the time
+        part.torn |= not (source.owners[transfer.source_pages] == room).all()
+        return True
+
+    def fence(self, peer, timeout=None):
+        """Nothing lands that is not polled."""
+        return True
+
+    def close(self):
+        """Nothing is open."""
+
+
+def pages_of(layout: PoolLayout, starts: Ints, nbytes: Ints) -> Ints:
+    """The pages that runs touch, each in one buffer."""
+    buffers = sorted((buffer.base, buffer.item_stride) for buffer in layout.buffers)
+    bases, sizes = np.array(buffers, dtype=np.int64).T
+    which = np.searchsorted(bases, starts, side="right") - 1
+    offsets, size = starts - bases[which], sizes[which]
+    first, last = offsets // size, (offsets + nbytes - 1) // size
+    if (first == last).all():
+        return first
+    run, step = ragged(last - first + 1)
+    return first[run] + step

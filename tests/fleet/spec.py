@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpool.layout import PoolLayout
+from kvpool import MHAPool, PoolLayout, Shard
+from kvpool.models import declare
 
 PAGE = 64
 """Tokens of a page."""
-LAYERS, HEADS, HEAD_DIM = 4, 8, 128
 SPARE = 4
 """Pages of a rank, as a multiple of what its rooms hold on average."""
 RESTART = 0.1, 3.0
@@ -62,51 +62,36 @@ class Spec:
 
     def __post_init__(self) -> None:
         for side in ("prefill", "decode"):
-            ranks, tp = getattr(self, side), getattr(self, f"{side}_tp")
+            ranks, tp = getattr(self, side), self.tp(side)
             if tp < 1 or ranks < tp or ranks % tp:
-                raise ValueError(
-                    f"{ranks} {side} ranks in engines of {tp}: give a multiple of {tp}."
-                )
-        for name in ("rooms", "in_flight", "tokens", "chunks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: 1 or more.")
-        for name in ("compute", "latency", "turn", "deaths"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: 0 or more.")
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate}: more than 0 bytes a second.")
-        if not 0 <= self.loss < 1:
-            raise ValueError(f"loss={self.loss}: from 0 to less than 1.")
+                raise ValueError(f"{ranks} {side} ranks: give a multiple of {tp}, of an engine.")
 
     @property
-    def engines(self) -> tuple[int, int]:
-        return self.prefill // self.prefill_tp, self.decode // self.decode_tp
+    def ranks(self) -> int:
+        return self.prefill + self.decode
 
-    @property
-    def faulty(self) -> bool:
-        return bool(self.loss or self.deaths)
+    def tp(self, side: str) -> int:
+        return int(getattr(self, f"{side}_tp"))
+
+    def engines(self, side: str) -> int:
+        return int(getattr(self, side)) // self.tp(side)
 
     def pages(self, side: str) -> int:
         """Pages of a rank, with the one that is reserved."""
-        prefill, decode = self.engines
-        rooms = self.in_flight * (decode / prefill if side == "prefill" else 1)
-        longest = -(-self.tokens // PAGE) * MOST_TOKENS
-        return 1 + max(longest, math.ceil(SPARE * rooms * -(-self.tokens // PAGE)))
+        ratio = self.engines("decode") / self.engines("prefill") if side == "prefill" else 1
+        pages = -(-self.tokens // PAGE)
+        return 1 + max(pages * MOST_TOKENS, math.ceil(SPARE * self.in_flight * ratio * pages))
 
     def layout(self, side: str, rank: int) -> PoolLayout:
-        """The layout of one rank of an engine: of the model, or of a few layers of K and V, of
-        which it has a share of the heads. Raises ValueError.
+        """The layout of one rank of an engine: of the model, or of four layers of K and V, of which
+        it has a share of the heads. Raises ValueError.
         """
-        from kvpool import MHAPool, Shard
-        from kvpool.models import declare
-
-        tp = self.prefill_tp if side == "prefill" else self.decode_tp
-        common: dict[str, Any] = {"device": "meta", "dtype": "bf16", "shard": Shard(rank, tp)}
-        common |= {"num_pages": self.pages(side), "page_size": PAGE}
+        common: dict[str, Any] = {"device": "meta", "dtype": "bf16", "page_size": PAGE}
+        common |= {"shard": Shard(rank, self.tp(side)), "num_pages": self.pages(side)}
         if not self.model:
-            heads = math.lcm(HEADS, self.prefill_tp, self.decode_tp)
-            kv: dict[str, Any] = {"num_kv_heads": heads, "head_dim": HEAD_DIM, "order": "hnd"}
-            return MHAPool(layers=range(LAYERS), **kv, **common).layout
+            heads = math.lcm(8, self.prefill_tp, self.decode_tp)
+            kv: dict[str, Any] = {"num_kv_heads": heads, "head_dim": 128, "order": "hnd"}
+            return MHAPool(layers=range(4), **kv, **common).layout
         layout = declare(self.model).build(requests=1, **common).layout
         if [space.name for space in layout.spaces] != ["kv"]:
             names = ", ".join(space.name for space in layout.spaces)
@@ -119,17 +104,12 @@ class Spec:
         other side and one that gets larger; `both`: one engine on each side, of as many ranks.
         Of one engine there are fewer rooms: each is of all ranks.
         """
-        if ranks < 8:
-            raise ValueError(f"ranks={ranks}: 8 or more.")
-        size = 8
-        while size <= ranks:
+        for size in (8 << n for n in range(ranks.bit_length() - 3) if 8 << n <= ranks):
+            prefill = {"prefill": size - 4, "decode": 4}.get(what, size // 2)
+            sides = {"prefill": prefill, "decode": size - prefill}
             if what == "fleet":
                 rooms = max(1, self.rooms * size // ranks)
-                yield replace(self, prefill=size // 2, decode=size // 2, rooms=rooms)
             else:
                 rooms = max(4, self.rooms // (4 * size))
-                prefill = {"prefill": size - 4, "decode": 4, "both": size // 2}[what]
-                decode = size - prefill
-                tp = replace(self, prefill=prefill, prefill_tp=prefill, rooms=rooms)
-                yield replace(tp, decode=decode, decode_tp=decode)
-            size *= 2
+                sides |= {"prefill_tp": prefill, "decode_tp": size - prefill}
+            yield replace(self, rooms=rooms, **sides)
