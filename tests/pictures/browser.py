@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import time
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.processes import started
+from tests.processes import started, until
 
 PROGRAMS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -20,6 +19,7 @@ FLAGS = (
     *("--remote-debugging-port=0", "--no-first-run", "about:blank"),
 )
 SECONDS = 30.0
+PROBLEMS = "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"
 
 
 def program() -> str | None:
@@ -35,62 +35,46 @@ def browser(folder: Path) -> Iterator[Page]:
     command = [program() or "", f"--user-data-dir={folder}", *FLAGS]
     # Debian's program is a script, which does not hand a signal on to the browser
     with started(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        port, path = _address(folder / "DevToolsActivePort", process)
+        file = folder / "DevToolsActivePort"
+        until(lambda: process.poll() is not None or (file.exists() and "/" in file.read_text()))
+        port, path = file.read_text().split()
         with connect(f"ws://127.0.0.1:{port}{path}", max_size=None) as socket:
             yield Page(socket)
-
-
-def _address(file: Path, process: subprocess.Popen[bytes]) -> list[str]:
-    """Port and path at which the browser listens."""
-    ends = time.monotonic() + SECONDS
-    while time.monotonic() < ends:
-        lines = file.read_text().split() if file.exists() else []
-        if len(lines) == 2:
-            return lines
-        assert process.poll() is None, f"Chromium ended with status {process.returncode}"
-        time.sleep(0.02)
-    raise TimeoutError(f"Chromium did not listen within {SECONDS:g} s")
 
 
 class Page:
     """One page; `problems` are errors and warnings of its console, and requests that it made."""
 
     def __init__(self, socket: Any) -> None:
-        self._socket, self._session, self._calls = socket, None, 0
+        self._socket, self._session, self._calls = socket, {}, 0
         self._events: list[str] = []
         self.problems: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        found = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        self._session = found["sessionId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = {"sessionId": attached["sessionId"]}
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """The answer of the browser; what it reports meanwhile is noted."""
         self._calls += 1
-        said = {"id": self._calls, "method": method, "params": parameters}
-        if self._session:
-            said["sessionId"] = self._session
-        self._socket.send(json.dumps(said))
+        call = {"id": self._calls, "method": method, "params": parameters, **self._session}
+        self._socket.send(json.dumps(call))
         while True:
-            heard = json.loads(self._socket.recv(SECONDS))
-            if heard.get("id") == self._calls:
-                assert "error" not in heard, f"{method}: {heard['error']}"
-                return heard["result"]
-            self._note(heard)
+            answer = json.loads(self._socket.recv(SECONDS))
+            if answer.get("id") == self._calls:
+                assert "error" not in answer, f"{method}: {answer['error']}"
+                return answer["result"]
+            self._note(answer)
 
-    def _note(self, heard: dict[str, Any]) -> None:
-        about = heard["params"]
-        self._events.append(heard["method"])
-        match heard["method"]:
-            case "Runtime.exceptionThrown":
-                self.problems.append(json.dumps(about["exceptionDetails"]))
-            case "Runtime.consoleAPICalled":
-                self.problems.append(json.dumps(about["args"]))
-            case "Log.entryAdded":
-                self.problems.append(about["entry"]["text"])
-            case "Network.requestWillBeSent" if not about["request"]["url"].startswith("file:"):
-                self.problems.append(f"asks for {about['request']['url']}")
+    def _note(self, event: dict[str, Any]) -> None:
+        method, parameters = event["method"], event["params"]
+        self._events.append(method)
+        if method == "Network.requestWillBeSent":
+            if not parameters["request"]["url"].startswith("file:"):
+                self.problems.append(f"asks for {parameters['request']['url']}")
+        elif method in PROBLEMS:
+            self.problems.append(json.dumps(parameters))
 
     def open(self, file: Path, width: int, height: int = 900, *, dark: bool = False) -> None:
         """Shows a file in a window of that many pixels."""
@@ -106,9 +90,9 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        value = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in value, value["exceptionDetails"]
+        return value["result"].get("value")
 
     def screenshot(self, file: Path) -> None:
         """A picture of the whole page."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import product
 
-from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.cli.accept import report as accept
 from disagg.cli.bench.case import COPY, BenchCase
 from disagg.cli.bench.measure import Measurement
@@ -51,66 +54,36 @@ LONG_SENTENCE = (
 )
 
 
-class Clock:
-    """Each look at it takes some time, the same in every run."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        self.now += 20e-6
-        return self.now
-
-
-def handed_over(ranks: int = 2, chunk: int = 512, layers: int = 0) -> RoomMetrics:
+def handed_over(ranks: int = 2, chunk: int = 512, layers: int = 4) -> RoomMetrics:
     """A request that real endpoints hand over: from `ranks` of prefill to one of decode, in
-    chunks; with `layers`, so many layers of a chunk at a time.
+    chunks, so many layers of a chunk at a time.
     """
     sizes = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 40, "page_size": 64}
     pools = [MHAPool(layers=range(4), shard=Shard(n, ranks), **sizes) for n in range(ranks)]
-    dest, clock = MHAPool(layers=range(4), **sizes), Clock()
-    common = {"threaded": False, "clock": clock}
-    sources = [PrefillEndpoint(pool.layout, create_engine("local"), **common) for pool in pools]
-    decode = DecodeEndpoint(dest.layout, create_engine("local"), verify="checksum", **common)
-    every = [*sources, decode]
-    try:
-        link = decode.connect([source.address for source in sources])
-        _step_until(every, lambda: link.settled)
+    dest = MHAPool(layers=range(4), **sizes)
+    with ExitStack() as stack:
+        sources = [
+            stack.enter_context(PrefillEndpoint(pool.layout, create_engine("local")))
+            for pool in pools
+        ]
+        decode = DecodeEndpoint(dest.layout, create_engine("local"), verify="checksum")
+        stack.enter_context(decode)
+        decode.connect([source.address for source in sources], timeout=30)
         decode.receive("r", oracle.place(dest, TOKENS))
-        for start in range(0, TOKENS, chunk):
+        for start, low in product(range(0, TOKENS, chunk), range(0, 4, layers)):
             tokens = range(start, min(start + chunk, TOKENS))
-            for low in range(0, 4, layers or 4):
-                parts = {"layers": range(low, low + layers)} if layers else {}
-                last = tokens.stop == TOKENS and low + (layers or 4) == 4
-                for pool, source in zip(pools, sources):
-                    table = oracle.place(pool, TOKENS)
-                    source.send("r", table, tokens=tokens, last=last, **parts)
-                    clock.now += 0.0005
-                    for _ in range(8):
-                        for endpoint in every:
-                            endpoint.step()
-            _step_until(every, lambda: not decode.reading("r"))
-        _step_until(every, lambda: all(each.poll("r").ended for each in every))
+            parts = {"layers": range(low, low + layers)} if layers < 4 else {}
+            last = tokens.stop == TOKENS and low + layers == 4
+            for pool, source in zip(pools, sources):
+                source.send("r", oracle.place(pool, TOKENS), tokens=tokens, last=last, **parts)
+            time.sleep(0.002)
+        assert decode.wait("r", 30) is KVPoll.Success
         return decode.metrics("r")
-    finally:
-        for endpoint in every:
-            endpoint.close()
-
-
-def _step_until(every: list, holds: Callable[[], bool]) -> None:
-    for _ in range(100_000):
-        if holds():
-            return
-        for endpoint in every:
-            endpoint.step()
-    raise AssertionError("nothing happens any more")
 
 
 def rooms() -> dict[str, RoomMetrics]:
     """Two hand-offs of as many tokens."""
-    return {
-        "two ranks of prefill": handed_over(2, 512),
-        "one rank, layer by layer": handed_over(1, 512, 1),
-    }
+    return {"two ranks of prefill": handed_over(), "layer by layer": handed_over(1, layers=1)}
 
 
 def report() -> BenchReport:
@@ -118,13 +91,9 @@ def report() -> BenchReport:
     rows = [measured(group, *case) for group, cases in RATIOS.items() for case in cases]
     lacking = case_of("transfer", "mori, 1 KiB")
     rows.append(Measurement(case=lacking, reason="engine 'mori': no AMD GPU. Run it on one."))
-    return BenchReport(
-        machine={"device": "cpu", "name": "a processor", "memory": "8 GiB"},
-        versions={"torch": "2.13.0"},
-        date="2026-11-23T12:00:00",
-        quick=False,
-        rows=rows,
-    )
+    machine = {"device": "cpu", "name": "a processor", "memory": "8 GiB"}
+    date, versions = "2026-11-23T12:00:00", {"torch": "2.13.0"}
+    return BenchReport(machine=machine, versions=versions, date=date, quick=False, rows=rows)
 
 
 def case_of(group: str, name: str, bound: str = COPY) -> BenchCase:
@@ -134,14 +103,8 @@ def case_of(group: str, name: str, bound: str = COPY) -> BenchCase:
 
 def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurement:
     """A case that took a millisecond."""
-    return Measurement(
-        case=case_of(group, name, bound),
-        seconds=1e-3,
-        reference_seconds=ratio * 1e-3,
-        ratio=ratio,
-        beyond=0.0,
-        rounds=20,
-    )
+    times = {"seconds": 1e-3, "reference_seconds": ratio * 1e-3, "beyond": 0.0, "rounds": 20}
+    return Measurement(case=case_of(group, name, bound), ratio=ratio, **times)
 
 
 def hybrid() -> PoolLayout:

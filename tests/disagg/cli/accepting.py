@@ -15,7 +15,8 @@ import torch
 from disagg.cli.accept.report import Report
 from kvpool.device import DeviceUnavailable, torch_ops
 from kvpool.device.cpu import CPUDevice
-from tests.kvpool.testing.test_conformance import Late, package
+from tests.kvpool.cli.plugins import package
+from tests.kvpool.testing.test_conformance import Late
 
 ROOT = Path(__file__).parents[3]
 COMMAND = "import typer; from disagg.cli.accept.command import accept; typer.run(accept)"

@@ -18,7 +18,7 @@ from kvpool import DeviceUnavailable, MLAPool
 from kvpool.device import Device, device_entries, get_device
 from kvpool.device.cpu import CompletedEvent, CPUDevice, MetaDevice
 from kvpool.device.host_copy import LARGE, copy_runs
-from tests.kvpool.testing.test_conformance import package
+from tests.kvpool.cli.plugins import package
 
 SHAPE = {"layers": (0,), "num_pages": 3, "page_size": 4, "dtype": "bf16"}
 OPERATIONS = ("store_rows", "load_rows", "copy_items", "copy_runs")
