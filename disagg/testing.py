@@ -29,7 +29,7 @@ from kvpool.layout.formats import Shard
 from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, Inapplicable, fail, random_of
-from kvpool.testing.checks.items import capacity, place
+from kvpool.testing.checks.layout import capacity, place
 from kvpool.testing.memory import DeviceMemory, PoolMemory, settle
 from kvpool.testing.values import Bytes
 

@@ -8,18 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvpool.layout.formats import (
-    MHA,
-    MLA,
-    IndexKey,
-    Shard,
-    gated_delta_net,
-    kda,
-    lightning,
-    mamba1,
-    mamba2,
-    short_conv,
-)
+from kvpool.layout import formats
+from kvpool.layout.formats import MHA, MLA, IndexKey, Shard
 from kvpool.pools.base import KVPool
 from kvpool.pools.dsv4 import DSv4Pool
 from kvpool.pools.placement import ITEM_COUNTS
@@ -86,13 +76,13 @@ swa = replace(
 hybrid = small(
     HybridLinearPool,
     full=MHA(4, 8, 16),
-    linear=gated_delta_net(k_heads=2, v_heads=4, k_dim=3, v_dim=5, kernel=4),
+    linear=formats.gated_delta_net(k_heads=2, v_heads=4, k_dim=3, v_dim=5, kernel=4),
     linear_layers=(0, 1, 2),
 )
-hybrid_mla = hybrid.but(full=ROW, linear=kda(heads=4, dim=3, kernel=4))
+hybrid_mla = hybrid.but(full=ROW, linear=formats.kda(heads=4, dim=3, kernel=4))
 hybrid_nsa = hybrid.but(
     full=ROW,
-    linear=mamba2(heads=4, head_dim=3, groups=2, state_size=5, kernel=4),
+    linear=formats.mamba2(heads=4, head_dim=3, groups=2, state_size=5, kernel=4),
     linear_layers=(0, 2),
     index=INDEX,
     index_layers=[3],
@@ -101,7 +91,11 @@ layered = small(
     LayeredPool,
     states={
         0: (State(MHA(4, 8, 16)),),
-        1: (State(MHA(2, 16), window=6), State(short_conv(8, 3)), State(short_conv(4, 2))),
+        1: (
+            State(MHA(2, 16), window=6),
+            State(formats.short_conv(8, 3)),
+            State(formats.short_conv(4, 2)),
+        ),
         2: (State(ROW), State(INDEX)),
         3: (State(ROW, window=3),),
     },
@@ -159,10 +153,12 @@ POOLS: dict[str, Example] = {
     "swa mxfp8": swa.but(packing="mxfp8", full=WIDE, swa=MHA(2, 32)),
     "hybrid mxfp8": hybrid.but(packing="mxfp8", full=WIDE),
     "mamba-1 and mha in a layer": hybrid.but(
-        linear=mamba1(12, 5, 4, "taps_first"), full_layers=(1, 3)
+        linear=formats.mamba1(12, 5, 4, "taps_first"), full_layers=(1, 3)
     ),
-    "hybrid short conv": hybrid.but(linear=short_conv(8, 3)),
-    "lightning alone": small(HybridLinearPool, linear=lightning(4, 6), linear_layers=range(4)),
+    "hybrid short conv": hybrid.but(linear=formats.short_conv(8, 3)),
+    "lightning alone": small(
+        HybridLinearPool, linear=formats.lightning(4, 6), linear_layers=range(4)
+    ),
     "mha bf16 by page": mha.but(placement="page"),
     "mha bf16 stacked": mha.but(placement="stack"),
     "mla fp8 stacked": mla.but(packing="fp8", placement="stack"),

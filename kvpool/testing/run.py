@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvpool.device import Device, get_device
 from kvpool.layout.formats import Shard
 from kvpool.testing.case import Build, Case, CheckFailure, ConformanceError, Inapplicable
-from kvpool.testing.checks import access, devices, items, layout, rows
+from kvpool.testing.checks import access, devices, layout
 from kvpool.testing.checks.hardware import HARDWARE_CHECKS
 from kvpool.testing.pools import POOLS
 
@@ -98,7 +98,7 @@ def device_checks(device: Device, hardware: bool = True) -> list[BoundCheck]:
     """The kit's checks of a device without a pool, and `DEVICE_CHECKS` of the modules with an entry
     point of the group `kvpool.testing`.
     """
-    checks = [*_checks_in(devices, "device"), *_checks_in(rows, "device")]
+    checks = [*_checks_in(devices, "device")]
     for group in HARDWARE_CHECKS:
         if hardware and group.unfit(device) is None:
             checks += group.checks
@@ -108,7 +108,7 @@ def device_checks(device: Device, hardware: bool = True) -> list[BoundCheck]:
 
 def pool_checks(case: Case) -> list[BoundCheck]:
     """The kit's checks of a pool, and `POOL_CHECKS` of those modules."""
-    checks = [check for part in (layout, access, items) for check in _checks_in(part, "case")]
+    checks = [*_checks_in(layout, "case"), *_checks_in(access, "case")]
     checks += _plugged_in("POOL_CHECKS")
     return [
         BoundCheck(check, case, case.device.name, case.pool)

@@ -17,8 +17,7 @@ from kvpool.layout.formats import scale_role
 from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
 from kvpool.testing.case import Case, equal, fail, raises
-from kvpool.testing.memory import ids_on, off
-from kvpool.testing.trial import Trial, blocks, shape
+from kvpool.testing.memory import Trial, blocks, ids_on, off, shape
 from kvpool.testing.values import (
     Bytes,
     Floats,
