@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
+from dataclasses import fields
 from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,10 +20,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvpool.models import Declaration
-    from kvpool.models.sizing import Figures, RoleBytes
+    from kvpool.models.sizing import Figures, PipelineStage, RoleBytes
 
 DTYPE_NAMES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "e4m3": "e4m3", "e5m2": "e5m2"}
-STORED = ", ".join((*DTYPE_NAMES, *PACKINGS))
 
 
 def model_names() -> list[str]:
@@ -51,7 +52,10 @@ _Utilisation = Annotated[
 ]
 _Tp = Annotated[int, typer.Option(min=1, max=1 << 16, help="Shards of each layer.")]
 _Pp = Annotated[int, typer.Option(min=1, max=1 << 16, help="Pipeline stages.")]
-_Dtype = Annotated[str, typer.Option(help=f"How entries are stored: {STORED}.")]
+_Dtype = Annotated[
+    str,
+    typer.Option(help=f"How entries are stored: {', '.join((*DTYPE_NAMES, *PACKINGS))}."),
+]
 _ConvDtype = Annotated[
     str | None,
     typer.Option(help="How convolutions of linear attention are stored. Default: as --dtype."),
@@ -129,7 +133,7 @@ def budget(
         options: dict[str, Any] = {"tp": tp, "pp": pp, "page_size": page_size}
         options |= {"requests": requests, "tokens": tokens, **storage(dtype)}
         options |= {"draft": draft_of(config) if draft else None, "utilisation": utilisation}
-        options |= {name: _float(name, value) for name, value in linear.items() if value}
+        options |= {name: _dtype(name, value) for name, value in linear.items() if value}
         options |= {"placement": "block"} if block_pool else {}
         fits = _figures(config, memory, weights, options)
     except ValueError as error:
@@ -162,10 +166,16 @@ def storage(dtype: str) -> dict[str, str]:
     """The pool's argument for a value of --dtype."""
     if dtype in PACKINGS:
         return {"packing": dtype}
-    if dtype not in DTYPE_NAMES:
-        known = (*DTYPE_NAMES, *PACKINGS)
-        raise ValueError(f"dtype {dtype!r}: one of {STORED}.{nearest(dtype, known)}")
-    return {"dtype": DTYPE_NAMES[dtype]}
+    return {"dtype": _dtype("dtype", dtype, (*DTYPE_NAMES, *PACKINGS))}
+
+
+def _dtype(option: str, value: str, choices: Collection[str] = DTYPE_NAMES) -> str:
+    """The library's name of a float dtype."""
+    if value not in DTYPE_NAMES:
+        raise ValueError(
+            f"{option} {value!r}: one of {', '.join(choices)}.{nearest(value, choices)}"
+        )
+    return DTYPE_NAMES[value]
 
 
 def draft_of(config: str) -> Declaration:
@@ -177,43 +187,31 @@ def draft_of(config: str) -> Declaration:
     return draft
 
 
-def _float(name: str, value: str) -> str:
-    """A float dtype of an option."""
-    if value not in DTYPE_NAMES:
-        known = ", ".join(DTYPE_NAMES)
-        raise ValueError(f"{name} {value!r}: one of {known}.{nearest(value, DTYPE_NAMES)}")
-    return DTYPE_NAMES[value]
-
-
 def as_dict(figures: Figures, dtype: str) -> dict[str, Any]:
     """Figures as the command prints them with --json; its help says what the keys mean."""
-    stages = []
-    for stage in figures.stages:
-        counts = dict.fromkeys(ITEM_COUNTS, 0) | stage.items
-        layers = {"layers": list(stage.layers), "draft_layers": list(stage.draft_layers)}
-        per = {f"bytes_per_{per}": _whole(stage.bytes_per(per)) for per in ("token", "request")}
-        fits = {"bytes": stage.nbytes, "tokens": stage.tokens, "requests": stage.requests}
-        stages.append({**layers, **per, **counts, **fits})
     by_tokens, by_requests = figures.tightest_for_tokens, figures.tightest_for_requests
     room = None if by_tokens is None else figures.stages[by_tokens].tokens
-    return {
-        "model": figures.model,
+    own = {field.name: getattr(figures, field.name) for field in fields(figures)}
+    return own | {
         "dtype": dtype,
-        "memory": figures.memory,
-        "weights": figures.weights,
-        "utilisation": figures.utilisation,
-        "state": figures.state,
-        "tp": figures.tp,
         "pp": len(figures.stages),
-        "page_size": figures.page_size,
-        "block_pool": figures.block_pool,
-        "reserved_requests": figures.reserved_requests,
-        "context_tokens": figures.context_tokens,
         "shares": [_share(share) for share in figures.shares],
-        "stages": stages,
+        "stages": [_stage(stage) for stage in figures.stages],
         "tokens": {"stage": by_tokens, "count": room},
         "requests": {"stage": by_requests, "count": figures.stages[by_requests].requests},
     }
+
+
+def _share(share: RoleBytes) -> dict[str, Any]:
+    name = {"owner": share.owner, "role": share.role, "per": share.per}
+    return {**name, "layers": share.layers, "bytes": _whole(share.nbytes)}
+
+
+def _stage(stage: PipelineStage) -> dict[str, Any]:
+    layers = {"layers": stage.layers, "draft_layers": stage.draft_layers}
+    per = {f"bytes_per_{per}": _whole(stage.bytes_per(per)) for per in ("token", "request")}
+    fits = {"bytes": stage.nbytes, "tokens": stage.tokens, "requests": stage.requests}
+    return {**layers, **per, **dict.fromkeys(ITEM_COUNTS, 0), **stage.items, **fits}
 
 
 def share_table(figures: Figures, dtype: str) -> Table:
@@ -245,17 +243,16 @@ def stage_table(figures: Figures) -> Table:
     """What fits on a rank, by stage."""
     from kvpool.render.table import FittedTable
 
-    title = f"{human(figures.memory)} a rank, pages of {figures.page_size} tokens"
+    title = f"{human(figures.memory)} a rank"
     if figures.state != figures.memory:
-        of = f"{figures.utilisation:g} of {human(figures.memory)} a rank"
         less = f" less {human(figures.weights)} of weights" if figures.weights else ""
-        title = f"{human(figures.state)} ({of}{less}), pages of {figures.page_size} tokens"
-    table = FittedTable(title=title)
+        title = f"{human(figures.state)} ({figures.utilisation:g} of {title}{less})"
+    table = FittedTable(title=f"{title}, pages of {figures.page_size} tokens")
     per = [p for p in ("token", "request") if any(stage.bytes_per(p) for stage in figures.stages)]
     table.add_column("stage")
     table.add_column("layers")
-    pages = "blocks" if figures.block_pool else "pages"
-    for name in (*(f"bytes\na {p}" for p in per), pages, "tokens", "requests"):
+    block = "block" if figures.block_pool else "page"
+    for name in (*(f"bytes\na {p}" for p in per), f"{block}s", "tokens", "requests"):
         table.add_column(name, justify="right", no_wrap=True)
     for n, stage in enumerate(figures.stages):
         layers = ranges(stage.layers)
@@ -263,37 +260,25 @@ def stage_table(figures: Figures) -> Table:
             layers += f", draft {ranges(stage.draft_layers)}"
         sizes = *(_number(stage.bytes_per(p)) for p in per), f"{stage.items['num_pages']:,}"
         table.add_row(str(n), layers, *sizes, _any(stage.tokens), f"{stage.requests:,}")
+    reserved = counted(figures.reserved_requests)
+    caption = [
+        "" if figures.weights else "Weights are not counted: give them as --weights.",
+        f"tokens: in all, besides windows, slots and rings of {reserved}.",
+        f"requests: at a time, of {figures.context_tokens:,} tokens each.",
+        f"{block.title()} 0 is reserved.",
+        f"Each row stands for {figures.tp} ranks." if figures.tp > 1 else "",
+    ]
     by_tokens, by_requests = figures.tightest_for_tokens, figures.tightest_for_requests
     if len(figures.stages) > 1:
         table.add_section()
         room = None if by_tokens is None else figures.stages[by_tokens].tokens
         empty = [""] * (len(per) + 2)
         table.add_row("all", *empty, _any(room), f"{figures.stages[by_requests].requests:,}")
-    table.caption = _caption(figures)
-    return table
-
-
-def _caption(figures: Figures) -> str:
-    text = "" if figures.weights else "Weights are not counted: give them as --weights. "
-    text += (
-        f"tokens: in all, besides windows, slots and rings of "
-        f"{counted(figures.reserved_requests)}. "
-        f"requests: at a time, of {figures.context_tokens:,} tokens each. "
-        f"{'Block' if figures.block_pool else 'Page'} 0 is reserved."
-    )
-    if figures.tp > 1:
-        text += f" Each row stands for {figures.tp} ranks."
-    by_tokens, by_requests = figures.tightest_for_tokens, figures.tightest_for_requests
-    if len(figures.stages) > 1:
         same = by_tokens in (None, by_requests)
-        also = "." if same else f" for requests, {by_tokens} for tokens."
-        text += f" Tightest: stage {by_requests}{also}"
-    return text
-
-
-def _share(share: RoleBytes) -> dict[str, Any]:
-    name = {"owner": share.owner, "role": share.role, "per": share.per}
-    return {**name, "layers": list(share.layers), "bytes": _whole(share.nbytes)}
+        also = "" if same else f" for requests, {by_tokens} for tokens"
+        caption.append(f"Tightest: stage {by_requests}{also}.")
+    table.caption = " ".join(filter(None, caption))
+    return table
 
 
 def _whole(value: float) -> float:
@@ -301,8 +286,7 @@ def _whole(value: float) -> float:
 
 
 def _number(value: float) -> str:
-    text = f"{value:,.2f}"
-    return text.removesuffix("0").removesuffix("0").removesuffix(".")
+    return f"{value:,.2f}".rstrip("0").rstrip(".")
 
 
 def _any(tokens: int | None) -> str:

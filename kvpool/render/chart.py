@@ -43,13 +43,6 @@ ul.legend li {{ display: flex; align-items: center; gap: 6px; }}
 """
 
 Kind = Literal["bar", "thin", "dot", "tick"]
-KEY: dict[Kind, tuple[float, float]] = {
-    "bar": (5.0, 95.0),
-    "thin": (5.0, 95.0),
-    "dot": (50.0, 50.0),
-    "tick": (50.0, 50.0),
-}
-"""Where marks of a legend begin and end, in percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +145,9 @@ def chart_svg(chart: Chart) -> str:
         width = 30 + LETTER * len(words)
         if x + width > 0.98 * WIDTH:
             x, y = 0.02 * WIDTH, y + LINE
-        key = add(root, "svg", x=x, y=y - 9, width=18, height=BAR)
-        _mark(key, Mark(kind, 0, 1, colour), *KEY[kind], 0.0)
+        key = _key(kind, colour)
+        key.attrib.update(x=f"{x:g}", y=f"{y - 9:g}")
+        root.append(key)
         add(root, "text", words, x=x + 24, y=y)
         x += width + 14
     y += LINE
@@ -173,7 +167,11 @@ def chart_svg(chart: Chart) -> str:
 
 def chart_html(chart: Chart, details: str = "") -> str:
     """One self-contained page; `details` is text below."""
-    body = ["<main>", f'<ul class="legend">{"".join(map(_legend, chart.legend))}</ul>']
+    legend = "".join(
+        f"<li>{ElementTree.tostring(_key(kind, colour), 'unicode')}{escape(words)}</li>"
+        for kind, colour, words in chart.legend
+    )
+    body = ["<main>", f'<ul class="legend">{legend}</ul>']
     for panel in chart.panels:
         drawing, _ = _drawn(panel)
         drawing.set("role", "img")
@@ -184,11 +182,12 @@ def chart_html(chart: Chart, details: str = "") -> str:
     return page(chart.title, *body, "</main>", style=STYLE + PAGE_STYLE)
 
 
-def _legend(entry: tuple[Kind, str, str]) -> str:
-    kind, colour, words = entry
+def _key(kind: Kind, colour: str) -> Element:
+    """A mark of the legend."""
     key = Element("svg", width="18", height=f"{BAR}")
-    _mark(key, Mark(kind, 0, 1, colour), *KEY[kind], 0.0)
-    return f"<li>{ElementTree.tostring(key, 'unicode')}{escape(words)}</li>"
+    start, end = (50.0, 50.0) if kind in ("dot", "tick") else (5.0, 95.0)
+    _mark(key, Mark(kind, 0, 1, colour), start, end, 0.0)
+    return key
 
 
 def _drawn(panel: Panel) -> tuple[Element, float]:

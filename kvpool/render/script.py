@@ -30,18 +30,33 @@ function what(map, byte) {
   }
   return map.unclaimed;
 }
-function reading(map, section) {
+function middle(cell) {
+  const box = cell.getBBox();
+  return [box.x + box.width / 2, box.y];
+}
+function beside(cells, cell, key) {
+  const at = cells.indexOf(cell), last = cells.length - 1;
+  const along = { Home: 0, End: last, ArrowLeft: Math.max(0, at - 1),
+    ArrowRight: Math.min(last, at + 1) };
+  if (key in along) return cells[along[key]];
+  const [x, y] = middle(cell), way = key === "ArrowUp" ? -1 : 1;
+  const rows = cells.map(other => way * (middle(other)[1] - y)).filter(row => row > 0);
+  if (!rows.length) return cell;
+  const row = y + way * Math.min(...rows), far = other => Math.abs(middle(other)[0] - x);
+  return cells.filter(other => middle(other)[1] === row)
+    .reduce((best, other) => far(other) < far(best) ? other : best);
+}
+maps.forEach((map, index) => {
+  const section = document.getElementById("map-" + index);
+  const view = section.querySelector(".map"), drawing = view.querySelector("svg");
   const [asked, told] = section.querySelectorAll("input.byte, output.what");
   const cells = [...section.querySelectorAll("rect[data-from]")];
   const bytes = cell => [Number(cell.dataset.from), Number(cell.dataset.to)];
   let found = null;
   function mark(byte) {
-    found = null;
-    for (const cell of cells) {
-      const [from, to] = bytes(cell), held = from <= byte && byte < to;
-      cell.classList.toggle("found", held);
-      if (held) found = cell;
-    }
+    const inside = cell => bytes(cell)[0] <= byte && byte < bytes(cell)[1];
+    found = cells.find(inside) || null;
+    for (const cell of cells) cell.classList.toggle("found", cell === found);
   }
   function show(byte) {
     const inside = Number.isInteger(byte) && byte >= 0 && byte < map.bytes;
@@ -50,30 +65,12 @@ function reading(map, section) {
     told.textContent = inside
       ? what(map, byte) + cell : "an item has bytes 0 to " + number(map.bytes - 1);
   }
+  function go(byte) {
+    asked.value = byte;
+    show(byte);
+  }
   asked.addEventListener("input", () => show(asked.value === "" ? -1 : Number(asked.value)));
-  const go = byte => { asked.value = byte; show(byte); };
-  return { cells, bytes, mark, go, found: () => found };
-}
-function middle(cell) {
-  const box = cell.getBBox();
-  return [box.x + box.width / 2, box.y];
-}
-function beside(cells, cell, key) {
-  const at = cells.indexOf(cell), [x, y] = middle(cell);
-  if (key === "Home") return cells[0];
-  if (key === "End") return cells[cells.length - 1];
-  if (key === "ArrowLeft") return cells[Math.max(0, at - 1)];
-  if (key === "ArrowRight") return cells[Math.min(cells.length - 1, at + 1)];
-  const up = key === "ArrowUp";
-  const rows = cells.map(middle).map(place => place[1]).filter(row => up ? row < y : row > y);
-  if (!rows.length) return cell;
-  const row = up ? Math.max(...rows) : Math.min(...rows);
-  const far = other => Math.abs(middle(other)[0] - x);
-  return cells.filter(other => middle(other)[1] === row)
-    .reduce((best, other) => far(other) < far(best) ? other : best);
-}
-function moving(section, look) {
-  const view = section.querySelector(".map"), drawing = view.querySelector("svg");
+
   const [width, height] = [drawing.getAttribute("width"), drawing.getAttribute("height")];
   let scale = 1, held = null, dragged = false;
   function zoom(to) {
@@ -93,8 +90,8 @@ function moving(section, look) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (zooms[event.key]) zooms[event.key]();
     else if (/^(Arrow|Home|End)/.test(event.key)) {
-      const from = look.found(), to = from ? beside(look.cells, from, event.key) : look.cells[0];
-      look.go(look.bytes(to)[0]);
+      const to = found ? beside(cells, found, event.key) : cells[0];
+      go(bytes(to)[0]);
       to.scrollIntoView({ block: "nearest", inline: "nearest" });
     } else return;
     event.preventDefault();
@@ -117,27 +114,23 @@ function moving(section, look) {
   view.addEventListener("click", event => {
     const cell = event.target.closest("rect[data-from]");
     if (!cell || dragged) return;
-    const [from, to] = look.bytes(cell), box = cell.getBoundingClientRect();
+    const [from, to] = bytes(cell), box = cell.getBoundingClientRect();
     const part = (event.clientX - box.left) / box.width;
-    look.go(from + Math.min(to - from - 1, Math.max(0, Math.floor(part * (to - from)))));
+    go(from + Math.min(to - from - 1, Math.max(0, Math.floor(part * (to - from)))));
   });
-}
-maps.forEach((map, index) => {
-  const section = document.getElementById("map-" + index), look = reading(map, section);
-  moving(section, look);
+
   for (const form of section.querySelectorAll("form.where")) {
     const region = map.regions[form.dataset.region], inputs = [...form.querySelectorAll("input")];
-    const told = form.querySelector("output");
+    const place = form.querySelector("output");
     form.addEventListener("input", () => {
-      let byte = region.offset, held = inputs.every(input => input.value !== "");
-      region.axes.forEach((axis, i) => {
-        const step = Number(inputs[i].value) - axis.start;
-        held &&= Number.isInteger(step) && step >= 0 && step < axis.size;
-        byte += step * axis.stride;
-      });
-      told.textContent = held
+      const steps = region.axes.map((axis, i) => Number(inputs[i].value || NaN) - axis.start);
+      const there = steps.every((step, i) =>
+        Number.isInteger(step) && step >= 0 && step < region.axes[i].size);
+      const add = (sum, axis, i) => sum + steps[i] * axis.stride;
+      const byte = region.axes.reduce(add, region.offset);
+      place.textContent = there
         ? "bytes " + number(byte) + " to " + number(byte + region.width - 1) : "no such cell here";
-      look.mark(held ? byte : -1);
+      mark(there ? byte : -1);
     });
   }
   for (const form of section.querySelectorAll("form"))
