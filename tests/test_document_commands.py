@@ -1,6 +1,6 @@
 """Commands in documents and helps are those that exist: names, options, modules, targets, paths.
 
-None is run; `tests/test_readme.py` runs the documents' Python.
+None is run; `tests/test_documents.py` runs the documents' Python.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_a_command_has_the_options_that_documents_give_it(by, said):
 @of("python")
 def test_a_module_or_file_that_documents_run_is_there(by, said):
     if "pytest" in said:
-        paths_are_there(by, said)
+        test_tests_that_documents_run_are_there(by, said)
     elif "-m" in said:
         name = said[said.index("-m") + 1]
         path = ROOT.joinpath(*name.split("."))
@@ -84,10 +84,6 @@ def test_a_module_or_file_that_documents_run_is_there(by, said):
 
 @of("pytest")
 def test_tests_that_documents_run_are_there(by, said):
-    paths_are_there(by, said)
-
-
-def paths_are_there(by, said):
     for word in said:
         if word.startswith("tests/"):
             assert (ROOT / word).exists(), f"{by}: {word}"

@@ -28,38 +28,10 @@ def run(code: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "kvpool.layout",
-        "kvpool.describe",
-        "kvpool.device",
-        "kvpool.allocation.allocator",
-        "disagg.plan",
-    ],
+    ["kvpool.describe", "kvpool.device", "kvpool.allocation.allocator", "disagg.plan"],
 )
 def test_layouts_and_plans_need_no_torch(module):
     run(BLOCKED.format(blocked={"torch"}) + f"import {module}")
-
-
-def test_a_plan_is_made_and_bound_without_torch():
-    run(
-        BLOCKED.format(blocked={"torch"})
-        + """
-from disagg.plan import plan
-from kvpool.item import Cell, Repeat, item_bytes, item_regions
-from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space, Span
-page = Repeat("entry", 4, Cell("latent", 8, "bf16"))
-def layout(base):
-    buffer = Buffer("b", "kv", base, item_bytes(page), item_bytes(page), 9)
-    regions = tuple(item_regions(page, owner="target", layer=0, buffer="b"))
-    return PoolLayout((buffer,), regions, (Space("kv", entries_per_item=4),), 1)
-batch = plan([layout(4096)], layout(1 << 20)).bind(
-    0, RequestAddress(5, {"kv": Span([3, 7])}), RequestAddress(5, {"kv": Span([1, 2])})
-)
-assert batch.src.tolist() == [4096 + 3 * 64, 4096 + 7 * 64], batch
-assert batch.dst.tolist() == [(1 << 20) + 64, (1 << 20) + 128], batch
-assert batch.nbytes.tolist() == [64, 16], batch
-"""
-    )
 
 
 @pytest.mark.parametrize("package", ["kvpool", "disagg", "kvpool_cuda", "kvpool_npu"])

@@ -164,13 +164,6 @@ def test_the_extra_of_a_missing_package_installs_it(package):
     assert any(re.match(rf"{name.lower().removeprefix('py')}\b", line) for line in wanted)
 
 
-def test_extras_of_extras_are_extras():
-    named = re.findall(r"kvpool\[([\w,-]+)\]", PYPROJECT.read_text())
-    assert {extra for each in named for extra in each.split(",")} <= {
-        *PROJECT["optional-dependencies"]
-    }
-
-
 def test_a_package_that_is_there_and_broken_is_not_called_missing():
     broken = ImportError("libcudart.so.13: cannot open shared object file", name="torch")
     other = ModuleNotFoundError("No module named 'acme'", name="acme")
@@ -179,16 +172,3 @@ def test_a_package_that_is_there_and_broken_is_not_called_missing():
     found = missing("MHAPool", inner)
     assert isinstance(found, MissingExtra) and found.name == "torch"
     assert str(found) == f"MHAPool needs PyTorch: {install('torch')}"
-
-
-def test_documents_name_extras_that_are_there():
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for extras in re.findall(r"kvpool\[([\w,-]+)\]", path.read_text()):
-            unknown = {*extras.split(",")} - {*PROJECT["optional-dependencies"]}
-            assert not unknown, f"{path.name}: {extras}"
-
-
-def test_the_documents_of_the_root_link_to_what_is_there():
-    for path in ROOT.glob("*.md"):
-        for target in re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text()):
-            assert (ROOT / target).exists(), f"{path.name}: {target}"
