@@ -23,14 +23,13 @@ time as the hello with which it is made again (docs/scale.md).
 
 @dataclass(slots=True)
 class _Used:
-    """A link, and when it was last in use and not dead."""
+    """A link, and when it was last in use and not dead (its prefill gone or refused)."""
 
     link: Link
     used_at: float
 
     @property
     def dead(self) -> bool:
-        """Whether its prefill is gone or was refused."""
         return self.link.lost is not None or self.link.refusal is not None
 
 

@@ -69,7 +69,7 @@ class _Sending:
 
 @dataclass(slots=True)
 class _Receiving:
-    """A room of decode. An `aborted` one is not called failed."""
+    """A room of decode. An aborted one is not called failed."""
 
     request: str
     link: Link

@@ -21,9 +21,7 @@ class Settings:
     engine: str = "local"
     """What moves bytes: local, nixl, mooncake, or another of `disagg.engines`."""
     bind: str | None = None
-    """Where this engine's ranks listen for decode engines: None is a new unix socket a rank;
-    `tcp://HOST:*` with keys (or `tls`) serves other hosts.
-    """
+    """Where its ranks listen: None is a new unix socket each; `tcp://HOST:*` serves other hosts."""
     keys: str | None = None
     """A folder of `kvpool keys`."""
     tls: TLSFiles | None = None
@@ -39,16 +37,13 @@ class Settings:
     verify: Literal["checksum"] | None = None
     """"checksum": digests of both sides are compared before a request goes on."""
     stream: Literal["chunks", "layers"] | None = None
-    """A prompt is offered while it is computed: "chunks", chunk by chunk; "layers", each layer of a
-    chunk. A decode engine with "layers" begins a request before it has come, and waits for each
-    layer in its forward pass.
+    """A prompt is offered while it is computed, chunk by chunk or each layer of a chunk. A decode
+    engine with "layers" waits for each layer in its forward pass.
     """
     shared_memory: bool = True
     """KV memory of the CPU is made so that engine `local` of another process can map it."""
     conventions: Mapping[str, Convention | None] = field(default_factory=dict)
-    """What to say instead of what the engine knows of its model, by name (null: nothing, so that it
-    is not compared). See docs/connectors.md.
-    """
+    """Instead of what the engine knows of its model; null: not compared (docs/connectors.md)."""
 
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vllm import _custom_ops as ops
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateShapeCalculator,
@@ -69,9 +68,11 @@ HERE = [name for name, held in CLASSES.items() if held is not None]
 MLA = [name for name in HERE if name.endswith("MLA") or "MLA_SPARSE" in name]
 
 
+HEADS = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": D, "dtype": BF16}
+
+
 def heads_spec(**more):
-    common = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": D, "dtype": BF16}
-    return FullAttentionSpec(**{**common, **more})
+    return FullAttentionSpec(**{**HEADS, **more})
 
 
 def mla_spec(**more):
@@ -118,6 +119,17 @@ def found(layout, raw):
     return oracle.over(layout, raw.view(U8).numpy())
 
 
+def assert_found(seen, raw, tokens, items):
+    """What kernels wrote of a request in these items of the only space is in its regions, and
+    nothing else.
+    """
+    state, actual = found(seen.layout, raw), raw.clone()
+    (space,) = seen.layout.spaces
+    oracle.blank(state, 0)
+    oracle.write(state, RequestAddress(tokens, {space.name: Span(items)}), range(tokens))
+    assert actual.equal(raw)
+
+
 def kernel_for(name, view, layer, ids=IDS):
     if name == "DEEPSEEK_V32_INDEXER":
         return kernels.IndexKeys(view, layer, ids)
@@ -156,47 +168,30 @@ def test_views_that_vllm_makes_for_a_backend_are_found(name, order):
     assert seen.groups == (BlockGroup("kv0", 1, TOKENS),)
     for number, layer in enumerate(layers):
         kernel_for(name, views[layer], number).write(range(70))
-    held, actual = found(seen.layout, raw), raw.clone()
-    oracle.blank(held, 0)
-    oracle.write(held, RequestAddress(70, {"kv0": Span(IDS[:3])}), range(70))
-    assert actual.equal(raw)
+    assert_found(seen, raw, 70, IDS[:3])
 
 
 @pytest.mark.parametrize("mode", ["INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD"])
 def test_scales_per_token_and_head_are_found_in_tritons_content(mode):
-    dtype = torch.int8 if mode.startswith("INT8") else U8
-    spec = CLASSES["TRITON_ATTN"].customize_spec(
-        heads_spec(dtype=dtype, kv_quant_mode=KVQuantMode[mode])
-    )
+    triton, dtype = CLASSES["TRITON_ATTN"], torch.int8 if mode.startswith("INT8") else U8
+    spec = triton.customize_spec(heads_spec(dtype=dtype, kv_quant_mode=KVQuantMode[mode]))
     config, raw, views = allocate([(names(0), spec)], "LBNHC")
-    module = Module(backend=CLASSES["TRITON_ATTN"], kv_cache_dtype=mode.lower())
-    seen = engine_layout(config_for({names(0)[0]: module}), config, views)
-    kernels.TokenHeadScales(views[names(0)[0]], 0, IDS, range(2)).write(range(40))
-    held, actual = found(seen.layout, raw), raw.clone()
-    oracle.blank(held, 0)
-    oracle.write(held, RequestAddress(40, {"kv0": Span(IDS[:2])}), range(40))
-    assert actual.equal(raw)
+    (layer,), modules = names(0), {names(0)[0]: Module(backend=triton, kv_cache_dtype=mode.lower())}
+    seen = engine_layout(config_for(modules), config, views)
+    kernels.TokenHeadScales(views[layer], 0, IDS, range(2)).write(range(40))
+    assert_found(seen, raw, 40, IDS[:2])
 
 
-@pytest.mark.parametrize("order", layouts_of("TRITON_ATTN"))
-def test_blocks_of_int4_are_one_whole_each(order):
-    spec = CLASSES["TRITON_ATTN"].customize_spec(
-        heads_spec(dtype=U8, kv_quant_mode=KVQuantMode.INT4_PER_TOKEN_HEAD)
+def test_blocks_of_int4_are_one_whole_each():
+    triton, mode = CLASSES["TRITON_ATTN"], KVQuantMode.INT4_PER_TOKEN_HEAD
+    spec = triton.customize_spec(heads_spec(dtype=U8, kv_quant_mode=mode))
+    config, _, views = allocate([(names(0, 1), spec)], "LBNHC")
+    modules = dict.fromkeys(
+        names(0, 1), Module(backend=triton, kv_cache_dtype="int4_per_token_head")
     )
-    config, raw, views = allocate([(names(0, 1), spec)], order)
-    said = {"kv_cache_dtype": "int4_per_token_head"}
-    modules = {name: Module(backend=CLASSES["TRITON_ATTN"], **said) for name in names(0, 1)}
-    if order == "BHLNC":
-        with pytest.raises(UnknownFormat, match="they lie among others"):
-            engine_layout(config_for(modules), config, views)
-        return
     layout = engine_layout(config_for(modules), config, views).layout
     assert {(r.role, r.width) for r in layout.regions} == {("kv", spec.page_size_bytes)}
     assert all("INT4_PER_TOKEN_HEAD 32+32" in region.packing for region in layout.regions)
-    held = found(layout, raw)
-    for number, name in enumerate(names(0, 1)):
-        views[name].fill_(7 + number)
-        assert (held.views["target", number, "kv"] == 7 + number).all()
 
 
 def test_rows_of_656_bytes_and_their_index_keys_are_one_group():
@@ -222,13 +217,7 @@ def test_rows_of_656_bytes_and_their_index_keys_are_one_group():
 
 
 @pytest.mark.parametrize(
-    ("isa", "tokens", "dim", "dtype"),
-    [
-        ("vec", 32, 64, torch.float32),
-        ("vec", 64, 128, BF16),
-        ("vec16", 16, 80, torch.float32),
-        ("vec16", 48, 32, BF16),
-    ],
+    ("isa", "tokens", "dim", "dtype"), [("vec", 64, 128, BF16), ("vec16", 16, 80, torch.float32)]
 )
 def test_the_cpu_kernel_writes_where_the_regions_say(isa, tokens, dim, dtype):
     (layer,) = names(0)
@@ -265,20 +254,6 @@ def test_the_cpu_mla_kernel_writes_where_the_regions_say():
     assert np.array_equal(held.views["target", 0, "rope"][at], rope[:, 0].view(U8).numpy())
 
 
-if hasattr(torch.ops._C, "concat_and_cache_mla_cpu"):  # not in every build of vLLM
-
-    def test_the_compiled_cpu_mla_kernel_writes_the_same_rows():
-        view = torch.zeros(BLOCKS, 16, LATENT + ROPE, dtype=BF16)
-        other = view.clone()
-        latent, rope = torch.randn(40, LATENT).to(BF16), torch.randn(40, ROPE).to(BF16)
-        slots = torch.tensor([IDS[t // 16] * 16 + t % 16 for t in range(40)])
-        ops.amx_mla_concat_and_cache(latent, rope, view, slots)
-        object.__new__(CPUMLAImpl).do_kv_cache_update(
-            latent, rope[:, None], other, slots, "auto", None
-        )
-        assert view.equal(other)
-
-
 class LinearLayer(MambaBase):
     """A layer whose states vLLM's own `bind_kv_cache` cuts out of its pages."""
 
@@ -310,8 +285,7 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("dim_first", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("dim_first", "tp"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_states_that_vllm_cuts_out_are_those_of_the_regions(kind, tp, dim_first, monkeypatch):
     from vllm.model_executor.layers.mamba import mamba_utils
@@ -337,10 +311,8 @@ def test_states_that_vllm_cuts_out_are_those_of_the_regions(kind, tp, dim_first,
     channels, at = (conv if dim_first else conv.transpose(1, 2)), 0
     for role, total, dim in SECTIONS[kind]:
         count = max(1, total // tp)
-        region = seen.layout.region_by_key["target", 0, f"conv.{role}"]
-        assert (
-            region.axis("head").start == rank * total // tp and region.axis("head").total == total
-        )
+        head = seen.layout.region_by_key["target", 0, f"conv.{role}"].axis("head")
+        assert (head.start, head.total) == (rank * total // tp, total)
         part = channels[:, at : at + count * dim].contiguous().view(U8)
         view = held.views["target", 0, f"conv.{role}"]
         assert np.array_equal(view.reshape(BLOCKS, count * dim, -1), part.numpy())
@@ -356,22 +328,14 @@ def flash(*layers, **said):
 
 
 def test_groups_lie_over_one_another_and_share_one_pool_of_blocks():
-    window = SlidingWindowSpec(
-        block_size=TOKENS, num_kv_heads=2, head_size=D, dtype=BF16, sliding_window=100
-    )
-    chunk = ChunkedLocalAttentionSpec(
-        block_size=TOKENS, num_kv_heads=2, head_size=D, dtype=BF16, attention_chunk_size=64
-    )
+    window = SlidingWindowSpec(**HEADS, sliding_window=100)
+    chunk = ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64)
     parts = [(names(0, 1), heads_spec()), (names(2, 3), window), (names(4, 5), chunk)]
     config, _, views = allocate(parts)
     seen = engine_layout(config_for(flash(*range(6))), config, views)
-    said = {s.name: (s.window, s.window_step, s.block_pool) for s in seen.layout.spaces}
-    assert said == {
-        "kv0": (None, 1, "blocks"),
-        "swa1": (99, 1, "blocks"),
-        "chunk2": (0, 64, "blocks"),
-    }
     assert [group.space for group in seen.groups] == ["kv0", "swa1", "chunk2"]
+    windows = [(s.window, s.window_step, s.block_pool) for s in seen.layout.spaces]
+    assert windows == [(None, 1, "blocks"), (99, 1, "blocks"), (0, 64, "blocks")]
     roles = {region.layer: region.role for region in seen.layout.regions if "v" in region.role}
     assert roles == {0: "v", 1: "v", 2: "swa.v", 3: "swa.v", 4: "v", 5: "v"}
     bases = {b.space: b.base for b in reversed(seen.layout.buffers)}
@@ -390,63 +354,12 @@ def test_a_windowed_layer_whose_blocks_are_all_kept_is_paged():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("order", ["LBNHC", "LBHNC"])
-def test_kernel_blocks_are_one_item_where_their_tokens_are_one_stride_apart(order):
-    config, raw, views = allocate([(names(0), heads_spec(block_size=64))], order, kernel_block=16)
-    seen = engine_layout(config_for(flash(0)), config, views)
-    folds = order == "LBNHC"
-    assert seen.groups == (BlockGroup("kv0", 1 if folds else 4, 64),)
-    ids = [4 * block + n for block in IDS for n in range(4)]
-    kernels.KeysAndValues(views[names(0)[0]], 0, ids, range(2), key=D).write(range(150))
-    held, actual = found(seen.layout, raw), raw.clone()
-    oracle.blank(held, 0)
-    items = IDS[:3] if folds else ids[:10]
-    oracle.write(held, RequestAddress(150, {"kv0": Span(items)}), range(150))
-    assert actual.equal(raw)
-
-
 def test_a_group_without_layers_on_this_stage_has_no_space():
     config, _, views = allocate([(names(0), heads_spec()), (names(1), heads_spec())])
     config.kv_cache_groups[0].layer_names = []
     seen = engine_layout(config_for(flash(1)), config, views)
     assert [group.space for group in seen.groups] == ["", "kv1"]
     assert {region.layer for region in seen.layout.regions} == {1}
-
-
-@pytest.mark.parametrize("order", ["LBNHC", "LBHNC"])
-def test_kernel_blocks_of_one_group_lie_over_states_of_another(order):
-    """As Qwen3-Next's with FlashInfer: 33 kernel blocks, or one state."""
-    attention, kind = heads_spec(block_size=33 * 16), "GDN_ATTN"
-    layer = LinearLayer(kind, tuple(SHAPES[kind](1)))
-    state = MambaSpec(
-        block_size=33 * 16, shapes=layer.shapes, dtypes=layer.get_state_dtype(),
-        mamba_type=layer.mamba_type, page_size_padded=attention.page_size_bytes,
-    )  # fmt: skip
-    parts = [(names(0, 1), attention), (names(2, 3), state)]
-    config, raw, views = allocate(parts, order, kernel_block=16)
-    modules = flash(0, 1) | dict.fromkeys(names(2, 3), layer)
-    seen = engine_layout(config_for(modules), config, views)
-    ratio = 1 if order == "LBNHC" else 33
-    assert seen.groups == (BlockGroup("kv0", ratio, 528), BlockGroup("state1", 1, 528, "first"))
-    said = {space.name: (space.items_per_block, space.reserved) for space in seen.layout.spaces}
-    assert said == {"kv0": (ratio, ratio), "state1": (1, 1)}
-    for number, name in enumerate(names(0, 1)):
-        ids = [33 * block + n for block in IDS[:2] for n in range(33)]
-        kernels.KeysAndValues(views[name], number, ids, range(2), key=D).write(range(600))
-    for number, name in enumerate(names(2, 3), 2):
-        kernels.Slots(
-            views[name], number, IDS[2:3], range(8), conv=layer.shapes[0], conv_dtype=BF16,
-            temporal=layer.shapes[1], cell_dims=1,
-            sections=[(f"conv.{role}", heads, 0, dim) for role, heads, dim in SECTIONS[kind]],
-        ).write(range(599, 600))  # fmt: skip
-    held, actual = found(seen.layout, raw), raw.clone()
-    oracle.blank(held, 0)
-    items = [ratio * block + n for block in IDS[:2] for n in range(ratio)][
-        : -(-600 // (528 // ratio))
-    ]
-    spans = {"kv0": Span(items), "state1": Span(IDS[2:3])}
-    oracle.write(held, RequestAddress(600, spans), range(600))
-    assert actual.equal(raw)
 
 
 @pytest.mark.parametrize(
@@ -488,11 +401,7 @@ class Other(CLASSES["FLASH_ATTN"]):
     ("spec", "said", "words"),
     [
         (heads_spec(), {"backend": Other}, ["FLASH_ATTN", "CUSTOM", "--attention-backend"]),
-        (
-            CrossAttentionSpec(block_size=32, num_kv_heads=2, head_size=D, dtype=BF16),
-            {},
-            ["CrossAttentionSpec", "FullAttentionSpec"],
-        ),
+        (CrossAttentionSpec(**HEADS), {}, ["CrossAttentionSpec", "FullAttentionSpec"]),
         (mla_spec(model_version="deepseek_v4"), {}, ["MLAAttentionSpec of deepseek_v4"]),
         (mla_spec(tokens_per_state=4), {}, ["4 tokens a state"]),
         (
@@ -513,9 +422,3 @@ def test_what_is_not_known_is_refused_by_name_before_any_request(spec, said, wor
     with pytest.raises(UnknownFormat) as refused:
         engine_layout(config_for({names(3)[0]: module}), config, views)
     assert all(word in str(refused.value) for word in ["model.layers.3", *words]), refused.value
-
-
-def test_prefill_context_parallelism_alone_is_refused_by_name():
-    config, _, views = allocate([(names(0), heads_spec())])
-    with pytest.raises(UnknownFormat, match=r"prefill_context_parallel_size 2 .* 1: each"):
-        engine_layout(config_for(flash(0), prefill_context_parallel_size=2), config, views)

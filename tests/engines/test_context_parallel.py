@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID, get_dcp_local_seq_lens
-from vllm.v1.worker import block_table
-from vllm.v1.worker.gpu import block_table as runner_block_table
+from vllm.v1.worker.gpu import block_table
 
 from disagg.connectors.vllm.layout import engine_layout
-from kvpool.layout import Interleave, RequestAddress, Span
-from tests import oracle
+from kvpool.layout import Interleave
 from tests.disagg.connectors.vllm import kernels
-from tests.engines.test_backend_classes import D, allocate, config_for, flash, heads_spec, names
+from tests.engines.test_backend_classes import (
+    D,
+    allocate,
+    assert_found,
+    config_for,
+    flash,
+    heads_spec,
+    names,
+)
 
 TOKENS, BLOCKS = 150, 6
 IDS = [3, 1, 4, 2, 5]
@@ -67,35 +73,13 @@ class Language:
     where = staticmethod(np.where)
 
 
-def slots(monkeypatch, size, rank, ranks, block):
-    """`BlockTable.compute_slot_mapping` of one request's positions 0 to TOKENS."""
+def slots(monkeypatch, size, rank, ranks, block, sharded=True):
+    """`BlockTables.compute_slot_mappings` of one request's positions 0 to TOKENS."""
     found = np.zeros(TOKENS, dtype=np.int64)
-    monkeypatch.setattr(block_table, "tl", Language(0, counts=(2,)))
-    block_table.ComputeSlotMappingKernel.kernel(
-        TOKENS,
-        TOKENS,
-        Pointer(np.array([0, TOKENS])),
-        Pointer(np.arange(TOKENS)),
-        Pointer(np.array(IDS)),
-        len(IDS),
-        Pointer(found),
-        block,
-        ranks,
-        rank,
-        size,
-        PAD_SLOT_ID,
-        1024,
-    )
-    return found
-
-
-def runner_slots(monkeypatch, size, rank, ranks, block, sharded=True):
-    """The same by `BlockTables.compute_slot_mappings` of the newer GPU runner."""
-    found = np.zeros(TOKENS, dtype=np.int64)
-    monkeypatch.setattr(runner_block_table, "tl", Language(0, 0, counts=(1, 2)))
-    monkeypatch.setattr(runner_block_table, "_load_ptr", lambda *_: Pointer(np.array(IDS)))
+    monkeypatch.setattr(block_table, "tl", Language(0, 0, counts=(1, 2)))
+    monkeypatch.setattr(block_table, "_load_ptr", lambda *_: Pointer(np.array(IDS)))
     one = (len(IDS), block, True, sharded)
-    runner_block_table._compute_slot_mappings_kernel(
+    block_table._compute_slot_mappings_kernel(
         TOKENS,
         Pointer(np.array([0])),
         Pointer(np.array([0, TOKENS])),
@@ -125,9 +109,8 @@ class BySlots(kernels.KeysAndValues):
         return self.slots[token] != PAD_SLOT_ID
 
 
-@pytest.mark.parametrize("slots_of", [slots, runner_slots])
 @pytest.mark.parametrize(("size", "ranks", "block"), CASES)
-def test_tokens_are_where_the_interleaved_space_says(slots_of, size, ranks, block, monkeypatch):
+def test_tokens_are_where_the_interleaved_space_says(size, ranks, block, monkeypatch):
     spec = heads_spec(block_size=block, num_kv_heads=1)
     held_by_all = np.zeros(TOKENS, dtype=int)
     for rank in range(ranks):
@@ -141,17 +124,13 @@ def test_tokens_are_where_the_interleaved_space_says(slots_of, size, ranks, bloc
         assert (space.interleave, group.tokens) == (Interleave(size, rank, ranks), block * ranks)
         tokens = min(TOKENS, len(IDS) * group.tokens)
         kernel = BySlots(views[names(0)[0]], 0, IDS, range(1), key=D)
-        kernel.slots = slots_of(monkeypatch, size, rank, ranks, block)
+        kernel.slots = slots(monkeypatch, size, rank, ranks, block)
         plain = kernels.Rank(kernel.view, 0, IDS, share=(size, rank, ranks))
         mine = [token for token in range(tokens) if kernel.holds(token)]
         assert mine == [token for token in range(tokens) if plain.holds(token)]
         assert [kernel.at(token) for token in mine] == [plain.at(token) for token in mine]
         kernel.write(range(tokens))
-        held, actual = oracle.over(seen.layout, raw.view(torch.uint8).numpy()), raw.clone()
-        oracle.blank(held, 0)
-        blocks = Span(IDS[: -(-tokens // group.tokens)])
-        oracle.write(held, RequestAddress(tokens, {"kv0": blocks}), range(tokens))
-        assert actual.equal(raw)
+        assert_found(seen, raw, tokens, IDS[: -(-tokens // group.tokens)])
         lengths = get_dcp_local_seq_lens(torch.arange(tokens + 1), ranks, rank, size)
         assert lengths.tolist() == [len(space.alive(n)) for n in range(tokens + 1)]
         held_by_all[mine] += 1
@@ -160,7 +139,7 @@ def test_tokens_are_where_the_interleaved_space_says(slots_of, size, ranks, bloc
 
 def test_a_cache_that_ranks_do_not_share_is_mapped_as_without_them(monkeypatch):
     """`dcp_sharded` False: a draft's under a target that shares."""
-    found = runner_slots(monkeypatch, 4, 1, 2, 32, sharded=False)
+    found = slots(monkeypatch, 4, 1, 2, 32, sharded=False)
     assert found.tolist() == [IDS[t // 32] * 32 + t % 32 for t in range(TOKENS)]
     spec = heads_spec(dcp_sharded=False)
     config, _, views = allocate([(names(0), spec)])

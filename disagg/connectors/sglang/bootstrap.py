@@ -11,27 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from disagg.runtime.sockets.address import tcp_text
-
-if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse
 
 UNKNOWN = "-1"
 """Asked for in place of a rank: how many ranks there are."""
 
 
-class BootstrapServer(ThreadingMixIn, WSGIServer):
+class BootstrapServer(ThreadingHTTPServer):
     """Serves `GET /route` of SGLang 0.5.22 and 0.5.23 for ranks at `addresses`, which are taken for
     ranks of tensor parallelism. `page_size` and `kv_cache_dtype` are named to SGLang, which our
     connector does not compare.
     """
-
-    daemon_threads = True
 
     def __init__(self, host: str, port: int, addresses: Sequence[str]) -> None:
         super().__init__((host, port), _Handler)
@@ -44,18 +38,20 @@ class BootstrapServer(ThreadingMixIn, WSGIServer):
             **dict.fromkeys(("page_size", "kv_cache_dtype")),
             "follow_bootstrap_room": True,
         }
-        self.set_app(self.answer)
-
-    def answer(self, asked: dict[str, Any], respond: StartResponse) -> list[bytes]:
-        """As WSGI calls it."""
-        (rank,) = parse_qs(asked["QUERY_STRING"]).get("target_tp_rank", [UNKNOWN])[:1]
-        answer = self.answers.get(rank) if asked["PATH_INFO"] == "/route" else None
-        status = "404 Not Found" if answer is None else "200 OK"
-        respond(status, [("Content-Type", "application/json")])
-        return [json.dumps(answer).encode()]
 
 
-class _Handler(WSGIRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
+    server: BootstrapServer
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        (rank,) = parse_qs(url.query).get("target_tp_rank", [UNKNOWN])[:1]
+        answer = self.server.answers.get(rank) if url.path == "/route" else None
+        self.send_response(404 if answer is None else 200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
     def log_message(self, *_: Any) -> None:
         """Not a line for each request."""
 

@@ -20,6 +20,7 @@ from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
 from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
+from disagg.connectors.stats import summary
 from disagg.protocol.aux_values import Aux
 
 log = logging.getLogger("sglang.kvpool")
@@ -32,6 +33,8 @@ ALL_RANKS = dict.fromkeys(
 """What a bootstrap server is asked for, to know how many there are."""
 TURN_SECONDS = 0.0002
 """Between two turns at least: SGLang polls hundreds of requests one after the other."""
+LINE_SECONDS = 60.0
+"""Between two lines of the log that have the numbers of what has ended."""
 RELEASE = (
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: pages of an aborted request would be used "
     "again while a read may write to them"
@@ -50,6 +53,7 @@ class KvpoolManager(CommonKVManager):
 
     def __init__(self, args: Any, mode: DisaggregationMode, *more: Any) -> None:
         self._next_turn = 0.0
+        self._next_line = time.monotonic() + LINE_SECONDS
         self.sending: set[int] = set()
         """Rooms of which SGLang has not been told the end."""
         self.reading: dict[int, int] = {}
@@ -148,7 +152,12 @@ class KvpoolManager(CommonKVManager):
         for room in self.sending:
             if self.request_status.get(room) == KVPoll.Bootstrapping and self.rank.asked(room):
                 self.update_status(room, KVPoll.WaitingForInput)
-        self._next_turn = time.monotonic() + TURN_SECONDS
+        now = time.monotonic()
+        if now > self._next_line and (numbers := self.rank.stats.take()):
+            line = ", ".join(f"{name} {number}" for name, number in summary(numbers).items())
+            log.info("kvpool: %s", line)
+            self._next_line = now + LINE_SECONDS
+        self._next_turn = now + TURN_SECONDS
 
     def _ended(self, room: int, why: object, aux: Aux | None) -> None:
         """Tells SGLang that a room has ended: `why` it failed, or what has come with it."""

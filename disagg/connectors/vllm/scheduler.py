@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from disagg.connectors.source import Recent, Source, named_room, prompt_digest, request_room
@@ -23,8 +24,8 @@ DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendTask:
-    """Positions `start` to `stop` of a request are computed in `blocks`; `following` is the token
-    after them, where they are the `last`.
+    """Positions `start` to `stop` are computed in `blocks`; `following` is the token after the
+    `last`.
     """
 
     request: str
@@ -102,7 +103,7 @@ class ConnectorScheduler:
         self._wanted: dict[str, Source] = {}
         self._receiving: set[str] = set()
         self._named, self._asked = Recent(), Recent()
-        self._made = 0
+        self._numbers = count(1)
 
     def serve(self, addresses: Sequence[str]) -> None:
         """Endpoint addresses of this engine's prefill ranks, which decode is told."""
@@ -139,7 +140,7 @@ class ConnectorScheduler:
             raise ValueError("of embeddings, this model's state is not that of a token less.")
         room = named_room(named, ids)
         if room is None or not self._named.add(room):
-            room = self._room(name)
+            room = request_room(name, next(self._numbers))
         stop = request.num_prompt_tokens - 1
         following = ids[stop] if ids else None
         self._sending[name] = _Sending(request=request, room=room, stop=stop, following=following)
@@ -157,10 +158,10 @@ class ConnectorScheduler:
             sending = self._sending.get(name)
             if sending and sending.sent:  # what was offered is lost with its blocks
                 self._step.aborts.append(name)
-                sending.room, sending.sent = self._room(name), 0
-        for name, count in output.num_scheduled_tokens.items():
+                sending.room, sending.sent = request_room(name, next(self._numbers)), 0
+        for name, tokens in output.num_scheduled_tokens.items():
             if sending := self._sending.get(name):
-                stop = min(sending.request.num_computed_tokens + count, sending.stop)
+                stop = min(sending.request.num_computed_tokens + tokens, sending.stop)
                 if stop > sending.sent:
                     blocks = output.kv_connector_block_state.resolve_block_ids(name)
                     self._send(sending, blocks, stop)
@@ -183,11 +184,6 @@ class ConnectorScheduler:
     def _transferred(self, blocks: Any) -> Blocks:
         """Ids of the groups that are handed over."""
         return tuple(tuple(ids) for ids in self._groups.select_transfer_block_ids(blocks))
-
-    def _room(self, request: str) -> Room:
-        """A name that no other request of this engine has had."""
-        self._made += 1
-        return request_room(request, self._made)
 
     # decode
 

@@ -40,24 +40,15 @@ NEWER = {
 CONFIGS = sorted((Path(kvpool.models.__file__).parent / "configs").glob("*.json"))
 
 
-class Held:
-    """A configuration as transformers, vLLM and SGLang hold it."""
-
-    def __init__(self, fields):
-        self.fields = fields
-
-    def to_dict(self):
-        return self.fields
+def as_object(fields):
+    """A configuration as transformers, vLLM and SGLang have it."""
+    return SimpleNamespace(to_dict=lambda: fields)
 
 
 def test_a_model_is_the_same_in_every_form_of_its_configuration():
-    expected = {
+    names = ("hidden_size", "num_attention_heads", "head_dim", "rms_norm_eps", "vocab_size")
+    expected = {name: LLAMA[name] for name in names} | {
         "model": "llama",
-        "hidden_size": 64,
-        "num_attention_heads": 8,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-05,
-        "vocab_size": 512,
         "rope": "llama3",
         "rope_theta": 500000.0,
         "rope_parameters": '{"factor":8.0}',
@@ -65,8 +56,8 @@ def test_a_model_is_the_same_in_every_form_of_its_configuration():
         "quantization": "none",
         "index_keys": "none",
     }
-    forms = (LLAMA, NEWER, Held(NEWER), SimpleNamespace(**NEWER), {"text_config": LLAMA})
-    for form in (*forms, Held({"model_type": "llava", "text_config": Held(NEWER)})):
+    forms = (LLAMA, NEWER, as_object(NEWER), SimpleNamespace(**NEWER), {"text_config": LLAMA})
+    for form in (*forms, as_object({"model_type": "llava", "text_config": as_object(NEWER)})):
         assert conventions(form) == expected
 
 
@@ -82,23 +73,16 @@ def test_a_model_is_the_same_in_every_form_of_its_configuration():
     ],
 )
 def test_what_decides_what_state_means_is_named(change, named):
-    assert any(
-        each.startswith(named)
-        for each in differences(conventions(LLAMA), conventions({**LLAMA, **change}))
-    )
+    found = differences(conventions(LLAMA), conventions({**LLAMA, **change}))
+    assert any(line.startswith(named) for line in found)
 
 
 def test_what_the_engine_knows_beside_the_configuration():
     dsa = {**LLAMA, "index_head_dim": 128}
-    said = conventions(dsa, index_keys="hadamard", rope_style="neox",
-                       quantization="fp8", revision="5f0c")  # fmt: skip
-    found = {name: said[name] for name in said if name not in conventions(LLAMA)}
-    assert found == {
-        "index_head_dim": 128,
-        "rope_style": "neox",
-        "revision": "5f0c",
-    }
-    assert (said["index_keys"], said["quantization"]) == ("hadamard", "fp8")
+    known = {"index_keys": "hadamard", "rope_style": "neox", "revision": "5f0c"}
+    document = conventions(dsa, quantization="fp8", **known)
+    more = {"index_head_dim": 128, "quantization": "fp8", **known}
+    assert document == conventions(LLAMA) | more
     assert conventions(LLAMA, index_keys="hadamard")["index_keys"] == "none"
     assert "index_keys" not in conventions(dsa)  # nobody has said how they are
 

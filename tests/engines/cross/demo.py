@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.engines.cross.hand_over import from_sglang, from_vllm, vllm_engine
+from tests.engines.pair import LENGTHS
 from tests.engines.process import EngineFailed
 from tests.engines.saved import compare
 from tests.engines.sglang.engines import Engine
@@ -27,15 +26,14 @@ from tests.engines.vllm import models
 from tests.engines.vllm.engines import prompts
 
 console = Console(width=None if sys.stdout.isatty() else 100)
-Asked = list[list[int]]
 
 
 def main() -> int:
     """0 where all tokens and bytes are equal, 1 where one differs or an engine fails."""
-    given = _arguments()
-    folder = Path(given.folder or tempfile.mkdtemp(prefix="kvpool-cross-demo-"))
+    options = _options()
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="kvpool-cross-demo-"))
     try:
-        return _run(given, folder)
+        return _run(options, folder)
     except EngineFailed as failure:
         console.print(str(failure), markup=False, style="red")
         return 1
@@ -45,51 +43,47 @@ def main() -> int:
         console.print(f"logs: {folder}/logs", highlight=False)
 
 
-def _arguments() -> argparse.Namespace:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="make cross-demo CROSS_DEMO=...", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--model", default="llama", choices=models.MODELS, help="which tiny model")
-    parser.add_argument(
-        "--engine", default="local", help="what moves bytes: local, nixl, mooncake (local)"
-    )
-    parser.add_argument("--block-size", type=int, default=32, help="tokens a block of vLLM (32)")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens a page of SGLang (16)")
-    parser.add_argument(
-        "--prompt-tokens", type=int, nargs="+", default=[300, 77, 16, 513], help="(300 77 16 513)"
-    )
-    parser.add_argument("--tokens", type=int, default=24, help="to decode (24)")
-    parser.add_argument("--folder", help="for the model and logs (a new one under /tmp)")
+    add = parser.add_argument
+    add("--model", default="llama", choices=models.MODELS, help="which tiny model")
+    add("--engine", default="local", help="what moves bytes: local, nixl, mooncake (local)")
+    add("--block-size", type=int, default=32, help="tokens a block of vLLM (32)")
+    add("--page-size", type=int, default=16, help="tokens a page of SGLang (16)")
+    add("--prompt-tokens", type=int, nargs="+", default=LENGTHS, help="(300 77 16 513)")
+    add("--tokens", type=int, default=24, help="to decode (24)")
+    add("--folder", help="for the model and logs (a new one under /tmp)")
     return parser.parse_args()
 
 
-def _run(given: argparse.Namespace, folder: Path) -> int:
-    asked, model = prompts(*given.prompt_tokens), models.save(given.model, folder)
-    common = {"dtype": "float32", "extra": {"engine": given.engine}}
+def _run(options: argparse.Namespace, folder: Path) -> int:
+    asked, model = prompts(*options.prompt_tokens), models.save(options.model, folder)
+    common = {"dtype": "float32", "extra": {"engine": options.engine}}
 
     def vllm(role: Any, watch: Path) -> Any:
-        size = {"block_size": given.block_size, "watch": watch}
+        size = {"block_size": options.block_size, "watch": watch}
         return vllm_engine(role, model, folder / "logs", **common, **size)
 
     def sglang(role: Any, watch: Path) -> Any:
-        size = {"page_size": given.page_size, "watch": watch}
+        size = {"page_size": options.page_size, "watch": watch}
         return Engine(role, model, folder / "logs", **common, **size)
 
-    table = Table("prefill", "decode", "tokens", "bytes", "seconds", title=given.model)
-    alone: list[Asked] = []
+    alone = []
     for name, start in (("vLLM", vllm), ("SGLang", sglang)):
         with console.status(f"{name} alone"), closing(start("single", folder)) as engine:
             engine.ready()
-            began = time.monotonic()
-            each = [engine.generate([one], tokens=given.tokens)[0]["tokens"] for one in asked]
-            alone.append([one[0] if name == "vLLM" else one for one in each])
-            table.add_row(name, name, "", "", f"{time.monotonic() - began:.2f}")
+            made = [engine.generate([one], tokens=options.tokens)[0]["tokens"] for one in asked]
+            alone.append([one[0] if name == "vLLM" else one for one in made])
     good = alone[0] == alone[1]
-    pairs: list[tuple[str, Any, str, Any, Callable[..., Asked]]] = [
+    same = "the same" if good else "[red]not the same"
+    console.print(f"Each engine alone: {same} tokens.")
+    table = Table("prefill", "decode", "tokens", "bytes", title=options.model)
+    for first, one, second, other, hand_over in (
         ("vLLM", vllm, "SGLang", sglang, from_vllm),
         ("SGLang", sglang, "vLLM", vllm, from_sglang),
-    ]
-    for first, one, second, other, hand_over in pairs:
+    ):
         watch = folder / f"{first}-to-{second}"
         watch.mkdir()
         with (
@@ -97,15 +91,12 @@ def _run(given: argparse.Namespace, folder: Path) -> int:
             closing(one("prefill", watch)) as prefill,
             closing(other("decode", watch)) as decode,
         ):
-            prefill.ready(), decode.ready()
-            began = time.monotonic()
-            got = hand_over(prefill, decode, asked, given.tokens)
-            took = time.monotonic() - began
+            got = hand_over(prefill.ready(), decode.ready(), asked, options.tokens)
         _, nbytes, wrong = compare(watch)
-        same = sum(mine == theirs for mine, theirs in zip(got, alone[0]))
-        good &= same == len(asked) and not wrong and nbytes > 0
+        equal = sum(mine == theirs for mine, theirs in zip(got, alone[0]))
+        good &= equal == len(asked) and not wrong and nbytes > 0
         state = f"{nbytes / 2**20:.2f} MiB equal" if not wrong else f"[red]{len(wrong)} differ"
-        table.add_row(first, second, f"{same} of {len(asked)} the same", state, f"{took:.2f}")
+        table.add_row(first, second, f"{equal} of {len(asked)} the same", state)
     console.print(table)
     console.print("[green]PASS" if good else "[red]FAIL")
     return not good

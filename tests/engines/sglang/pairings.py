@@ -1,20 +1,13 @@
-"""Prints the table of docs/sglang-pools.md: pairs of SGLang's pools, what kvpool makes of them, and
-what SGLang's own backends do.
-
-PYTHONPATH=$PWD:tests/engines/sglang/stubs python -m tests.engines.sglang.pairings
-"""
+"""Pairs of SGLang's pools: the rows of docs/sglang-pools.md."""
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
-from disagg import IncompatibleLayouts
-from tests.engines.sglang import sides, transports
+from tests.engines.sglang import sides
 from tests.engines.sglang.oracle import Side
-from tests.engines.sglang.sides import PAGES, hand_over, request
+from tests.engines.sglang.sides import PAGES, request
 
 TOKENS, WINDOW = 150, 40
 RATIOS = [0, 4, 128, 4, 128, 0]
@@ -109,145 +102,84 @@ def pages(make):
     return lambda: ([side(make(16), 1)], [side(make(32), 2)])
 
 
-ONE_DRAFT = {"layers": 1}
-PAIRS = (
-    Pair("MHATokenToKVPool", "nothing", lambda: both(sides.mha)),
-    Pair(
-        "MHATokenToKVPool", "K and V of other sizes", lambda: both(lambda: sides.mha(v_head_dim=16))
-    ),
-    Pair("MHATokenToKVPool", "page size 16 and 32", pages(sides.mha)),
-    Pair("MHATokenToKVPool", "PP 2 to 1", pp(sides.mha)),
-    Pair("MHATokenToKVPool", "TP 2 to 1", tp(lambda n: sides.mha(heads=4 // n), 2, 1)),
-    Pair("MHATokenToKVPool", "TP 1 to 2", tp(lambda n: sides.mha(heads=4 // n), 1, 2)),
-    Pair("MHATokenToKVPool", "TP 4 to 1, 2 heads", replicas(4, 1), heads=2),
-    Pair("MHATokenToKVPool", "TP 1 to 4, 2 heads", replicas(1, 4), heads=2),
-    Pair(
-        "MHATokenToKVPool",
-        "a draft on decode only",
-        on_decode(sides.mha, lambda: sides.mha(**ONE_DRAFT)),
-        missing=("draft",),
-    ),
-    Pair(
-        "MHATokenToKVPool",
-        "a draft of 4 layers on decode only",
-        on_decode(sides.mha, sides.mha),
-        missing=("draft",),
-    ),
-    Pair(
-        "MHATokenToKVPool",
-        "PP 2 to 1, a draft on both",
-        pp(sides.mha, lambda: sides.mha(**ONE_DRAFT)),
-    ),
-    Pair("MHATokenToKVPoolMXFP8", "nothing", lambda: both(sides.mxfp8)),
-    Pair("MHATokenToKVPoolMXFP8", "PP 2 to 1", pp(sides.mxfp8)),
-    Pair("MHATokenToKVPoolMXFP8", "TP 2 to 1", tp(lambda n: sides.mxfp8(heads=4 // n), 2, 1)),
-    Pair("MLATokenToKVPool", "page size 16 and 32", pages(sides.mla)),
-    Pair("MLATokenToKVPool", "PP 2 to 1", pp(sides.mla)),
-    Pair("MLATokenToKVPool", "TP 2 to 1", tp(lambda n: sides.mla(), 2, 1)),
-    Pair("DSATokenToKVPool", "nothing", lambda: both(sides.dsa)),
-    Pair("DSATokenToKVPool", "PP 2 to 1", pp(sides.dsa)),
-    Pair(
-        "DSATokenToKVPool",
-        "a draft on both",
-        lambda: tuple(
-            [s._replace(draft=sides.dsa(**ONE_DRAFT)) for s in each] for each in both(sides.dsa)
-        ),
-    ),
-    Pair(
-        "DSATokenToKVPool",
-        "PP 2 to 1, a draft on both (seed 1)",
-        pp(sides.dsa, lambda: sides.dsa(**ONE_DRAFT)),
-    ),
-    Pair(
-        "DSATokenToKVPool",
-        "a draft on decode only",
-        on_decode(sides.dsa, lambda: sides.dsa(**ONE_DRAFT)),
-        missing=("draft",),
-    ),
-    Pair("SWAKVPool", "nothing", windows(0, 0)),
-    Pair("SWAKVPool", "prefill lists a page more (seed 5)", windows(1, 0)),
-    Pair("SWAKVPool", "decode lists a page more (seed 5)", windows(0, 1)),
-    Pair("SWAKVPool", "TP 2 to 1", tp(lambda n: sides.swa(heads=4 // n), 2, 1, window=WINDOW)),
-    Pair(
-        "SWAKVPool of MXFP8",
-        "nothing (seed 3)",
-        lambda: both(lambda: sides.swa(inner="MHATokenToKVPoolMXFP8"), window=WINDOW),
-    ),
-    Pair(
-        "SWAKVPool of MXFP8",
-        "TP 2 to 1",
-        tp(lambda n: sides.swa(heads=4 // n, inner="MHATokenToKVPoolMXFP8"), 2, 1, window=WINDOW),
-    ),
-    Pair("HybridLinearKVPool, GDN", "nothing", lambda: both(sides.hybrid), 8),
-    Pair(
-        "HybridLinearKVPool, GDN",
-        "TP 2 to 1",
-        tp(lambda n: sides.hybrid(heads=4 // n, ranks=n), 2, 1),
-        8,
-    ),
-    Pair(
-        "HybridLinearKVPool, GDN",
-        "TP 1 to 2",
-        tp(lambda n: sides.hybrid(heads=4 // n, ranks=n), 1, 2),
-        8,
-    ),
-    Pair(
-        "HybridLinearKVPool, KDA and MLA",
-        "TP 1 to 2",
-        tp(lambda n: sides.hybrid(ranks=n, kind="kda", full="mla"), 1, 2),
-        8,
-    ),
-    Pair(
-        "HybridLinearKVPool, GDN and DSA",
-        "nothing (seed 3)",
-        lambda: both(lambda: sides.hybrid(64, full="dsa")),
-        8,
-    ),
-    Pair(
-        "HybridLinearKVPool, GDN and DSA",
-        "TP 2 to 1",
-        tp(lambda n: sides.hybrid(64, ranks=n, full="dsa"), 2, 1),
-        8,
-    ),
-    Pair("DeepSeekV4TokenToKVPool", "nothing", rings(0, 0, 300), 6),
-    Pair("DeepSeekV4TokenToKVPool", "rings of 8 and 16 (seed 2), 300 tokens", rings(0, 3, 300), 6),
-    Pair("DeepSeekV4TokenToKVPool", "rings of 8 and 16 (seed 2), 13 tokens", rings(0, 3, 13), 6),
-    Pair("DeepSeekV4TokenToKVPool", "PP 2 to 1", stages_of_v4, 6),
+def heads_of(make):
+    """`make` for ranks that share 4 heads."""
+    return lambda ranks: make(heads=4 // ranks)
+
+
+def gdn(ranks):
+    return sides.hybrid(heads=4 // ranks, ranks=ranks)
+
+
+def gdn_dsa(ranks=1):
+    return sides.hybrid(64, ranks=ranks, full="dsa")
+
+
+def kda_mla(ranks):
+    return sides.hybrid(ranks=ranks, kind="kda", full="mla")
+
+
+def swa_mxfp8(heads=4):
+    return sides.swa(heads=heads, inner="MHATokenToKVPoolMXFP8")
+
+
+def one_draft():
+    return sides.mha(layers=1)
+
+
+def one_dsa():
+    return sides.dsa(layers=1)
+
+
+def drafts_of_dsa():
+    return tuple([rank._replace(draft=one_dsa()) for rank in ranks] for ranks in both(sides.dsa))
+
+
+MHA, MLA, DSA, V4 = (f"{name}TokenToKVPool" for name in ("MHA", "MLA", "DSA", "DeepSeekV4"))
+MXFP8, SWA, SWA8, GDN = (
+    "MHATokenToKVPoolMXFP8",
+    "SWAKVPool",
+    "SWAKVPool of MXFP8",
+    "HybridLinearKVPool",
 )
-
-
-def kvpool(pair: Pair) -> str:
-    """What kvpool's endpoints make of a pair."""
-    try:
-        hand_over(*pair.make(), layers=pair.layers, heads=pair.heads, allow_missing=pair.missing)
-    except IncompatibleLayouts as error:
-        return f"refused: {' '.join(str(error).split())}"
-    return "same"
-
-
-def answers(pair: Pair) -> Iterator[str]:
-    """kvpool's, Mooncake's and NIXL's."""
-    yield kvpool(pair)
-    for name in ("mooncake", "nixl"):
-        yield transports.transfer(
-            name, *pair.make(), layers=pair.layers, heads=pair.heads, missing=pair.missing
-        )
-
-
-def short(answer: str, most: int = 160) -> str:
-    return (answer if len(answer) <= most else answer[: most - 3] + "...").replace("|", "/")
-
-
-def table(pairs: Sequence[Pair] = PAIRS) -> Iterator[str]:
-    yield "| pool | what differs | kvpool | SGLang, Mooncake | SGLang, NIXL |"
-    yield "|---|---|---|---|---|"
-    for pair in pairs:
-        yield f"| {pair.pool} | {pair.differs} | {' | '.join(map(short, answers(pair)))} |"
-
-
-if __name__ == "__main__":
-    logging.disable(logging.CRITICAL)
-    chosen = [pair for pair in PAIRS if all(word in str(pair[:2]) for word in sys.argv[1:])]
-    with sides.alone():
-        for line in table(chosen):
-            print(line, flush=True)
+DRAFT = {"missing": ("draft",)}
+PAIRS = (
+    Pair(MHA, "nothing", lambda: both(sides.mha)),
+    Pair(MHA, "K and V of other sizes", lambda: both(lambda: sides.mha(v_head_dim=16))),
+    Pair(MHA, "page size 16 and 32", pages(sides.mha)),
+    Pair(MHA, "PP 2 to 1", pp(sides.mha)),
+    Pair(MHA, "TP 2 to 1", tp(heads_of(sides.mha), 2, 1)),
+    Pair(MHA, "TP 1 to 2", tp(heads_of(sides.mha), 1, 2)),
+    Pair(MHA, "TP 4 to 1, 2 heads", replicas(4, 1), heads=2),
+    Pair(MHA, "TP 1 to 4, 2 heads", replicas(1, 4), heads=2),
+    Pair(MHA, "a draft on decode only", on_decode(sides.mha, one_draft), **DRAFT),
+    Pair(MHA, "a draft of 4 layers on decode only", on_decode(sides.mha, sides.mha), **DRAFT),
+    Pair(MHA, "PP 2 to 1, a draft on both", pp(sides.mha, one_draft)),
+    Pair(MXFP8, "nothing", lambda: both(sides.mxfp8)),
+    Pair(MXFP8, "PP 2 to 1", pp(sides.mxfp8)),
+    Pair(MXFP8, "TP 2 to 1", tp(heads_of(sides.mxfp8), 2, 1)),
+    Pair(MLA, "page size 16 and 32", pages(sides.mla)),
+    Pair(MLA, "PP 2 to 1", pp(sides.mla)),
+    Pair(MLA, "TP 2 to 1", tp(lambda ranks: sides.mla(), 2, 1)),
+    Pair(DSA, "nothing", lambda: both(sides.dsa)),
+    Pair(DSA, "PP 2 to 1", pp(sides.dsa)),
+    Pair(DSA, "a draft on both", drafts_of_dsa),
+    Pair(DSA, "PP 2 to 1, a draft on both (seed 1)", pp(sides.dsa, one_dsa)),
+    Pair(DSA, "a draft on decode only", on_decode(sides.dsa, one_dsa), **DRAFT),
+    Pair(SWA, "nothing", windows(0, 0)),
+    Pair(SWA, "prefill lists a page more (seed 5)", windows(1, 0)),
+    Pair(SWA, "decode lists a page more (seed 5)", windows(0, 1)),
+    Pair(SWA, "TP 2 to 1", tp(heads_of(sides.swa), 2, 1, window=WINDOW)),
+    Pair(SWA8, "nothing (seed 3)", lambda: both(swa_mxfp8, window=WINDOW)),
+    Pair(SWA8, "TP 2 to 1", tp(heads_of(swa_mxfp8), 2, 1, window=WINDOW)),
+    Pair(f"{GDN}, GDN", "nothing", lambda: both(sides.hybrid), 8),
+    Pair(f"{GDN}, GDN", "TP 2 to 1", tp(gdn, 2, 1), 8),
+    Pair(f"{GDN}, GDN", "TP 1 to 2", tp(gdn, 1, 2), 8),
+    Pair(f"{GDN}, KDA and MLA", "TP 1 to 2", tp(kda_mla, 1, 2), 8),
+    Pair(f"{GDN}, GDN and DSA", "nothing (seed 3)", lambda: both(gdn_dsa), 8),
+    Pair(f"{GDN}, GDN and DSA", "TP 2 to 1", tp(gdn_dsa, 2, 1), 8),
+    Pair(V4, "nothing", rings(0, 0, 300), 6),
+    Pair(V4, "rings of 8 and 16 (seed 2), 300 tokens", rings(0, 3, 300), 6),
+    Pair(V4, "rings of 8 and 16 (seed 2), 13 tokens", rings(0, 3, 13), 6),
+    Pair(V4, "PP 2 to 1", stages_of_v4, 6),
+)

@@ -14,6 +14,7 @@ import torch
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.connectors.sglang.pools import Pools, Ranks, SglangLayout, engine_layout
+from kvpool.layout import RequestAddress
 from tests.engines.sglang import oracle
 from tests.engines.sglang.oracle import Request, Side
 
@@ -57,30 +58,6 @@ def state_types(side: Side) -> list[str]:
     return [kind.value for kind in args.state_types]
 
 
-def own_args(side: Side, layers: int) -> Any:
-    """SGLang's `KVArgs`, as `_init_kv_manager` fills it in."""
-    from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.utils import build_kv_layer_ids, setup_state_kv_args
-
-    args, entries = KVArgs(), 0
-    lists = [list(each) for each in side.target.get_contiguous_buf_infos()]
-    if side.draft is not None:
-        for held, more in zip(lists, side.draft.get_contiguous_buf_infos()):
-            held += more
-            entries = len(more)
-    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = lists
-    args.num_draft_entries = entries
-    args.kv_layer_ids = build_kv_layer_ids(
-        token_to_kv_pool=side.target,
-        draft_token_to_kv_pool=side.draft,
-        num_draft_entries=entries,
-        num_hidden_layers=layers,
-    )
-    args.page_size = side.target.page_size
-    setup_state_kv_args(args, side.target, side.draft, layers)
-    return args
-
-
 def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) -> SglangLayout:
     ranks = Ranks(
         tp_rank=side.rank,
@@ -88,10 +65,15 @@ def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) ->
         total_kv_heads=heads,
         window=side.window,
         groups=groups,
-        sliding=side.sliding,
     )
     pools = Pools(side.target, side.draft, side.requests)
     return engine_layout(pools, state_types(side), ranks, total_layers)
+
+
+def address_of(made: SglangLayout, side: Side) -> RequestAddress:
+    """The block table of a side's request."""
+    ask = side.request
+    return made.address(ask.tokens, ask.pages, state_indices(made.state_types, side))
 
 
 def hand_over(
@@ -116,9 +98,7 @@ def hand_over(
         for side in sources:
             made = described(side, layers, heads, groups)
             prefill = stack.enter_context(PrefillEndpoint(made.layout, create_engine(engine)))
-            ask = side.request
-            indices = state_indices(made.state_types, side)
-            offers.append((prefill, made.address(ask.tokens, ask.pages, indices)))
+            offers.append((prefill, address_of(made, side)))
             addresses.append(prefill.address)
         rooms = []
         for side in dests:
@@ -132,9 +112,7 @@ def hand_over(
                 **options,
             )
             stack.enter_context(decode).connect(addresses, timeout=PATIENCE)
-            ask = side.request
-            indices = state_indices(made.state_types, side)
-            decode.receive("room", made.address(ask.tokens, ask.pages, indices))
+            decode.receive("room", address_of(made, side))
             rooms.append((decode, side, before))
         for prefill, address in offers:
             prefill.send("room", address)
@@ -155,21 +133,18 @@ def size(page: int) -> int:
     return (PAGES - 1) * page
 
 
+def shape(page: int, layers: int, start: int) -> dict[str, Any]:
+    """What most of SGLang's pools take."""
+    stop = start + layers
+    layer = {"layer_num": layers, "start_layer": start, "end_layer": stop}
+    return {"size": size(page), "page_size": page, **layer, **CPU}
+
+
 def mha(page=16, heads=4, layers=4, start=0, dim=8, dtype=torch.float32, cls="", **more):
     from sglang.srt.mem_cache import memory_pool
 
-    return getattr(memory_pool, cls or "MHATokenToKVPool")(
-        size=size(page),
-        page_size=page,
-        dtype=dtype,
-        head_num=heads,
-        head_dim=dim,
-        layer_num=layers,
-        start_layer=start,
-        end_layer=start + layers,
-        **CPU,
-        **more,
-    )
+    kind = getattr(memory_pool, cls or "MHATokenToKVPool")
+    return kind(dtype=dtype, head_num=heads, head_dim=dim, **shape(page, layers, start), **more)
 
 
 def mxfp8(page=16, heads=4, layers=4, start=0):
@@ -180,15 +155,10 @@ def mla(page=16, layers=4, start=0, dtype=torch.bfloat16):
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
     return MLATokenToKVPool(
-        size=size(page),
-        page_size=page,
         dtype=dtype,
         kv_lora_rank=32,
         qk_rope_head_dim=8,
-        layer_num=layers,
-        start_layer=start,
-        end_layer=start + layers,
-        **CPU,
+        **shape(page, layers, start),
     )
 
 
@@ -204,18 +174,13 @@ def dsa(layers=4, start=0, fp8=True, skip=()):
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
     return DSATokenToKVPool(
-        size=size(64),
-        page_size=64,
         kv_lora_rank=512,
         dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
         qk_rope_head_dim=64,
-        layer_num=layers,
         index_head_dim=128,
         kv_cache_dim=656 if fp8 else 576,
-        start_layer=start,
-        end_layer=start + layers,
         skip_topk_layers=[n in skip for n in range(layers)],
-        **CPU,
+        **shape(64, layers, start),
     )
 
 
@@ -303,16 +268,11 @@ def npu_mla(page=16, layers=4, start=0, index=True):
     from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMLATokenToKVPool
 
     return NPUMLATokenToKVPool(
-        size=size(page),
-        page_size=page,
         dtype=torch.bfloat16,
         kv_lora_rank=32,
         qk_rope_head_dim=8,
-        layer_num=layers,
-        start_layer=start,
-        end_layer=start + layers,
         index_head_dim=128 if index else None,
-        **CPU,
+        **shape(page, layers, start),
     )
 
 
@@ -320,15 +280,10 @@ def npu_mha(page=16, heads=4, layers=4, start=0):
     from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool
 
     return NPUMHATokenToKVPool(
-        size=size(page),
-        page_size=page,
         dtype=torch.bfloat16,
         head_num=heads,
         head_dim=8,
-        layer_num=layers,
-        start_layer=start,
-        end_layer=start + layers,
-        **CPU,
+        **shape(page, layers, start),
     )
 
 

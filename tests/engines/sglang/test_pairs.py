@@ -29,18 +29,13 @@ def pages(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
 TP = {"tp_size": 2}
 CHUNKS = {"chunked_prefill_size": 128}
 PAIRS = {
-    "llama 1 to 1": Pair("llama"),
     "llama 1 to 16": Pair("llama", **pages(1, 16), extra={"verify": "checksum"}),
     "llama 16 to 1": Pair("llama", **pages(16, 1)),
     "llama nixl": Pair("llama", "nixl", **pages(16, 32)),
     "llama mooncake": Pair("llama", "mooncake", **pages(32, 16)),
     "llama chunks": Pair("llama", prefill={"page_size": 16, **CHUNKS}, both=EXACT),
     "llama tp 2 to 1": Pair("llama", prefill=TP, both=EXACT, extra={"verify": "checksum"}),
-    "llama tp 1 to 2": Pair(
-        "llama",
-        decode=TP,
-        both=EXACT,
-    ),
+    "llama tp 1 to 2": Pair("llama", decode=TP, both=EXACT),
     "gemma3": Pair("gemma3", both=EXACT, **pages(16, 1)),
 }
 
@@ -100,7 +95,7 @@ def test_another_model_is_refused_by_name_on_both_sides(start: Start) -> None:
     decode.idle()
 
 
-@pytest.mark.parametrize("extra", [{"engine": "none"}, {"lease": -1}, {"speed": 11}])
+@pytest.mark.parametrize("extra", [{"engine": "none"}, {"speed": 11}])
 def test_a_wrong_setting_ends_the_start(extra: dict[str, Any], start: Start) -> None:
     engine = start("prefill", "llama", extra=extra)
     assert engine.ended()

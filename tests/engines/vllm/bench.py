@@ -16,14 +16,22 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.engines.vllm.engines import PREFILL, Engine, asked_at_once, prompts
+from tests.engines.vllm.engines import (
+    NIXL,
+    PREFILL,
+    Engine,
+    asked_at_once,
+    prompts,
+    side_channel,
+)
 from tests.engines.vllm.models import save
 
 REFERENCE = "NixlConnector"
@@ -37,9 +45,6 @@ STREAMS = (
     ("layers, decode waits in its pass", "layers", "layers"),
 )
 """Ways to stream, and the setting of prefill and of decode."""
-PORTS = {"prefill": "15600", "decode": "15700"}
-
-
 OPTIONS: dict[str, Any] = {
     "max_model_len": 8192,
     "max_num_seqs": 32,
@@ -52,23 +57,12 @@ OPTIONS: dict[str, Any] = {
 def pair(connector: str, model: Path, logs: Path, most: int) -> Iterator[tuple[Engine, Engine]]:
     """Two engines that are ready, with room for `most` tokens."""
     options = OPTIONS | {"kv_cache_memory_bytes": (most + 64 * 128) * (32 << 10)}
-    if connector == REFERENCE:
-        options["connector"] = {
-            "kv_connector": REFERENCE,
-            "kv_role": "kv_both",
-            "kv_buffer_device": "cpu",
-        }
-    else:
-        options["extra"] = {"engine": connector}
-    engines = [
-        Engine(role, model, logs, environ={"VLLM_NIXL_SIDE_CHANNEL_PORT": PORTS[role]}, **options)
-        for role in ("prefill", "decode")
-    ]
-    try:
-        yield engines[0].ready(), engines[1].ready()
-    finally:
-        for engine in engines:
-            engine.close()
+    options |= {"connector": NIXL} if connector == REFERENCE else {"extra": {"engine": connector}}
+    with (
+        Engine("prefill", model, logs, environ=side_channel("prefill"), **options) as prefill,
+        Engine("decode", model, logs, environ=side_channel("decode"), **options) as decode,
+    ):
+        yield prefill.ready(), decode.ready()
 
 
 def timed(prefill: Engine, decode: Engine, asked: list[list[int]]) -> tuple[float, float]:
@@ -105,32 +99,28 @@ def streamed(prefill: Engine, decode: Engine, asked: list[int], addresses: list[
 def streams(model: Path, logs: Path, tokens: list[int], rounds: int, chunk: int) -> None:
     """Prints the table of ways to stream. They take turns in every round."""
     options = OPTIONS | {"kv_cache_memory_bytes": 512 << 20, "max_num_batched_tokens": chunk}
-    prefills, decodes = (
-        {
-            stream: Engine(role, model, logs, extra={"stream": stream}, **options)
-            for stream in dict.fromkeys(way[side] for _, *way in STREAMS)
-        }
-        for side, role in enumerate(("prefill", "decode"))
-    )
-    engines = [*prefills.values(), *decodes.values()]
-    try:
+    found: dict[tuple[str, int], list[float]] = {}
+    with ExitStack() as stack:
+        prefills, decodes = (
+            {
+                stream: stack.enter_context(
+                    Engine(role, model, logs, extra={"stream": stream}, **options)
+                )
+                for stream in dict.fromkeys(way[side] for _, *way in STREAMS)
+            }
+            for side, role in enumerate(("prefill", "decode"))
+        )
         addresses = {}
         for stream, prefill in prefills.items():
             for decode in decodes.values():
                 first = prefill.ready().generate([[7, 8]], tokens=1, params=[dict(PREFILL)])
                 decode.ready().generate([[7, 8]], tokens=1, params=[first[0]["params"]])
                 addresses[stream] = first[0]["params"]["remote_addresses"]
-        found: dict[tuple[str, int], list[float]] = {}
-        for number in range(rounds):
-            for length in tokens:
-                for name, there, here in STREAMS:
-                    known = [] if name == APART else addresses[there]
-                    asked = prompts(length, seed=number)[0]
-                    one = streamed(prefills[there], decodes[here], asked, known)
-                    found.setdefault((name, length), []).append(one)
-    finally:
-        for engine in engines:
-            engine.close()
+        for number, length, (name, there, here) in product(range(rounds), tokens, STREAMS):
+            known = [] if name == APART else addresses[there]
+            asked = prompts(length, seed=number)[0]
+            seconds = streamed(prefills[there], decodes[here], asked, known)
+            found.setdefault((name, length), []).append(seconds)
     title = f"ms to first token: lowest, median; prefill in chunks of {chunk:,}"
     table = Table("stream", *[f"{length:,} tokens" for length in tokens], title=title)
     for name, *_ in STREAMS:

@@ -25,6 +25,15 @@ PREFILL = {
 }
 
 
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+"""vLLM's own connector, to compare with."""
+
+
+def side_channel(role: Role) -> dict[str, str]:
+    """The environment in which each side's NixlConnector has a port of its own."""
+    return {"VLLM_NIXL_SIDE_CHANNEL_PORT": "15600" if role == "prefill" else "15700"}
+
+
 class Engine(Process):
     """A process of `tests.engines.vllm.engine`. `extra` is the connector's config, `watch` a folder
     for what `watched.WatchedConnector` sees, `policy` what vLLM does with a request whose state did

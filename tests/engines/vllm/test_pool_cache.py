@@ -12,17 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from disagg import (
-    DecodeEndpoint,
-    IncompatibleLayouts,
-    KVPoll,
-    PrefillEndpoint,
-    create_engine,
-)
-from kvpool import Allocator, SWAPool
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from kvpool.integrations.transformers import PoolCache
 from tests.engines.pair import EXACT, LENGTHS
-from tests.engines.transformer import PAGE, STEPS, Transformer
+from tests.engines.transformer import STEPS, Transformer
 from tests.engines.vllm.conftest import Tokens
 from tests.engines.vllm.engines import PREFILL, Engine, prompts
 from tests.engines.vllm.models import save
@@ -41,6 +34,12 @@ def transformer(models: Path) -> Iterator[Load]:
     torch.set_num_threads(1)
     yield lambda name, dtype="float32": Transformer(save(name, models), dtype)
     torch.set_num_threads(threads)
+
+
+def prefilled(prefill: Engine, asked: list[list[int]]) -> list[dict[str, Any]]:
+    """What a prefill's answers name."""
+    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
+    return [one["params"] for one in first]
 
 
 @contextmanager
@@ -84,34 +83,25 @@ def offered(side: Transformer, asked: list[list[int]]) -> Iterator[list[dict[str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_decodes_what_vllm_has_prefilled(
+def test_either_decodes_what_the_other_has_prefilled(
     family: str, start: Start, expected: Expected, transformer: Load
 ) -> None:
-    side, asked = transformer(family), prompts(*LENGTHS)
-    prefill = start("prefill", family, **EXACT).ready()
-    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
-    got = []
-    with received(side, [one["params"] for one in first]) as requests:
+    side, asked, got = transformer(family), prompts(*LENGTHS), []
+    right = expected(family, **EXACT)
+    assert right == [side.alone(prompt) for prompt in asked]
+    prefill, decode = start("prefill", family, **EXACT), start("decode", family, **EXACT)
+    with received(side, prefilled(prefill.ready(), asked)) as requests:
         for request, prompt in zip(requests, asked):
             assert request.num_tokens == len(prompt) - 1
             cache = PoolCache(side.pool, side.allocator, [request])
             got.append(side.greedy(cache, prompt[-1:]))
-    prefill.idle()
-    assert got == [side.alone(prompt) for prompt in asked]
-    assert got == expected(family, **EXACT)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_vllm_decodes_what_transformers_has_prefilled(
-    family: str, start: Start, expected: Expected, transformer: Load
-) -> None:
-    side, asked = transformer(family), prompts(*LENGTHS)
-    decode = start("decode", family, **EXACT).ready()
+            side.allocator.free(request)
+    assert got == right
     with offered(side, asked) as params:
-        got = [one["tokens"][0] for one in decode.generate(asked, tokens=STEPS, params=params)]
+        answers = decode.ready().generate(asked, tokens=STEPS, params=params)
+    assert [one["tokens"][0] for one in answers] == right
+    prefill.idle()
     decode.idle()
-    assert got == expected(family, **EXACT)
-    assert got == [side.alone(prompt) for prompt in asked]
 
 
 def test_a_delta_nets_state_arrives_as_transformers_computes_it(
@@ -123,8 +113,7 @@ def test_a_delta_nets_state_arrives_as_transformers_computes_it(
     """
     side, asked = transformer("qwen3_next", "bfloat16"), prompts(*LENGTHS)[:2]
     prefill = start("prefill", "qwen3_next").ready()
-    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
-    with received(side, [one["params"] for one in first]) as requests:
+    with received(side, prefilled(prefill, asked)) as requests:
         for request, prompt in zip(requests, asked):
             own = PoolCache.new(side.pool, side.allocator)
             side.logits(own, prompt[:-1])
@@ -167,51 +156,6 @@ def test_vllm_goes_on_from_a_delta_nets_state_of_transformers(
     assert [one[:1] for one in got] == [one[:1] for one in expected("qwen3_next")]
 
 
-def test_another_dtype_is_refused_by_name(start: Start, transformer: Load) -> None:
-    side = transformer("llama", "float32")
-    prefill = start("prefill", "llama").ready()
-    first = prefill.generate(prompts(40), tokens=1, params=[dict(PREFILL)])
-    addresses = first[0]["params"]["remote_addresses"]
-    with (
-        DecodeEndpoint(side.pool.layout, create_engine("local")) as endpoint,
-        pytest.raises(IncompatibleLayouts) as refused,
-    ):
-        endpoint.connect(addresses, timeout=PATIENCE)
-    for role in ("k", "v"):
-        told = f"target layers 0-3 {role}: bfloat16 on prefill, float32 on decode."
-        assert told in str(refused.value)
-
-
-def test_a_pool_that_wants_more_than_a_window_is_refused_by_name(
-    start: Start, transformer: Load
-) -> None:
-    """Of a window of 128 vLLM keeps what the next token sees, 127."""
-    side = transformer("gpt_oss")
-    states = side.pool.by_layer
-    windowed = [layer for layer, (state,) in states.items() if state.window is not None]
-    wide = SWAPool(
-        full=states[windowed[0]][0].kind,
-        window_layers=windowed,
-        window=128,
-        layers=side.pool.layers,
-        num_pages=40,
-        num_window_pages=40,
-        page_size=PAGE,
-        dtype="float32",
-    )
-    prefill = start("prefill", "gpt_oss", **EXACT).ready()
-    params = prefill.generate(prompts(300), tokens=1, params=[dict(PREFILL)])[0]["params"]
-    allocator, room = Allocator(wide), params["remote_request_id"]
-    request = allocator.new_request()
-    allocator.extend(request, params["remote_num_tokens"], received=True)
-    with DecodeEndpoint(wide.layout, create_engine("local")) as endpoint:
-        endpoint.connect(params["remote_addresses"], timeout=PATIENCE)
-        endpoint.receive(room, request.address())
-        assert endpoint.wait(room, PATIENCE) is KVPoll.Failed
-        assert "Give decode a window of at most 127 entries" in str(endpoint.failure(room))
-    prefill.idle()
-
-
 def test_latents_and_rope_keys_are_those_of_transformers(start: Start, transformer: Load) -> None:
     """The tokens of this model hardly depend on rope keys. In layer 0 those of one token repeated
     differ by their rotation only. vLLM 0.32's CPU kernel takes a tensor's rows for as wide as a key
@@ -220,8 +164,7 @@ def test_latents_and_rope_keys_are_those_of_transformers(start: Start, transform
     """
     side, asked = transformer("deepseek_v3"), [[7] * 300]
     prefill = start("prefill", "deepseek_v3", **EXACT).ready()
-    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL)])
-    with received(side, [one["params"] for one in first]) as requests:
+    with received(side, prefilled(prefill, asked)) as requests:
         own = PoolCache.new(side.pool, side.allocator)
         side.logits(own, asked[0][:-1])
         (latent, rope), (own_latent, own_rope) = (
