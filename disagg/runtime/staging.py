@@ -34,7 +34,8 @@ Copy = Callable[[Ints, Ints, Ints], "Event | None"]
 
 class ReadPart(NamedTuple):
     """What is read at once. With `scatter`, `read` goes to a buffer and `scatter` comes from it:
-    destinations of `read` and sources of `scatter` are offsets in the buffer.
+    destinations of `read` and sources of `scatter` are offsets in the buffer, which for a whole
+    batch (`coalesce`) is as large as that, until it is `cut`.
     """
 
     read: CopyBatch
@@ -44,15 +45,6 @@ class ReadPart(NamedTuple):
     def payload(self) -> int:
         """Bytes that are needed."""
         return (self.read if self.scatter is None else self.scatter).total
-
-
-class CoalescedBatch(NamedTuple):
-    """A batch as long runs to read, and what is scattered from them: destinations of `read` and
-    sources of `scatter` are offsets in all that is read.
-    """
-
-    read: CopyBatch
-    scatter: CopyBatch
 
 
 class StagingBuffers:
@@ -96,9 +88,7 @@ class StagingBuffers:
         return self._copy(part.src + buffer, part.dst, part.nbytes)
 
 
-def coalesce(
-    batch: CopyBatch, source: PoolLayout, run_overhead_bytes: int
-) -> CoalescedBatch | None:
+def coalesce(batch: CopyBatch, source: PoolLayout, run_overhead_bytes: int) -> ReadPart | None:
     """Runs that lie close together at the source as one, with the bytes between them where the
     buffers have no foreign bytes; None if that takes more than half as long, where a run costs as
     much as `run_overhead_bytes` bytes.
@@ -127,14 +117,15 @@ def coalesce(
     lengths: Ints = ends[lasts] - src[firsts]
     starts: Ints = np.cumsum(lengths) - lengths
     offsets: Ints = src + np.repeat(starts - src[firsts], lasts - firsts + 1)
-    return CoalescedBatch(CopyBatch(src[firsts], starts, lengths), CopyBatch(offsets, dst, nbytes))
+    return ReadPart(CopyBatch(src[firsts], starts, lengths), CopyBatch(offsets, dst, nbytes))
 
 
-def cut(coalesce: CoalescedBatch, max_bytes: int, max_runs: int) -> Iterator[ReadPart]:
-    """Parts of at most `max_bytes` bytes in at most `max_runs` runs."""
-    offsets, dst, nbytes = coalesce.scatter
+def cut(whole: ReadPart, max_bytes: int, max_runs: int) -> Iterator[ReadPart]:
+    """A part with a scatter, in parts of at most `max_bytes` bytes in at most `max_runs` runs."""
+    assert whole.scatter is not None
+    offsets, dst, nbytes = whole.scatter
     ends: Ints = offsets + nbytes
-    for read in coalesce.read.split(max_bytes, max_runs):
+    for read in whole.read.split(max_bytes, max_runs):
         start = int(read.dst[0])
         stop = start + read.total
         low, high = np.searchsorted(ends, start, "right"), np.searchsorted(offsets, stop, "left")

@@ -12,7 +12,7 @@ import numpy as np
 
 from disagg.engines.base import Engine, TransferError
 from disagg.plan.bind import CopyBatch
-from disagg.runtime.staging import NUM_BUFFERS, CoalescedBatch, StagingBuffers, coalesce, cut
+from disagg.runtime.staging import NUM_BUFFERS, ReadPart, StagingBuffers, coalesce, cut
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout import Slab
 
@@ -60,7 +60,7 @@ class WatchedBuffers(StagingBuffers):
         if not self._usable:
             return super().parts(batch, source, engine)
         offsets = np.cumsum(batch.nbytes) - batch.nbytes
-        apart = CoalescedBatch(
+        apart = ReadPart(
             CopyBatch(batch.src, offsets, batch.nbytes), CopyBatch(offsets, batch.dst, batch.nbytes)
         )
         coalesced = coalesce(batch, source, engine.run_overhead_bytes) or apart
