@@ -11,12 +11,7 @@ from disagg.connectors.conventions import conventions
 from disagg.snapshot import SnapshotRefused, load, save
 from kvpool import Allocator
 from kvpool.integrations.transformers import PoolCache
-from tests.kvpool.integrations.test_transformers import (
-    model_of,
-    pool_of,
-    prompt,
-    run,
-)
+from tests.kvpool.integrations.caches import model_of, pool_of, prompt, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,7 +4,6 @@ of state had a block before.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,27 +12,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from kvpool import Allocator  # noqa: E402
-from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
-from tests.kvpool.integrations.test_transformers import COMMON, CONFIGS as KNOWN  # noqa: E402
+from kvpool.integrations.transformers import PoolCache  # noqa: E402
+from tests.kvpool.integrations.caches import model_of, pool_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-GEMMA3 = {
-    "num_hidden_layers": 7,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "sliding_window": 9,
-    "sliding_window_pattern": 3,
-    "query_pre_attn_scalar": 16,
-}
-CONFIGS = {"gemma3_text": GEMMA3} | {name: KNOWN[name] for name in ("qwen3_next", "deepseek_v4")}
-
-
-@lru_cache
-def model_of(family: str) -> Any:
-    config = transformers.AutoConfig.for_model(family, **{**COMMON, **CONFIGS[family]})
-    torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model.to(torch.bfloat16).eval()
+FAMILIES = ("gemma3_text", "qwen3_next", "deepseek_v4")
 
 
 class Run:
@@ -57,13 +40,11 @@ class Run:
         self.count += tokens
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_requests_that_take_over_one_another_s_blocks_decode_bit_equal(family):
-    model = model_of(family)
-    page = 16 if family == "deepseek_v4" else 4
-    pool = pool_for(
-        model.config, placement="block", page_size=page, num_pages=250, dtype=torch.bfloat16
-    )
+    model = model_of(family, torch.bfloat16)
+    page_size = 1 if family == "deepseek_v4" else 4
+    pool = pool_of(model, page_size, 250, placement="block")
     assert len(pool.layout.slabs()) == 1 and len(pool.layout.block_pools["blocks"]) > 2
     # NaN in every type: what is read of a block before it is written shows
     for buffer in pool.layout.buffers:

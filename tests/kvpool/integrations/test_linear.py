@@ -4,10 +4,7 @@ of transformers' own cache.
 
 from __future__ import annotations
 
-import copy
 import gc
-import inspect
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -16,9 +13,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from kvpool import Allocator, LinearState, OutOfPages, RequestPinned  # noqa: E402
-from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
+from kvpool.integrations.transformers import PoolCache  # noqa: E402
 from kvpool.layout import Pin  # noqa: E402
-from tests.kvpool.models.tiny import changes, own_cache, tiny  # noqa: E402
+from tests.kvpool.integrations.caches import argument_of, model_of, pool_of, run  # noqa: E402
+from tests.kvpool.models.tiny import changes, made, own_cache  # noqa: E402
 from tests.oracle import move  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,43 +25,12 @@ FAMILIES = (
     *("falcon_mamba", "jamba", "lfm2", "lfm2_moe", "olmo_hybrid", "minimax", "inkling_text"),
     *("zaya", "gemma3n_text", "gemma4_text", "llama4_text"),
 )
-SIZES = {"num_pages": 40, "num_window_pages": 40, "num_slots": 6, "page_size": 5}
 PROMPT, STEPS = 23, 5
 WHOLE, CHUNKS = (PROMPT,), (11, 1, 9, 2)
 
 
-@lru_cache
-def model_of(family: str, dtype: torch.dtype) -> Any:
-    return copy.deepcopy(tiny(family)).to(dtype)
-
-
-def pool_of(family: str, dtype: torch.dtype, **more: Any) -> Any:
-    return pool_for(tiny(family).config, **{"dtype": dtype, **SIZES, **more})
-
-
 def linear_layers(pool: Any) -> list[int]:
     return [n for kind, at in pool.kinds if isinstance(kind, LinearState) for n in at.layers]
-
-
-@torch.no_grad()
-def run(
-    model: Any, cache: Any, ids: torch.Tensor, chunks: tuple[int, ...], steps: int = STEPS
-) -> list[torch.Tensor]:
-    """Logits of each chunk and of each greedy step."""
-    logits, start = [], 0
-    name = argument_of(model)
-    for size in (*chunks, *[1] * steps):
-        new = ids[:, start : start + size]
-        if not new.shape[1]:
-            new = logits[-1][:, -1:].argmax(-1)
-        logits.append(model(new, use_cache=True, **{name: cache}).logits)
-        start += size
-    return logits
-
-
-def argument_of(model: Any) -> str:
-    names = inspect.signature(model.forward).parameters
-    return "cache_params" if "cache_params" in names else "past_key_values"
 
 
 def tensors(cache: Any, layer: int) -> dict[str, torch.Tensor]:
@@ -92,11 +59,14 @@ def tensors(cache: Any, layer: int) -> dict[str, torch.Tensor]:
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_cached_tensors_equal_transformers_own(family, chunks, dtype):
-    model, pool = model_of(family, dtype), pool_of(family, dtype)
+    model = model_of(family, dtype)
+    pool = pool_of(model)
     ids = torch.randint(0, 128, (2, PROMPT), generator=torch.Generator().manual_seed(3))
     theirs, ours = own_cache(model), PoolCache.new(pool, Allocator(pool), 2)
-    expected = run(model, theirs, ids, chunks)
-    for step, (a, b) in enumerate(zip(run(model, ours, ids, chunks), expected, strict=True)):
+    expected = run(model, theirs, ids, chunks=chunks, steps=STEPS)
+    for step, (a, b) in enumerate(
+        zip(run(model, ours, ids, chunks=chunks, steps=STEPS), expected, strict=True)
+    ):
         assert torch.equal(a, b), f"step {step}"
     for layer in pool.layers:
         assert_same_tensors(ours, theirs, layer)
@@ -151,16 +121,17 @@ TRIED = [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for n
 
 def cached(family: str, tokens: int = 20, **more: Any) -> tuple[Any, PoolCache, Any]:
     """A model, the pool's cache after a prompt, and transformers' own."""
-    model, pool = model_of(family, torch.float32), pool_of(family, torch.float32, **more)
+    model = model_of(family)
+    pool = pool_of(model, **more)
     ours, theirs = PoolCache.new(pool, Allocator(pool)), own_cache(model)
     for cache in (ours, theirs):
-        run(model, cache, torch.arange(tokens)[None], (tokens,), steps=0)
+        run(model, cache, torch.arange(tokens)[None], chunks=(tokens,), steps=0)
     return model, ours, theirs
 
 
 def assert_same_step(model: Any, ours: PoolCache, theirs: Any, token: int) -> None:
     ids = torch.tensor([[token]])
-    seen, expected = (run(model, cache, ids, (1,), steps=0)[0] for cache in (ours, theirs))
+    seen, expected = (run(model, cache, ids, chunks=(1,), steps=0)[0] for cache in (ours, theirs))
     assert torch.equal(seen, expected)
     for layer in ours.pool.layers:
         assert_same_tensors(ours, theirs, layer)
@@ -196,7 +167,7 @@ def test_a_token_that_has_no_page_changes_nothing(family):
     ours.allocator.extend(other, 10)
     before = ours.pool._slab.clone()
     with pytest.raises(OutOfPages):
-        run(model, ours, torch.tensor([[3]]), (1,), steps=0)
+        run(model, ours, torch.tensor([[3]]), chunks=(1,), steps=0)
     assert torch.equal(ours.pool._slab, before)
     assert ours.requests[0].num_tokens == ours.get_seq_length() == 20
     ours.allocator.free(other)
@@ -210,7 +181,7 @@ def test_a_token_over_a_state_that_a_room_offers_changes_nothing():
     request.pin(pin)
     before = pool._slab.clone()
     with pytest.raises(RequestPinned, match="it would lose the state in slot 1 of space state"):
-        run(model, ours, torch.tensor([[3]]), (1,), steps=0)
+        run(model, ours, torch.tensor([[3]]), chunks=(1,), steps=0)
     assert torch.equal(pool._slab, before) and request.num_tokens == 20
     open_rooms.clear()
     assert_same_step(model, ours, theirs, 3)
@@ -218,21 +189,18 @@ def test_a_token_over_a_state_that_a_room_offers_changes_nothing():
 
 def test_a_token_that_was_lost_is_told_of_from_then_on():
     """In a model of one state, no other is left to refuse the forward."""
-    config = transformers.AutoConfig.for_model(
-        "mamba", **changes("mamba") | {"num_hidden_layers": 1}
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    pool = pool_for(config, dtype="f32", **SIZES)
+    model = made("mamba", changes("mamba") | {"num_hidden_layers": 1})
+    pool = pool_of(model)
     cache = PoolCache.new(pool, Allocator(pool))
-    run(model, cache, torch.arange(20)[None], (20,), steps=0)
+    run(model, cache, torch.arange(20)[None], chunks=(20,), steps=0)
     (request,), open_rooms = cache.requests, {"r"}
     address = request.address()
     request.pin(Pin("r", "offered", address, pool.layout, True, lambda: bool(open_rooms)))
-    run(model, cache, torch.tensor([[3]]), (1,), steps=0)
+    run(model, cache, torch.tensor([[3]]), chunks=(1,), steps=0)
     open_rooms.clear()
     for _ in range(2):
         with pytest.raises(RequestPinned):
-            run(model, cache, torch.tensor([[3]]), (1,), steps=0)
+            run(model, cache, torch.tensor([[3]]), chunks=(1,), steps=0)
     with pytest.raises(ValueError, match=r"did not finish. Free it"):
         PoolCache(pool, cache.allocator, [request])
 
@@ -246,9 +214,9 @@ def test_a_tensor_that_is_not_let_go_of_is_noticed(monkeypatch):
         return kept[-1]
 
     monkeypatch.setattr(ours, "get_conv_state", keep)
-    run(model, ours, torch.tensor([[3]]), (1,), steps=0)
+    run(model, ours, torch.tensor([[3]]), chunks=(1,), steps=0)
     with pytest.raises(RuntimeError, match=r"layer 0 linear: .* something still holds its tensor"):
-        run(model, ours, torch.tensor([[3]]), (1,), steps=0)
+        run(model, ours, torch.tensor([[3]]), chunks=(1,), steps=0)
 
 
 def test_a_tensor_that_outlives_its_request_is_not_written():
@@ -260,7 +228,7 @@ def test_a_tensor_that_outlives_its_request_is_not_written():
 
     hook = model.backbone.layers[3].mixer.out_proj.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt) as failed:
-        run(model, ours, torch.tensor([[3]]), (1,), steps=0)
+        run(model, ours, torch.tensor([[3]]), chunks=(1,), steps=0)
     hook.remove()
     ours.allocator.free(ours.requests[0])
     before = ours.pool._slab.clone()
@@ -270,7 +238,8 @@ def test_a_tensor_that_outlives_its_request_is_not_written():
 
 
 def test_gradients_are_refused():
-    model, pool = model_of("mamba", torch.float32), pool_of("mamba", torch.float32)
+    model = model_of("mamba")
+    pool = pool_of(model)
     with pytest.raises(ValueError, match=r"layer 0 conv: gradients are not supported"):
         model(torch.arange(4)[None], cache_params=PoolCache.new(pool, Allocator(pool)))
     assert not pool._slab.any()
@@ -278,7 +247,8 @@ def test_gradients_are_refused():
 
 @pytest.mark.parametrize("family", TRIED)
 def test_generate_gives_the_logits_of_transformers_own(family):
-    model, pool = model_of(family, torch.float32), pool_of(family, torch.float32)
+    model = model_of(family)
+    pool = pool_of(model)
     ids = torch.randint(1, 128, (2, 13), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0  # padded on the left
@@ -296,7 +266,7 @@ def test_generate_gives_the_logits_of_transformers_own(family):
 def test_a_model_continues_on_states_that_were_moved(family):
     model, ours, theirs = cached(family)
     more = {"page_size": 8, "placement": "page", "conv_layout": "taps_first"}
-    dest = pool_of(family, torch.float32, **more)
+    dest = pool_of(model, **more)
     allocator = Allocator(dest)
     allocator.extend(allocator.new_request(), 3)  # so that ids differ
     request = allocator.new_request()

@@ -13,10 +13,10 @@ transformers = pytest.importorskip("transformers")
 
 from kvpool import Allocator, OutOfPages  # noqa: E402
 from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
-from tests.kvpool.integrations import test_linear, test_transformers as reference  # noqa: E402
-from tests.kvpool.integrations.test_prefix_reuse import GEMMA  # noqa: E402
-from tests.kvpool.integrations.test_transformers import (  # noqa: E402
+from tests.kvpool.integrations.caches import (  # noqa: E402
+    CHUNKS,
     PROMPT,
+    argument_of,
     assert_same,
     model_of,
     pool_of,
@@ -29,11 +29,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("llama", "gemma3_text", "deepseek_v3", "qwen3_next")
 OTHERS = ("gpt_oss", "deepseek_v32", "kimi_linear")
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def gemma(monkeypatch):
-    monkeypatch.setitem(reference.CONFIGS, "gemma3_text", GEMMA)
 
 
 def joined(caches, lengths):
@@ -64,8 +59,7 @@ def joined(caches, lengths):
 
 @torch.no_grad()
 def forward(model, cache, ids, inputs):
-    name = test_linear.argument_of(model)
-    return model(ids, use_cache=True, **{name: cache}, **inputs).logits
+    return model(ids, use_cache=True, **{argument_of(model): cache}, **inputs).logits
 
 
 def filled_with_nan(pool):
@@ -108,8 +102,8 @@ def test_what_others_write_to_reserved_items_is_not_read(family):
     ],
 )
 def test_padding_does_not_enter_a_linear_state(name, chunks):
-    model, ids = test_linear.model_of(name, torch.float32), prompt(2)
-    pool = filled_with_nan(test_linear.pool_of(name, torch.float32))
+    model, ids = model_of(name), prompt(2)
+    pool = filled_with_nan(pool_of(model))
     theirs, padding = own_cache(model), (0, 13)
     ours = PoolCache.new(pool, Allocator(pool), 2, padding)
     for size in chunks:
@@ -131,7 +125,7 @@ def test_padding_does_not_enter_a_linear_state(name, chunks):
 )
 def test_requests_of_any_lengths_go_on_together(family, placement):
     model, lengths = model_of(family), [21, 6, 0]
-    pool = filled_with_nan(pool_of(model, placement=placement))
+    pool = filled_with_nan(pool_of(model, num_pages=80, placement=placement))
     allocator = Allocator(pool)
     requests, alone = [], []
     for row, length in enumerate(lengths):
@@ -179,15 +173,15 @@ def test_drafts_of_rows_of_different_lengths_are_taken_back():
     ours.crop(-4)
     assert [request.num_tokens for request in ours.requests] == [PROMPT, PROMPT - 14]
     assert not torch.equal(pool._slab, before)
-    ids = expected[len(reference.CHUNKS) - 1][:, -1:].argmax(-1)
-    for step in expected[len(reference.CHUNKS) :]:
+    ids = expected[len(CHUNKS) - 1][:, -1:].argmax(-1)
+    for step in expected[len(CHUNKS) :]:
         logits = forward(model, ours, ids, ours.inputs(1))
         assert torch.equal(logits, step)
         ids = step.argmax(-1)
 
 
 def test_a_draft_shares_the_padding_of_its_target():
-    model, small = model_of("llama"), model_of("qwen3_moe")
+    model, small = model_of("llama"), model_of("olmo")
     target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
     allocator = Allocator(target, draft)
     requests = [allocator.new_request() for _ in range(2)]

@@ -11,25 +11,13 @@ transformers = pytest.importorskip("transformers")
 
 from kvpool import Allocator, PrefixCache  # noqa: E402
 from kvpool.integrations.transformers import PoolCache  # noqa: E402
-from tests.kvpool.integrations import test_transformers as reference  # noqa: E402
-from tests.kvpool.integrations.test_transformers import assert_same, pool_of, run  # noqa: E402
+from tests.kvpool.integrations.caches import assert_same, model_of, pool_of, run  # noqa: E402
+from tests.kvpool.models.tiny import changes, made  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "deepseek_v4")
 CHECKPOINT, SHARED, STEPS = 16, 32, 5
 PAGE_RINGS = {"page_rings": True}
-GEMMA = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "sliding_window": 9,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
-
-
-@pytest.fixture(autouse=True)
-def gemma(monkeypatch):
-    monkeypatch.setitem(reference.CONFIGS, "gemma3_text", GEMMA)
 
 
 def allocator_of(model, page, **sizes):
@@ -78,7 +66,7 @@ def alone(model, ids):
     ("family", "more"), [*((family, {}) for family in FAMILIES), ("deepseek_v4", PAGE_RINGS)]
 )
 def test_a_reused_prefix_changes_no_bit(family, more):
-    model = reference.model_of(family)
+    model = model_of(family)
     pool, allocator = allocator_of(model, page=8, **more)
     found, first, _ = serve(model, pool, allocator, ids_of(4, 21))
     assert found == 0
@@ -98,7 +86,7 @@ def test_a_reused_prefix_changes_no_bit(family, more):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prompt_whose_pages_were_taken_is_computed_anew(family):
-    model = reference.model_of(family)
+    model = model_of(family)
     pool, allocator = allocator_of(model, page=CHECKPOINT, num_pages=5, num_slots=3)
     for seed in range(3):
         ids = torch.randint(0, 128, (1, 45), generator=torch.Generator().manual_seed(seed % 2))
@@ -108,15 +96,11 @@ def test_a_prompt_whose_pages_were_taken_is_computed_anew(family):
         allocator.free(cache.requests[0])
 
 
-def test_rings_of_pages_are_reused_at_every_page_of_a_long_chunk(monkeypatch):
+def test_rings_of_pages_are_reused_at_every_page_of_a_long_chunk():
     """All windows of this model lie in pages: a prefix needs no checkpoint of a state."""
-    changed = {
-        **reference.CONFIGS["deepseek_v4"],
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", reference.CSA, reference.CSA],
-    }
-    monkeypatch.setitem(reference.CONFIGS, "deepseek_v4", changed)
-    model = reference.model_of.__wrapped__("deepseek_v4")
+    types = ["sliding_attention", *["compressed_sparse_attention"] * 2]
+    fields = {"num_hidden_layers": 3, "layer_types": types}
+    model = made("deepseek_v4", changes("deepseek_v4") | fields)
     pool = pool_of(model, page_size=1, window_page_size=8, **PAGE_RINGS)
     assert not any(space.per_request for space in pool.layout.spaces)
     allocator = Allocator(pool, prefix=PrefixCache())

@@ -335,10 +335,15 @@ def _changes(held: dict[str, Any], model: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not ...}
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def tiny(model: str) -> Any:
     """A random float32 model."""
-    config = transformers.AutoConfig.for_model(model, **changes(model))
+    return made(model, changes(model))
+
+
+def made(model: str, fields: dict[str, Any]) -> Any:
+    """A random float32 model with these fields."""
+    config = transformers.AutoConfig.for_model(model, **fields)
     torch.manual_seed(7)
     if model in CLASSES:
         module, _, name = CLASSES[model].rpartition(".")

@@ -1,0 +1,109 @@
+"""Tiny models over a pool's cache and over transformers' own, and what both must have in common."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from disagg.cli.demo.check import same_as_transformers
+from kvpool.integrations.transformers import pool_for
+from tests.kvpool.models.tiny import tiny
+
+PROMPT, CHUNKS, STEPS = 29, (11, 17, 1), 8
+
+
+@lru_cache(maxsize=8)
+def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny random model."""
+    return copy.deepcopy(tiny(family)).to(dtype)
+
+
+def pool_of(model: Any, page_size: int = 5, num_pages: int = 40, **common: Any) -> Any:
+    """A pool of a model, with its dtype."""
+    if model.config.model_type == "deepseek_v4":  # both ratios must divide a page
+        page_size = 16 * page_size
+    sizes = {"num_pages": num_pages, "num_window_pages": 60, "num_slots": 6}
+    common = {"page_size": page_size, "dtype": model.dtype, **sizes, **common}
+    return pool_for(model.config, **common)
+
+
+def prompt(rows: int, tokens: int = PROMPT) -> torch.Tensor:
+    """Tokens `[rows, tokens]`."""
+    return torch.randint(0, 128, (rows, tokens), generator=torch.Generator().manual_seed(3))
+
+
+def argument_of(model: Any) -> str:
+    """What a model calls its cache."""
+    names = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in names else "past_key_values"
+
+
+@torch.no_grad()
+def run(
+    model: Any,
+    cache: Any,
+    ids: torch.Tensor,
+    padding: tuple[int, ...] | None = None,
+    chunks: tuple[int, ...] = CHUNKS,
+    steps: int = STEPS,
+) -> list[torch.Tensor]:
+    """Logits `[B, T, vocabulary]` of each chunk and of each greedy step."""
+    start = 0 if padding is None else cache.get_seq_length()
+    mask = torch.ones(ids.shape[0], start + ids.shape[1] + steps, dtype=torch.long)
+    for row, columns in enumerate(padding or ()):
+        mask[row, :columns] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits: list[torch.Tensor] = []
+    more = {argument_of(model): cache, "use_cache": True}
+    for size in (*chunks, *[1] * steps):
+        end = start + size
+        if padding is not None:
+            more |= {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+        logits.append(model(ids[:, :size], **more).logits)
+        ids = ids[:, size:] if size < ids.shape[1] else logits[-1][:, -1:].argmax(-1)
+        start = end
+    return logits
+
+
+class Row:
+    """One row of transformers' own cache, without the columns before its `tokens`."""
+
+    def __init__(self, held: Any, row: int, tokens: int) -> None:
+        self.held, self.row, self.tokens = held, row, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        found = self.of(getattr(self.held, name))
+        if name in ("keys", "values"):
+            return found[:, :, -self.tokens :]
+        return found[:, -self.tokens :] if name == "indexer_keys" else found
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value[self.row : self.row + 1]
+        if isinstance(value, dict):
+            return {key: self.of(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [Row(each, self.row, self.tokens) for each in value]
+        return value
+
+
+def assert_same(model: Any, ours: Any, theirs: Any, logits: Any, expected: Any) -> None:
+    columns = ours.get_seq_length() - sum(a.shape[1] for a in logits)
+    for step, (a, b) in enumerate(zip(logits, expected, strict=True)):
+        columns += a.shape[1]
+        for row, padding in enumerate(ours.padding.before):
+            since = min(max(padding - columns + a.shape[1], 0), a.shape[1])
+            assert torch.equal(a[row, since:], b[row, since:]), f"step {step} row {row}"
+    for row, (request, padding) in enumerate(zip(ours.requests, ours.padding.before)):
+        tokens = request.num_tokens
+        assert tokens == ours.get_seq_length() - padding
+        found = same_as_transformers(ours.pool, request.address(), Row(theirs, row, tokens))
+        assert found.checked and not found.wrong
+    assert not any(ours.pool.item_bytes_view(b)[0].any() for b in ours.pool.layout.buffers), (
+        "a padding item is written"
+    )
+    ours.allocator.check_integrity()
