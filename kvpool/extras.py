@@ -1,11 +1,14 @@
-"""Packages that only some parts need. Where one is not installed, MissingExtra has the command:
-`MHAPool needs PyTorch: pip install 'kvpool[torch]'`.
+"""Packages and hardware that only some parts need. Where a package is not installed, MissingExtra
+has the command: `MHAPool needs PyTorch: pip install 'kvpool[torch]'`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 
 EXTRAS = {
     "cryptography": ("cryptography", "keys"),
@@ -51,3 +54,27 @@ def needed_by(what: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise missing(what, error) from None
+
+
+def absent(parts: Mapping[str, bool]) -> str | None:
+    """`missing: A; B.`, of parts that are there or not; None if all are."""
+    names = [name for name, present in parts.items() if not present]
+    return f"missing: {'; '.join(names)}." if names else None
+
+
+def ascend_parts() -> dict[str, bool]:
+    """What an Ascend NPU needs, and whether it is here; found without importing its package."""
+    home = os.environ.get("ASCEND_HOME_PATH")
+    cann = home is not None and (Path(home) / "lib64" / "libascendcl.so").exists()
+    return {
+        "an NPU with its driver (/dev/davinci_manager)": Path("/dev/davinci_manager").exists(),
+        "CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)": cann,
+        f"torch_npu ({install('npu')})": _can_be_imported("torch_npu"),
+    }
+
+
+def _can_be_imported(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ImportError:  # an import hook forbids it
+        return False

@@ -44,7 +44,6 @@ EXCEPTIONS = {  # by rule: the place, and why it is better so
         "kvpool_cuda/quantised_rows.py dequantise_part: store_floats": KERNEL,
         "kvpool_cuda/quantised_rows.py scaled: _geometry": "lru_cache: one form of each call",
         "kvpool_cuda/runs.py _runs: _numbers": KERNEL,
-        "kvpool_npu/device.py NPUDevice._read_pair: npu_gather_pa_kv_cache": "torch_npu's",
     },
     "splat": {
         "disagg/connectors/vllm/connector.py KvpoolConnector.build_prom_metrics: "

@@ -68,19 +68,14 @@ def quantise(
         stored = (exponent + BIAS).clamp(0, 2 * BIAS).to(torch.uint8)
         stored = stored.masked_fill(~largest.isfinite(), 255).view(scale)  # 255 is NaN
     else:
-        stored = stored_scales(factor, scale)
+        stored = factor.to(scale)
+        stored = stored.masked_fill(~stored.isfinite(), torch.nan)  # beyond float16
     factor = factor.masked_fill(~largest.isfinite(), torch.nan)
     # division may exceed the largest value slightly, but never rounds above it
     quotients = blocks / factor[..., None]
     if stored_as is torch.int8:  # has no NaN: the scale marks the block
         quotients = quotients.nan_to_num(0.0).round()
     return quotients.to(stored_as).reshape(values.shape), stored
-
-
-def stored_scales(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """float32 scales as `dtype`, float32 or float16; NaN where it would overflow."""
-    stored = scales.to(dtype)
-    return stored.masked_fill(~stored.isfinite(), torch.nan)
 
 
 def dequantise(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

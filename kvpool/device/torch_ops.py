@@ -4,7 +4,7 @@ for other devices. A device uses them as its own until it has something faster.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -76,13 +76,17 @@ def read_entries(view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def store_rows(rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
-    """See Device.store_rows."""
+def store_rows(
+    rows: Sequence[WriteRow],
+    locations: torch.Tensor,
+    write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = write_entries,
+) -> None:
+    """See Device.store_rows. `write` replaces `write_entries`."""
     for view, values, scales in rows:
         if scales is not None:
             values, factors = quant.quantise(values, scales.shape[-1], scales.dtype, view.dtype)
-            write_entries(scales, locations, factors)
-        write_entries(view, locations, values)
+            write(scales, locations, factors)
+        write(view, locations, values)
 
 
 def load_rows(rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from kvpool import Shard
 from kvpool.describe import describe
 from kvpool_npu import NPUMHAPool, NPUMLAPool
-from kvpool_npu.operators import Operators
 from tests.kvpool_npu.pools import NPU, npu_hybrid, npu_mha, npu_mla, npu_nsa
 from tests.kvpool_npu.written import same_bytes, write_everything
 from tests.pools import CLASSES, hybrid_nsa
@@ -281,17 +279,6 @@ def test_int8_index_keys_are_taken_with_their_scales_and_refused_without():
         pool.set_index_key(0, [4], keys)
 
 
-def test_the_reference_of_the_dynamic_quantisation_is_its_documented_formula():
-    rows = torch.randn(5, 3, 16).to(torch.bfloat16)
-    held, scales = Operators.npu_dynamic_quant(rows, dst_type=torch.int8)
-    assert held.shape == rows.shape and scales.shape == rows.shape[:-1]
-    for at in product(range(5), range(3)):
-        values = rows[at].float().numpy()
-        scale = np.abs(values).max() / np.float32(127)
-        assert scales[at].item() == scale
-        assert held[at].tolist() == np.rint(values / scale).tolist()
-
-
 @pytest.mark.parametrize("device", ["cpu", "npu-reference"])
 def test_conv_states_are_stored_channels_last_and_passed_channels_first(device):
     pool = npu_hybrid(device=device)
@@ -311,12 +298,6 @@ def test_pools_are_drafts_too():
         ("draft", 4, role) for role in ("latent", "rope", "index_key")
     }
     assert draft.stacked("latent").shape[0] == 1
-
-
-def test_views_of_a_slab_inside_a_larger_storage_match_the_layout():
-    pool = npu_mha(device="npu-reference")
-    pool.check_integrity()
-    assert pool.view("v", 3).data_ptr() == pool.layout.buffer_by_name["target.v.3"].base
 
 
 def test_sizes_of_a_tebibyte_take_no_memory():

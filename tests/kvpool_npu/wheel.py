@@ -10,10 +10,6 @@ from pathlib import Path
 
 import torch
 
-ARGUMENT = re.compile(r"(const )?(at::Tensor&|bool|int64_t|double) ?(\w+)")
-TYPES = {"bool": "bool", "int64_t": "int", "double": "float"}
-
-
 @cache
 def folder() -> Path | None:
     """The package's folder: inside KVPOOL_TORCH_NPU if that is set, else the installed one."""
@@ -33,31 +29,12 @@ def text(path: str) -> str:
 
 
 @cache
-def schemas() -> dict[str, str]:
-    """Operators that the package exposes as `torch_npu.NAME`, by name."""
+def schema(name: str) -> str:
+    """The schema of an operator that the package exposes as `torch_npu.NAME`."""
+    exposed = rf"^torch_npu\.{name} = torch\.ops\.npu\.{name}$"
+    assert re.search(exposed, text("utils/custom_ops.py"), re.M)
     listed = text("csrc/aten/npu_native_functions_by_codegen.yaml")
-    entries = re.findall(r"^(?:- |  )func: ((\w+)\(.*)$", listed, re.MULTILINE)
-    exposed = re.findall(
-        r"^torch_npu\.(\w+) = torch\.ops\.npu\.\1$", text("utils/custom_ops.py"), re.M
-    )
-    return {name: schema for schema, name in entries if name in exposed} | _atb()
-
-
-def _atb() -> dict[str, str]:
-    """ATB's operators, declared in the package's C++ header."""
-    header = text("include/third_party/op-plugin/op_plugin/include/AtbOpsInterface.h")
-    listed = re.search(r"^API_LIST = \[(.*?)\]", text("op_plugin/atb/_atb_ops.py"), re.M | re.S)
-    found = {}
-    for name in re.findall(r"'(\w+)'", listed[1]):
-        declared = re.search(rf"void {name}\((.*?)\);", header)
-        if declared is None:
-            continue
-        written, arguments = iter("abcdef"), []
-        for const, kind, argument in ARGUMENT.findall(declared[1]):
-            tensor = "Tensor" if const else f"Tensor({next(written, '')}!)"
-            arguments.append(f"{TYPES.get(kind, tensor)} {argument}")
-        found[name] = f"{name}({', '.join(arguments)}) -> ()"
-    return found
+    return re.search(rf"^(?:- |  )func: ({name}\(.*)$", listed, re.M)[1]
 
 
 @cache
