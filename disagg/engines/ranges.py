@@ -12,6 +12,9 @@ from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints, ragged
 from kvpool.layout.types import MAX_INT
 
+MAX_REGIONS = 1 << 16
+"""Registrations that a peer's metadata may name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranges:

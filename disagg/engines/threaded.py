@@ -65,14 +65,23 @@ class ThreadedTransfer:
     ended: threading.Event = field(default_factory=threading.Event)
 
 
-class PeerThread:
-    """Reads from one peer, in order, in a thread. `tell` is called when a read has ended."""
+class ThreadedPeer:
+    """A peer's registered ranges, and the thread that reads them, in order. `tell` is called when
+    a read has ended.
+    """
 
-    def __init__(self, name: str, reader: BlockingReader, tell: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, reader: BlockingReader, ranges: Ranges, tell: Callable[[], None]
+    ) -> None:
+        self.ranges = ranges
         self._reader, self._tell = reader, tell
         self._queue: deque[ThreadedTransfer] = deque()
         self._changed = threading.Condition()
-        self._given_up = self._doubt = self._ended = self._destroyed = False
+        self._given_up = False
+        # whether a call runs or has failed, whose bytes may land
+        self._doubt = False
+        # once the thread has ended: whether no byte can land any more
+        self._silent: bool | None = None
         self._problem = GIVEN_UP
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -81,7 +90,7 @@ class PeerThread:
         """Queues a read; the batch is copied."""
         transfer = ThreadedTransfer(np.stack([batch.src, batch.dst, batch.nbytes]))
         with self._changed:
-            if self._given_up or self._ended:
+            if self._given_up or self._silent is not None:
                 raise TransferError(self._problem)
             self._queue.append(transfer)
             self._changed.notify_all()
@@ -97,11 +106,9 @@ class PeerThread:
     def quiet(self, timeout: float | None) -> bool:
         """After `give_up`: whether no byte can land. Raises TransferError if it is unknowable."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or not self._doubt, timeout)
-            if not self._doubt or self._destroyed:
-                return True
-            if not self._ended:
-                return False
+            self._changed.wait_for(lambda: self._silent is not None or not self._doubt, timeout)
+            if self._silent is not False:
+                return self._silent or not self._doubt
         reason = self._reader.undestroyed
         raise TransferError(
             f"{self._problem} Its bytes may still land until this process ends: {reason}"
@@ -122,7 +129,7 @@ class PeerThread:
         # not in the `except`: the traceback would keep the package's object alive
         destroyed = self._reader.end()
         with self._changed:
-            self._ended, self._destroyed = True, destroyed
+            self._silent = destroyed or not self._doubt
             self._problem = problem or self._problem
             while self._queue:
                 transfer = self._queue.popleft()
@@ -151,14 +158,6 @@ class PeerThread:
                 self._queue.popleft()
             transfer.ended.set()
             self._tell()
-
-
-@dataclass(eq=False)
-class ThreadedPeer:
-    """A peer's registered ranges, and the thread that reads them."""
-
-    ranges: Ranges
-    thread: PeerThread
 
 
 class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
@@ -190,7 +189,7 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
         if not batch.runs:
             return None
         batch = peer.ranges.cut(batch, batch.src, "the peer")
-        return peer.thread.read(self._own.cut(batch, batch.dst, "this engine"))
+        return peer.read(self._own.cut(batch, batch.dst, "this engine"))
 
     def poll(self, transfer: ThreadedTransfer | None) -> bool:
         """Whether the thread has completed it."""
@@ -204,8 +203,8 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
 
     def fence(self, peer: ThreadedPeer, timeout: float | None = None) -> bool:
         """Waits for the running call; after a failed one, until its reader is destroyed."""
-        peer.thread.give_up()
-        quiet = peer.thread.quiet(timeout)
+        peer.give_up()
+        quiet = peer.quiet(timeout)
         if quiet and not self._shared and peer in self._peers:
             self._peers.remove(peer)
         return quiet
@@ -213,13 +212,13 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
     def close(self) -> None:
         """Gives up all peers, and waits for calls that may write."""
         for peer in self._peers:
-            peer.thread.give_up()
+            peer.give_up()
         while self._peers:
-            thread = self._peers.pop().thread
+            peer = self._peers.pop()
             if self._shared:
-                thread.join()
+                peer.join()
             else:
-                thread.quiet(None)
+                peer.quiet(None)
         self._waker.close()
 
     def _claim(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -230,7 +229,7 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
             raise TransferError(f"slabs: {error}") from None
 
     def _connected(self, name: str, reader: BlockingReader, ranges: Ranges) -> ThreadedPeer:
-        peer = ThreadedPeer(ranges, PeerThread(name, reader, self._waker.wake))
+        peer = ThreadedPeer(name, reader, ranges, self._waker.wake)
         self._peers.append(peer)
         return peer
 

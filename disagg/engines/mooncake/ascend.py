@@ -6,7 +6,6 @@ Written from Mooncake's documentation and sources; not yet run on an NPU (docs/e
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ from typing import Any
 
 from disagg.engines.base import EngineUnavailable, TransferError
 from disagg.engines.mooncake.engine import MooncakeEngine
-from kvpool.extras import install
+from kvpool.extras import absent, ascend_parts
 from kvpool.layout import Slab
 
 ALIGNMENT = 2 << 20
@@ -49,17 +48,11 @@ class AscendEngine(MooncakeEngine):
     @classmethod
     def availability(cls) -> str | None:
         """All that is missing; found without importing a vendor's package."""
-        missing = [
-            part
-            for part, present in (
-                ("an NPU with its driver (/dev/davinci_manager)", _driver()),
-                ("CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)", _cann()),
-                (f"torch_npu ({install('npu')})", find_spec("torch_npu") is not None),
-                ("a Mooncake that was built with USE_ASCEND_DIRECT", _transport()),
-            )
-            if not present
-        ]
-        return f"missing: {'; '.join(missing)}." if missing else super().availability()
+        parts = {
+            **ascend_parts(),
+            "a Mooncake that was built with USE_ASCEND_DIRECT": _transport(),
+        }
+        return absent(parts) or super().availability()
 
     def _check(self, slabs: Sequence[Slab]) -> None:
         memory = self._memory
@@ -89,15 +82,6 @@ class AscendEngine(MooncakeEngine):
         npu: Any = importlib.import_module("torch_npu").npu
         scope: AbstractContextManager[Any] = npu.device(int(self._memory.partition(":")[2]))
         return scope
-
-
-def _driver() -> bool:
-    return Path("/dev/davinci_manager").exists()
-
-
-def _cann() -> bool:
-    home = os.environ.get("ASCEND_HOME_PATH")
-    return home is not None and (Path(home) / "lib64" / "libascendcl.so").exists()
 
 
 def _transport() -> bool:

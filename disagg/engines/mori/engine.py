@@ -1,70 +1,61 @@
 """Reads through AMD's MoRI-IO over RDMA.
 
 Written from MoRI's sources and the calls that SGLang and vLLM make of it; not yet run
-(docs/engines.md). A peer is an address and a port, which another process may have taken over; so a
-token is read behind the first read from each of its registrations.
+(docs/engines.md).
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 import msgspec
 
 from disagg.engines.base import EngineUnavailable, TransferError
-from disagg.engines.mori.package import MoriIO, MoriSettings, choose, missing, mori_io
-from disagg.engines.mori.reader import MoriMetadata, reader_of
+from disagg.engines.mori.reader import TOKEN_BYTES, MoriIO, MoriMetadata, MoriReader, mori_io
+from disagg.engines.ranges import Ranges
 from disagg.engines.threaded import ThreadedEngine, ThreadedPeer
+from kvpool.extras import absent, install
 from kvpool.layout import Slab
 from kvpool.layout.types import HOST
+
+NO_XGMI = "MORI_DISABLE_AUTO_XGMI"
+DEVICES = "MORI_RDMA_DEVICES"
 
 
 class MoriEngine(ThreadedEngine):
     """Memory of the host and of AMD GPUs over RDMA. Peers reach this host as `hostname`, an IPv4
-    address; `device` names NICs (default: all). The numbers are those of MoRI's backend. Each peer
-    is read through its own `IOEngine`.
+    address; `device` names NICs (default: all). Each peer is read through its own `IOEngine`.
     """
 
     name = "mori"
     max_bytes = 128 << 20  # MoRI joins runs, and refuses more than the longest message of the NIC
     max_runs = 4096  # four parts fit the send queues; for more MoRI would wait
 
-    def __init__(
-        self,
-        hostname: str = "127.0.0.1",
-        device: str = "",
-        *,
-        qp_per_transfer: int = 4,
-        post_batch_size: int = -1,
-        num_worker_threads: int = 4,
-    ) -> None:
-        counts = {"qp_per_transfer": qp_per_transfer, "num_worker_threads": num_worker_threads}
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1.")
-        if post_batch_size != -1 and post_batch_size < 1:
-            raise ValueError(f"post_batch_size={post_batch_size}: must be at least 1, or -1.")
+    def __init__(self, hostname: str = "127.0.0.1", device: str = "") -> None:
         reason = self.availability()
         if reason is not None:
             raise EngineUnavailable(f"engine mori: {reason}")
         _check_host(hostname)
-        choose(device)
+        _choose(device)
         super().__init__(hostname)
-        self._settings = MoriSettings(
-            hostname=hostname,
-            qp_per_transfer=qp_per_transfer,
-            post_batch_size=post_batch_size,
-            num_worker_threads=num_worker_threads,
-        )
         self._slabs: list[Slab] = []
         self._serving: MoriIO | None = None
 
     @classmethod
     def availability(cls) -> str | None:
-        """All that is missing; if nothing is, the package must be importable."""
-        reason = missing()
+        """All that is missing, found without importing MoRI; if nothing is, it must load."""
+        reason = absent(
+            {
+                "an AMD GPU with its driver (/dev/kfd)": _driver(),
+                "a NIC with an active RDMA port (/sys/class/infiniband)": _active_port(),
+                f"MoRI ({install('mori')})": find_spec("mori") is not None,
+            }
+        )
         if reason is None:
             try:
                 mori_io()
@@ -95,29 +86,47 @@ class MoriEngine(ThreadedEngine):
         if self._serving is None:
             self._serving = self._io()
         io = self._serving
-        token, *memory = (
-            bytes(io.memory[base].pack())
-            for base in (io.token_base, *(slab.base for slab in self._slabs))
-        )
+        bases = io.token_base, *(slab.base for slab in self._slabs)
+        token, *memory = (bytes(io.memory[base].pack()) for base in bases)
         engine = bytes(io.description().pack())
         return msgspec.msgpack.encode(MoriMetadata(engine, bytes(io.tokens[0]), token, memory))
 
     def connect(self, metadata: bytes) -> ThreadedPeer:
         """Returns at once: the first read fails if the peer cannot be reached."""
-        reader = reader_of(metadata, self._own, self._io)
+        api = mori_io()
+        try:
+            owner = msgspec.msgpack.decode(metadata, type=MoriMetadata)
+            engine = api.EngineDesc.unpack(owner.engine)
+            token, *memory = (api.MemoryDesc.unpack(m) for m in (owner.token_memory, *owner.memory))
+            Ranges.of((desc.data, desc.size) for desc in (token, *memory))
+            if any(desc.engine_key != engine.key for desc in (token, *memory)):
+                raise ValueError("memory of another engine.")
+            if len(owner.token) != TOKEN_BYTES or token.size < TOKEN_BYTES:
+                raise ValueError("a token of another size.")
+            reader = MoriReader(
+                engine=engine,
+                token=owner.token,
+                token_base=token.data,
+                memory={desc.data: desc for desc in (token, *memory)},
+                ranges=Ranges.of((desc.data, desc.size) for desc in memory),
+                own=self._own,
+                obtain=self._io,
+            )
+        except Exception as error:  # msgspec's, and those of C++
+            raise TransferError(f"malformed metadata: {error}") from None
         return self._connected(f"mori {reader.address}", reader, reader.ranges)
 
     def close(self) -> None:
         """Gives up all peers at once, and destroys what reads and what serves."""
-        threads = [peer.thread for peer in self._peers]
+        peers = list(self._peers)
         super().close()
-        for thread in threads:
-            thread.join()
+        for peer in peers:
+            peer.join()
         if not (self._serving is None or self._serving.destroy()):
             raise TransferError("MoRI's IOEngine cannot be destroyed: an object refers to it.")
 
     def _io(self) -> MoriIO:
-        io = MoriIO(self._settings, self._slabs)
+        io = MoriIO(self._hostname, self._slabs)
         self._warn_exposed(io.description().port)
         return io
 
@@ -132,3 +141,26 @@ def _check_host(hostname: str) -> None:
         wrong = True
     if wrong:
         raise ValueError(f"hostname {hostname!r}: must be an IPv4 address of this host.")
+
+
+def _choose(device: str) -> None:
+    """Sets what MoRI reads from the environment. Raises EngineUnavailable if it says otherwise."""
+    if os.environ.setdefault(NO_XGMI, "1")[:1] in ("", "0"):
+        raise EngineUnavailable(
+            f"{NO_XGMI}={os.environ[NO_XGMI]}: MoRI could move bytes over XGMI, and engine mori "
+            "knows only how its RDMA reads end. Unset the variable."
+        )
+    if device and os.environ.setdefault(DEVICES, device) != device:
+        raise EngineUnavailable(
+            f"device={device!r}: {DEVICES}={os.environ[DEVICES]} is set, and a process has one "
+            "choice of NICs. Unset the variable, or give both the same value."
+        )
+
+
+def _driver() -> bool:
+    return Path("/dev/kfd").exists()
+
+
+def _active_port() -> bool:
+    states = Path("/sys/class/infiniband").glob("*/ports/*/state")
+    return any("ACTIVE" in state.read_text() for state in states)

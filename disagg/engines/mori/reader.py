@@ -1,21 +1,37 @@
-"""Reads from one peer by an `IOEngine` of its own."""
+"""Reads from one peer by an `IOEngine` of its own.
+
+A peer is an address and a port, which another process may have taken over; so each read is followed
+by one of a token: the process that answers with it has answered all along.
+
+MoRI has no cancellation, and a read that it calls failed may have parts in flight. Only destroying
+the `IOEngine` ends them: that destroys its queue pairs and registrations. So the `IOEngine` stays
+inside `MoriIO`, where nothing else refers to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+import importlib
+import secrets
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from disagg.engines.base import TransferError
-from disagg.engines.mori.package import TOKEN_BYTES, MoriIO, MoriRuns, mori_io
-from disagg.engines.ranges import Ranges
+from disagg.engines.base import EngineUnavailable, TransferError
+from disagg.engines.ranges import MAX_REGIONS, Ranges
 from disagg.engines.threaded import GIVEN_UP, BlockingReader
+from kvpool.layout import Slab
 from kvpool.layout.grid import Ints
+from kvpool.layout.types import HOST
 
-MAX_REGIONS = 1 << 16
+TOKEN_BYTES = 16
+SPENT = 1024
+"""Statuses that are kept after success: MoRI's thread may still be leaving one."""
 WAIT_MILLISECONDS = 100
 """Interval at which a thread that waits for a read sees that its peer was given up."""
 
@@ -31,11 +47,90 @@ class MoriMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory: Annotated[list[bytes], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
+class MoriRuns(NamedTuple):
+    """Runs from one of a peer's registrations into one of ours: their bases, and offsets and
+    lengths in bytes, `[N]` each.
+    """
+
+    src_base: int
+    dst_base: int
+    src: list[int]
+    dst: list[int]
+    nbytes: list[int]
+
+
+class MoriIO:
+    """An `IOEngine` with the RDMA backend, where slabs are registered. One thread at a time uses
+    it. All methods raise TransferError with MoRI's reason.
+    """
+
+    def __init__(self, hostname: str, slabs: Sequence[Slab]) -> None:
+        self.tokens = np.zeros((2, TOKEN_BYTES), dtype=np.uint8)
+        """What a peer reads to know that this process answers, and place for a peer's."""
+        self.tokens[0] = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), dtype=np.uint8)
+        self.memory: dict[int, Any] = {}
+        self._posted: list[Any] = []
+        self._spent: deque[Any] = deque(maxlen=SPENT)
+        self._io = _io_engine(hostname)
+        self._alive = weakref.ref(self._io)
+        self.register([Slab(self.token_base, self.tokens.nbytes), *slabs])
+
+    @property
+    def token_base(self) -> int:
+        """The registration of the tokens."""
+        return int(self.tokens.ctypes.data)
+
+    def register(self, slabs: Sequence[Slab]) -> None:
+        """Registers memory; `memory` has its `MemoryDesc`s by base."""
+        locations = mori_io().MemoryLocationType
+        for slab in slabs:
+            kind, _, number = slab.memory.partition(":")
+            place = (-1, locations.CPU) if kind == HOST else (int(number), locations.GPU)
+            action = f"registration of {slab.nbytes} bytes on {slab.memory}"
+            desc = self._call(action, "register_memory", slab.base, slab.nbytes, *place)
+            self.memory[slab.base] = desc
+
+    def description(self) -> Any:
+        """The `EngineDesc`, by which peers find this process."""
+        return self._call("description", "get_engine_desc")
+
+    def meet(self, engine: Any) -> None:
+        """Makes a peer known by its `EngineDesc`."""
+        self._call("peer", "register_remote_engine", engine)
+
+    def post(self, memory: Any, runs: MoriRuns) -> Any:
+        """Posts a read from a peer's `MemoryDesc` and returns its `TransferStatus`."""
+        number = self._call("number", "allocate_transfer_uid")
+        sides = [self.memory[runs.dst_base]], [runs.dst], [memory], [runs.src]
+        action = f"read of {len(runs.nbytes)} runs"
+        [status] = self._call(action, "batch_read", *sides, [runs.nbytes], [number])
+        # MoRI writes to it until the read has succeeded or the IOEngine is destroyed
+        self._posted.append(status)
+        return status
+
+    def spend(self) -> None:
+        """All that was posted has succeeded."""
+        self._spent.extend(self._posted)
+        self._posted.clear()
+
+    def destroy(self) -> bool:
+        """Lets go of the `IOEngine`; True once it is gone, so that no further byte can land."""
+        self._io = None
+        return self._alive() is None
+
+    def _call(self, action: str, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._io, method)(*arguments)
+        except Exception as error:  # of C++, without a type of their own
+            reason = str(error)
+        # not in the `except`: the traceback of MoRI's error keeps the IOEngine alive
+        raise TransferError(f"MoRI's {action}: {reason}")
+
+
 @dataclass(eq=False, kw_only=True)
 class MoriReader(BlockingReader):
     """`obtain` makes the `IOEngine`; `own` are its registrations, `ranges` the peer's, whose
-    `MemoryDesc`s are in `memory` by base. `proven` are the bases of both sides between which the
-    peer was read and no other process.
+    `MemoryDesc`s are in `memory` by base.
     """
 
     undestroyed = "an object still refers to MoRI's IOEngine."
@@ -47,8 +142,7 @@ class MoriReader(BlockingReader):
     ranges: Ranges
     own: Ranges
     obtain: Callable[[], MoriIO]
-    io: MoriIO = field(init=False)
-    proven: set[tuple[int, int]] = field(default_factory=set)
+    io: MoriIO | None = None
     given_up: bool = False
 
     @property
@@ -63,56 +157,51 @@ class MoriReader(BlockingReader):
 
     def calls(self, rows: Ints) -> list[list[MoriRuns]]:
         """One call: its runs by pair of registrations. Each run lies in one pair."""
-        numbers = [
-            np.searchsorted(side.starts, pointers, side="right") - 1
-            for side, pointers in ((self.ranges, rows[0]), (self.own, rows[1]))
-        ]
+        sides = (self.ranges, rows[0]), (self.own, rows[1])
+        numbers = [np.searchsorted(side.starts, start, side="right") - 1 for side, start in sides]
         call = []
-        for src_number, dst_number in np.unique(numbers, axis=1).T:
-            src_base, dst_base = self.ranges.starts[src_number], self.own.starts[dst_number]
-            runs = (numbers[0] == src_number) & (numbers[1] == dst_number)
-            src, dst, nbytes = (rows[:, runs] - [[src_base], [dst_base], [0]]).tolist()
+        for pair in np.unique(numbers, axis=1).T:
+            src_base, dst_base = self.ranges.starts[pair[0]], self.own.starts[pair[1]]
+            runs = rows[:, (numbers == pair[:, None]).all(axis=0)]
             call.append(
                 MoriRuns(
-                    src_base=int(src_base), dst_base=int(dst_base), src=src, dst=dst, nbytes=nbytes
+                    src_base=int(src_base),
+                    dst_base=int(dst_base),
+                    src=(runs[0] - src_base).tolist(),
+                    dst=(runs[1] - dst_base).tolist(),
+                    nbytes=runs[2].tolist(),
                 )
             )
         return [call]
 
     def fetch(self, call: list[MoriRuns]) -> None:
-        """Posts reads and waits for them. A read between registrations that MoRI has not connected
-        before is proven by a read of the token behind it: the process that answers with the token
-        has answered at this address all along.
-        """
-        unproven = {(runs.dst_base, runs.src_base) for runs in call} - self.proven
+        """Posts reads, behind them that of the token, and waits for them."""
+        io = self.io
+        assert io is not None
+        token = MoriRuns(
+            src_base=self.token_base,
+            dst_base=io.token_base,
+            src=[0],
+            dst=[TOKEN_BYTES],  # behind this side's own
+            nbytes=[TOKEN_BYTES],
+        )
+        io.tokens[1] = 0
         statuses = []
-        for runs in call:
-            statuses.append(self.io.post(self.memory[runs.src_base], runs))
+        for runs in (*call, token):
+            statuses.append(io.post(self.memory[runs.src_base], runs))
             if statuses[-1].Failed():
                 break  # nothing is posted behind it
-        else:
-            if unproven:
-                nbytes = [TOKEN_BYTES]  # the peer's token lies behind this side's own
-                token = MoriRuns(
-                    src_base=self.token_base,
-                    dst_base=self.io.token_base,
-                    src=[0],
-                    dst=nbytes,
-                    nbytes=nbytes,
-                )
-                statuses.append(self.io.post(self.memory[self.token_base], token))
         for status in statuses:
             while status.InProgress() and not self.given_up:
                 status.WaitFor(WAIT_MILLISECONDS)
             if not status.Succeeded():
                 reason = status.Message() if status.Failed() else GIVEN_UP
                 raise TransferError(f"MoRI cannot read from {self.address}: {reason}")
-        self.io.spend()
-        if unproven and bytes(self.io.tokens[1]) != self.token:
+        io.spend()
+        if bytes(io.tokens[1]) != self.token:
             raise TransferError(
                 f"another process answers at {self.address}. Connect with the peer's new metadata."
             )
-        self.proven |= unproven
 
     def give_up(self) -> None:
         """Ends the wait for a read."""
@@ -120,30 +209,30 @@ class MoriReader(BlockingReader):
 
     def end(self) -> bool:
         """Destroys the `IOEngine`."""
-        return not hasattr(self, "io") or self.io.destroy()  # it has not, if `start` failed
+        return self.io is None or self.io.destroy()  # there is none if `start` failed
 
 
-def reader_of(metadata: bytes, own: Ranges, obtain: Callable[[], MoriIO]) -> MoriReader:
-    """The reader of a peer, from its metadata (untrusted). Raises TransferError."""
+def _io_engine(hostname: str) -> Any:
     api = mori_io()
     try:
-        owner = msgspec.msgpack.decode(metadata, type=MoriMetadata)
-        engine = api.EngineDesc.unpack(owner.engine)
-        token, *memory = (api.MemoryDesc.unpack(m) for m in (owner.token_memory, *owner.memory))
-        Ranges.of((desc.data, desc.size) for desc in (token, *memory))
-        if any(desc.engine_key != engine.key for desc in (token, *memory)):
-            raise ValueError("memory of another engine.")
-        if len(owner.token) != TOKEN_BYTES or token.size < TOKEN_BYTES:
-            raise ValueError("a token of another size.")
-        return MoriReader(
-            engine=engine,
-            token=owner.token,
-            token_base=token.data,
-            memory={desc.data: desc for desc in (token, *memory)},
-            ranges=Ranges.of((desc.data, desc.size) for desc in memory),
-            own=own,
-            obtain=obtain,
-        )
-    except Exception as error:  # msgspec's, and those of C++
+        key = f"kvpool-{uuid.uuid4().hex}"
+        engine = api.IOEngine(key, api.IOEngineConfig(host=hostname, port=0))
+        # SGLang's numbers of queue pairs, posts and threads. No notifications: peers need none, and
+        # one that fails would fail its read
+        config = api.RdmaBackendConfig(4, -1, 4, api.PollCqMode.POLLING, False)
+        engine.create_backend(api.BackendType.RDMA, config)
+        return engine
+    except Exception as error:  # of C++, without a type of their own
         reason = str(error)
-    raise TransferError(f"malformed metadata: {reason}")
+    raise TransferError(f"MoRI cannot start RDMA on {hostname}: {reason}")
+
+
+def mori_io() -> Any:
+    """MoRI's module `mori.io`. Raises EngineUnavailable with the reason."""
+    try:
+        return importlib.import_module("mori.io")
+    except (ImportError, OSError) as error:
+        raise EngineUnavailable(
+            f"MoRI cannot be loaded: {error}. It needs a torch for ROCm and, on Debian, apt-get "
+            "install libibverbs1 libpci3."
+        ) from None

@@ -14,8 +14,8 @@ import pytest
 
 from disagg.engines.base import EngineUnavailable, TransferError, create_engine
 from disagg.engines.mooncake import MooncakeEngine
+from disagg.engines.mooncake.engine import CALL_RUNS, POLLED_BYTES
 from disagg.engines.mooncake.package import choose, fetch, hasten, start
-from disagg.engines.mooncake.reader import CALL_RUNS, POLLED_BYTES
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from tests.disagg.engines.owners import (
@@ -349,7 +349,7 @@ def test_close_ends_reads_in_flight(engine, memory):
         read(engine, fragile, blocks(peer, memory, 1))
         peer.stop()
         engine.read(fragile, blocks(peer, memory, 16, width=1 << 20))
-        until(lambda: fragile.thread._doubt)
+        until(lambda: fragile._doubt)
         engine.close()
         after = memory.copy()
         peer.go_on()
@@ -380,7 +380,7 @@ def test_thirty_peers_leave_no_thread_and_no_file(engine, memory, other):
         peer = engine.connect(other.metadata)
         read(engine, peer, blocks(other, memory, 1, first=cycle))
         assert engine.fence(peer, 0)
-        peer.thread.join()
+        peer.join()
         if cycle == 0:
             before = held()
     until(lambda: all(now <= then for now, then in zip(held(), before)))

@@ -16,7 +16,7 @@ import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import EngineUnavailable, TransferError
-from disagg.engines.mori import MoriEngine, package
+from disagg.engines.mori import MoriEngine, engine as mori
 from kvpool import MHAPool
 from kvpool.layout import Slab
 from tests import oracle
@@ -30,7 +30,7 @@ SWITCHES = ("MORI_DISABLE_AUTO_XGMI", "MORI_RDMA_DEVICES")
 @pytest.mark.parametrize("absent", [*PARTS, None])
 def test_exactly_the_missing_parts_are_named(monkeypatch, absent):
     for part in PARTS:
-        monkeypatch.setattr(package, part, lambda *_, part=part: None if part == absent else True)
+        monkeypatch.setattr(mori, part, lambda *_, part=part: None if part == absent else True)
     monkeypatch.setitem(sys.modules, "mori.io", None)  # as if its library could not be loaded
     reason = MoriEngine.availability()
     if absent is None:
@@ -45,7 +45,7 @@ def network(monkeypatch):
     """Pretends that nothing is missing."""
     network = recorder.Network()
     for part in PARTS:
-        monkeypatch.setattr(package, part, lambda *_: True)
+        monkeypatch.setattr(mori, part, lambda *_: True)
     monkeypatch.setitem(sys.modules, "mori.io", network.module())
     for switch in SWITCHES:
         monkeypatch.delenv(switch, raising=False)
@@ -54,21 +54,10 @@ def network(monkeypatch):
     network.release()
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"hostname": "prefill-7"}, "hostname 'prefill-7': must be an IPv4 address of this host"),
-        ({"hostname": "192.0.2.77"}, "hostname '192.0.2.77': must be an IPv4 address of this"),
-        ({"hostname": "0.0.0.0"}, "hostname '0.0.0.0': must be an IPv4 address of this host"),
-        ({"hostname": "::1"}, "hostname '::1': must be an IPv4 address of this host"),
-        ({"qp_per_transfer": 0}, "qp_per_transfer=0: must be at least 1"),
-        ({"num_worker_threads": -1}, "num_worker_threads=-1: must be at least 1"),
-        ({"post_batch_size": 0}, "post_batch_size=0: must be at least 1, or -1"),
-    ],
-)
-def test_options_that_mori_would_not_survive_are_refused(network, options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        MoriEngine(**options)
+@pytest.mark.parametrize("hostname", ["prefill-7", "192.0.2.77", "0.0.0.0", "::1"])
+def test_hosts_that_mori_would_not_survive_are_refused(network, hostname):
+    with pytest.raises(ValueError, match=f"hostname '{hostname}': must be an IPv4 address of this"):
+        MoriEngine(hostname)
     assert not recorder.CALLS
 
 
@@ -100,8 +89,8 @@ def test_slabs_that_mori_would_not_survive_are_refused(network, slabs, sentence)
     assert not recorder.CALLS
 
 
-def engine_of(*memories, memory="cpu", **options):
-    engine = MoriEngine(**options)
+def engine_of(*memories, memory="cpu", hostname="127.0.0.1"):
+    engine = MoriEngine(hostname)
     engine.register([Slab(array.ctypes.data, array.nbytes, memory) for array in memories])
     return engine
 
@@ -133,8 +122,7 @@ def pair(network):
 
 def test_each_call_and_argument_of_a_read(network):
     source, dest = bytes_of(1 << 16), np.zeros(1 << 16, np.uint8)
-    options = {"qp_per_transfer": 3, "post_batch_size": 64, "num_worker_threads": 2}
-    serving, reading = (engine_of(array, memory="cuda:5", **options) for array in (source, dest))
+    serving, reading = (engine_of(array, memory="cuda:5") for array in (source, dest))
     peer = reading.connect(serving.metadata())
     src, dst = source.ctypes.data, dest.ctypes.data
     finish(reading, reading.read(peer, batch_of((src + 7, dst + 100, 5), (src + 900, dst, 64))))
@@ -142,9 +130,9 @@ def test_each_call_and_argument_of_a_read(network):
 
     gpu, cpu = recorder.MemoryLocationType.GPU, recorder.MemoryLocationType.CPU
     polling = recorder.PollCqMode.POLLING
-    config = recorder.RdmaBackendConfig(3, 64, 2, polling, enable_notification=False)
+    config = recorder.RdmaBackendConfig(4, -1, 4, polling, enable_notification=False)
     ours = serving_key, reading_key = list(dict.fromkeys(key for key, *_ in recorder.CALLS))
-    reads = [("register_remote_engine"), *["batch_read"] * 3]
+    reads = [("register_remote_engine"), *["batch_read"] * 4]
     for key, base, more in ((serving_key, src, []), (reading_key, dst, reads)):
         calls = [(name, arguments) for owner, name, arguments in recorder.CALLS if owner == key]
         assert calls[0] == ("IOEngine", (recorder.IOEngineConfig("127.0.0.1", 0),))
@@ -153,12 +141,13 @@ def test_each_call_and_argument_of_a_read(network):
         assert calls[3] == ("register_memory", (base, 1 << 16, 5, gpu))
         assert [name for name, _ in calls[4:]] == more
     assert {desc.key for (desc,) in called("register_remote_engine")} == {serving_key}
-    first, proof, second = called("batch_read")
+    first, proof, second, again = called("batch_read")
     to = recorder.MemoryDesc(reading_key, 1, 5, dst, 1 << 16, gpu)
     of = recorder.MemoryDesc(serving_key, 1, 5, src, 1 << 16, gpu)
     assert first == ([to], [[100, 0]], [of], [[7, 900]], [[5, 64]], [0])
     assert second == ([to], [[300]], [of], [[20]], [[30]], [2])
-    assert [proof[0][0].id, proof[2][0].id] == [0, 0] and proof[4:] == ([[16]], [1])
+    for number, token in ((1, proof), (3, again)):
+        assert [token[0][0].id, token[2][0].id] == [0, 0] and token[4:] == ([[16]], [number])
     assert len(ours) == 2 and reading.fence(peer, 0)
     expected = np.zeros_like(dest)
     for first, stop, n in ((7, 100, 5), (900, 0, 64), (20, 300, 30)):
