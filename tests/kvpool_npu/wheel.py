@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+
 @cache
 def folder() -> Path | None:
     """The package's folder: inside KVPOOL_TORCH_NPU if that is set, else the installed one."""

@@ -20,6 +20,7 @@ from kvpool.layout import Slab
 from tests.disagg.engines.owners import batch_of, read, slab_of
 from tests.disagg.engines.peers import ENGINES
 
+
 @pytest.mark.parametrize("lacking", [*ascend_parts(), "USE_ASCEND_DIRECT", None])
 def test_exactly_the_missing_parts_are_named(monkeypatch, lacking):
     parts = {part: part != lacking for part in ascend_parts()}
