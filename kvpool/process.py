@@ -9,11 +9,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 TIMEOUT = 60.0
 """Seconds to wait for an answer."""
@@ -25,7 +24,8 @@ class ProcessFailed(RuntimeError):
 
 
 class OtherProcess:
-    """A process that makes `server(*arguments)` and calls its methods, one after the other.
+    """A process that makes `server(*arguments)` and calls its methods, one after the other. The
+    first call starts it, and the first after `close` or `revived` another.
 
     It is a new interpreter with this one's `sys.path`, so `server` must be importable. Ctrl-C does
     not reach it, and it ends with this process. `name` stands for it in errors. If the server has
@@ -35,18 +35,8 @@ class OtherProcess:
     def __init__(
         self, server: Callable[..., Any], *arguments: Any, name: str = "the other process"
     ) -> None:
-        self._name = name
-        self._pipe, theirs = Pipe()
-        with theirs:
-            # not multiprocessing's spawn, which runs the main module of the caller again
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", CODE, str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.PIPE,  # it ends when this end is closed
-                start_new_session=True,  # without the terminal's signals
-            )
-        self._pipe.send((server, arguments))
+        self._server, self._name = (server, arguments), name
+        self.process: Any = None  # a Popen, once started
 
     def __enter__(self) -> OtherProcess:
         return self
@@ -57,7 +47,7 @@ class OtherProcess:
     @property
     def alive(self) -> bool:
         """Whether it runs."""
-        return self.process.poll() is None
+        return self.process is not None and self.process.poll() is None
 
     def answers(self, seconds: float = 0.0) -> bool:
         """Whether `answer` will not have to wait, within some seconds."""
@@ -70,6 +60,8 @@ class OtherProcess:
 
     def post(self, method: str, *arguments: Any) -> None:
         """Calls a method whose result `answer` returns."""
+        if self.process is None:
+            self._start()
         with suppress(OSError):  # `answer` says that the process has ended
             self._pipe.send((method, arguments))
 
@@ -86,45 +78,40 @@ class OtherProcess:
             raise ProcessFailed(f"in {self._name}: {answer}")
         return answer
 
+    def revived(self) -> OtherProcess:
+        """This one; if the process has ended, the next call starts another."""
+        if not self.alive:
+            self.close()
+        return self
+
     def close(self) -> None:
         """Ends the process."""
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdin is not None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
             self.process.stdin.close()
-        self._pipe.close()
+            self._pipe.close()
+            self.process = None
 
-
-class Restarted:
-    """An `OtherProcess` of these arguments, and a new one whenever it has ended."""
-
-    def __init__(self, server: Callable[..., Any], *arguments: Any) -> None:
-        self._start = partial(OtherProcess, server, *arguments)
-        self._running: OtherProcess | None = None
-
-    @property
-    def alive(self) -> bool:
-        """Whether one runs."""
-        return self._running is not None and self._running.alive
-
-    def __call__(self) -> OtherProcess:
-        """The process that runs."""
-        if self._running is None or not self._running.alive:
-            self.close()
-            self._running = self._start()
-        return self._running
-
-    def close(self) -> None:
-        """Ends the process, if one runs."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+    def _start(self) -> None:
+        self._pipe, theirs = Pipe()
+        with theirs:
+            # not multiprocessing's spawn, which runs the main module of the caller again
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", CODE, str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.PIPE,  # it ends when this end is closed
+                start_new_session=True,  # without the terminal's signals
+            )
+        self._pipe.send(self._server)
 
 
 def serve() -> None:
     """What the other process runs: it answers calls until its pipe is closed."""
     Thread(target=_end_with_parent, daemon=True).start()
-    pipe, server = Connection(int(sys.argv[1])), cast("Any", None)
+    pipe = Connection(int(sys.argv[1]))
+    server: Any = None
     with suppress(EOFError, OSError):
         make, made_with = pipe.recv()
         while True:

@@ -48,22 +48,8 @@ def utc_now() -> str:
 @contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[..., Any]]:
     """Yields `tell(what)`, which shows what runs; with `advance=1` one of `total` has ended."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    from rich.progress import Progress
 
-    with Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
         yield lambda what, advance=0: progress.update(task, description=what, advance=advance)

@@ -12,8 +12,7 @@ from kvpool.cli.budget import model_names
 from kvpool.cli.output import check_output, write_output
 
 if TYPE_CHECKING:
-    from disagg.cli.explanation.hand_off import HandOff
-    from disagg.cli.explanation.sides import Side
+    from disagg.cli.hand_off import HandOff
 
 BOTH = "one value, or PREFILL:DECODE."
 
@@ -38,8 +37,7 @@ _Draft = Annotated[
 ]
 _Tokens = Annotated[int, typer.Option(min=1, max=1 << 24, help="Length of the request.")]
 _Link = Annotated[
-    str | None,
-    typer.Option(help="Time on the wire, if each rank has such a link: 400Gb, 50GB."),
+    str | None, typer.Option(help="Time on the wire, if each rank has such a link: 400Gb, 50GB.")
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _Html = Annotated[
@@ -81,15 +79,13 @@ def explain(
       kvpool explain prefill0.json prefill1.json decode.json
       kvpool explain llama_3_1_70b --tp 8:4 --link 400Gb --html plan.html
     """
-    from disagg.cli.explanation.hand_off import HandOff, parse_link
+    from disagg.cli.hand_off import HandOff, parse_link, parse_sides
 
     check_output("--html", html)
     try:
         rate = None if link is None else parse_link(link)
-        prefill, decode = _sides(
-            what, tp=tp, pp=pp, page_size=page_size, packing=packing, draft=draft
-        )
-        hand_off = HandOff(prefill, decode, tokens)
+        wholes = {"tp": tp, "pp": pp, "page_size": page_size}
+        hand_off = HandOff(*parse_sides(what, wholes, packing, draft), tokens)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     refusals = hand_off.refusals()
@@ -103,40 +99,9 @@ def explain(
     if refusals:
         raise typer.Exit(1)
     if html is not None:
-        from disagg.cli.explanation.picture import page
+        from disagg.cli.picture import page
 
         write_output("--html", html, page(hand_off))
-
-
-def _sides(
-    whats: list[str],
-    *,
-    tp: str | None,
-    pp: str | None,
-    page_size: str | None,
-    packing: str | None,
-    draft: bool,
-) -> list[Side]:
-    """Prefill and decode. Raises ValueError."""
-    from disagg.cli.explanation.sides import MAX_RANKS, Geometry, both, read_side, whole
-
-    sides = []
-    for number, (name, of_side) in enumerate(
-        (("prefill", whats[:-1] or whats), ("decode", whats[-1:]))
-    ):
-        geometry = Geometry(
-            tp=whole("--tp", both(tp)[number], MAX_RANKS),
-            pp=whole("--pp", both(pp)[number], MAX_RANKS),
-            page_size=whole("--page-size", both(page_size)[number], 1 << 20),
-            packing=both(packing)[number],
-            draft=draft,
-        )
-        sides.append(read_side(name, of_side, geometry))
-    if len(whats) == 1 and sides[0].files:
-        raise ValueError("give at least two layouts: the prefill ranks', then decode's.")
-    if draft and all(side.files for side in sides):
-        raise ValueError("--draft cannot change layout files. Leave it out, or give a model.")
-    return sides
 
 
 def _print(hand_off: HandOff, rate: float | None) -> None:
@@ -173,27 +138,23 @@ def _as_dict(hand_off: HandOff, rate: float | None) -> dict[str, Any]:
 
     plans = []
     for numbers, explanation in hand_off.explained:
-        rows = [{**asdict(row), "bytes": row.nbytes} for row in explanation.rows]
+        rows = [asdict(row) for row in explanation.rows]
         for row in rows:
-            del row["nbytes"]
+            row["bytes"] = row.pop("nbytes")
         counts = {"runs": explanation.runs, "bytes": explanation.nbytes}
         plans.append({"decode": numbers, "rows": rows, **counts})
-    sent, received = hand_off.sent(), hand_off.received()
+    sent, received, refusals = hand_off.sent(), hand_off.received(), hand_off.refusals()
     most = max((*sent.values(), *received.values()), default=0)
     sides = {
         side.name: [{"of": rank.of, "number": rank.number} for rank in side.ranks]
         for side in (hand_off.prefill, hand_off.decode)
     }
-    refused = [
-        {"prefill": sources, "decode": dests, "reason": line}
-        for sources, dests, line in hand_off.refusals()
-    ]
     return {
         "tokens": hand_off.tokens,
         **sides,
         "plans": plans,
         "sent": [*sent.values()],
         "bytes_per_second": rate,
-        "seconds": None if rate is None or refused else most / rate,
-        "refused": refused,
+        "seconds": None if rate is None or refusals else most / rate,
+        "refused": [dict(zip(("prefill", "decode", "reason"), refusal)) for refusal in refusals],
     }

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import closing
 
 import pytest
 
-from kvpool.process import OtherProcess, ProcessFailed, Restarted
+from kvpool.process import OtherProcess, ProcessFailed
 
 
 class Server:
@@ -80,12 +79,12 @@ def test_a_process_that_ends_or_does_not_answer_is_named():
 
 
 def test_another_is_started_after_one_has_ended():
-    with closing(Restarted(Server, 3)) as processes:
-        assert processes().call("add", 1) == processes().call("add", 0) == 4
+    with OtherProcess(Server, 3) as other:
+        assert other.revived().call("add", 1) == other.revived().call("add", 0) == 4
         with pytest.raises(ProcessFailed):
-            processes().call("leave", 0)
-        assert processes().call("add", 1) == 4
-    assert not processes.alive
+            other.call("leave", 0)
+        assert other.revived().call("add", 1) == 4
+    assert not other.alive
 
 
 def test_a_server_makes_progress_between_calls():

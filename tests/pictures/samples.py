@@ -12,9 +12,8 @@ from disagg.cli.accept import report as accept
 from disagg.cli.bench.case import COPY, BenchCase
 from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import BenchReport
-from disagg.cli.explanation.hand_off import HandOff
-from disagg.cli.explanation.picture import page as explained
-from disagg.cli.explanation.sides import Geometry, read_side
+from disagg.cli.hand_off import Geometry, HandOff, read_side
+from disagg.cli.picture import page as explained
 from disagg.protocol.metrics import RoomMetrics
 from disagg.timeline import timeline
 from kvpool import HybridLinearPool, MHAPool, PoolLayout, Shard

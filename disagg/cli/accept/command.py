@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from disagg.cli.accept.report import FAILED, FORMAT, Report, SectionResult
 from disagg.cli.common import device_to_measure, need_known, progress_bar, utc_now
 from kvpool.cli.output import check_output
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from disagg.cli.accept.report import Report
     from disagg.cli.accept.sections import AcceptSection
     from kvpool.device import Device
 
@@ -54,8 +54,7 @@ def accept(
 
     from disagg.cli.accept.sections import SECTIONS
 
-    names = [section.name for section in SECTIONS]
-    need_known("--only", only or (), names)
+    need_known("--only", only or (), [section.name for section in SECTIONS])
     tried = device_to_measure(device)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -63,7 +62,7 @@ def accept(
         raise typer.BadParameter(f"--out {out}: {error.strerror}.") from None
     for name in (JSON_NAME, HTML_NAME):
         check_output("--out", out / name)
-    chosen = [section for section in SECTIONS if section.name in (only or names)]
+    chosen = [section for section in SECTIONS if not only or section.name in only]
     report = _run(tried, chosen, quick, out, Console(stderr=as_json))
     typer.echo(f"{report.verdict}: {out / HTML_NAME}, {out / JSON_NAME}", err=as_json)
     if as_json:
@@ -80,7 +79,6 @@ def _run(
     """
     from rich.text import Text
 
-    from disagg.cli.accept.report import FAILED, FORMAT, Report, SectionResult
     from disagg.cli.accept.sections import SECTIONS, Scope
     from disagg.cli.bench.machine import commit, machine, packages
 

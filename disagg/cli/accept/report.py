@@ -12,10 +12,8 @@ from kvpool.render.page import TABLE, Cell, page, printable, table, text
 FORMAT = "kvpool-accept-2"
 
 State = Literal["passed", "failed", "not here"]
-PASSED: State = "passed"
-FAILED: State = "failed"
-NOT_HERE: State = "not here"
-STATES = PASSED, FAILED, NOT_HERE
+STATES: tuple[State, State, State] = ("passed", "failed", "not here")
+PASSED, FAILED, NOT_HERE = STATES
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
 from io import StringIO
@@ -14,20 +13,18 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row, SectionResult, State
-from disagg.cli.bench.case import TINY, BenchCase, WrongBytes, sizes_for
+from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row, SectionResult
+from disagg.cli.bench.case import TINY, sizes_for
 from disagg.cli.bench.machine import machine
-from disagg.cli.bench.measure import UNABLE, Measurement, all_cases, measured, one_thread, opened
+from disagg.cli.bench.measure import Measurement, all_cases, measured
 from disagg.cli.bench.peer import BenchContext
-from disagg.cli.bench.report import as_dict, sentence_of
+from disagg.cli.bench.report import TARGET_GPU, as_dict, sentence_of, target_of
 from disagg.cli.bench.trials import MOVES, TrialPrefill, moved
-from disagg.cli.demo.decode import decoded_prompts
 from disagg.cli.demo.models import MODELS, DemoSettings
-from disagg.cli.demo.prefill import PrefillSide
 from disagg.engines.base import engine_class, engine_names
 from kvpool.device import Device, get_device
 from kvpool.extras import needs
-from kvpool.process import OtherProcess, ProcessFailed, Restarted
+from kvpool.process import OtherProcess, ProcessFailed
 from kvpool.testing.case import CheckFailure, Inapplicable, fail
 from kvpool.testing.checks.hardware import HARDWARE_CHECKS, HardwareChecks
 from kvpool.testing.run import all_checks
@@ -35,22 +32,10 @@ from kvpool.testing.run import all_checks
 CHECK_TIMEOUT = 600.0
 """Seconds until a check of the kit is ended."""
 QUICK_POOL = "mla fp8"
-DTYPE, QUICK_MODEL = "bfloat16", "llama"
+DTYPE = "bfloat16"
+QUICK_MODEL = ("llama", DTYPE)
 OTHER_PROCESSES = ("transfer", "handoff")
 """Benchmarks that `quick` leaves to the sections that compare their bytes."""
-TARGET_GPU = "H200"
-"""What the name of the GPU contains that the targets are for."""
-TARGETS = (
-    # what docs/performance.md calls it, patterns of `group: case`, the least ratio to a device copy
-    (
-        "store of K and V, store of MLA rows in bf16",
-        ("store: K and V *", "store: MLA bf16*"),
-        0.85,
-    ),
-    ("store of fp8 rows: MLA 656, index keys 132, DSv4 584", ("store: *fp8, *",), 0.70),
-    ("move of pages in all layers", ("move: *",), 0.85),
-    ("gather and scatter, runs of 512 bytes and up", ("gather: *", "scatter: *"), 0.80),
-)
 
 
 @dataclass(frozen=True)
@@ -107,12 +92,12 @@ def conformance_rows(scope: Scope) -> list[Row]:
     """A row for the device, one for each pool, and one for each check that did not pass."""
     by_subject: dict[str, list[Row]] = {}
     pools = [QUICK_POOL] if scope.quick else ["*"]
-    with OtherProcess(Kit, scope.device.name, pools, name="the kit") as kit:
+    with OtherProcess(Kit, scope.device.name, pools, name="the kit") as process:
         try:
-            checks = kit.call("names")
+            checks = process.call("names")
             for number, (subject, check) in enumerate(checks):
                 scope.tell(f"{number} of {len(checks)}: {subject}, {check}")
-                row = kit.call("tried", subject, check, timeout=CHECK_TIMEOUT)
+                row = process.call("tried", subject, check, timeout=CHECK_TIMEOUT)
                 by_subject.setdefault(subject, []).append(row)
         except ProcessFailed as error:
             by_subject["kit"] = [Row("kit", FAILED, str(error))]
@@ -165,7 +150,7 @@ def _passes(check: Callable[[Any], None], argument: Any) -> str:
 def engine_rows(scope: Scope) -> list[Row]:
     """A row for each engine that does not work here, and for each hand-off of the others."""
     rows = []
-    with closing(Restarted(TrialPrefill, scope.device.name)) as prefill:
+    with OtherProcess(TrialPrefill, scope.device.name) as prefill:
         for engine in engine_names():
             reason = engine_class(engine).availability()
             if reason is not None:
@@ -181,18 +166,21 @@ def model_rows(scope: Scope) -> list[Row]:
     """A row for each family and packing."""
     if find_spec("transformers") is None:
         return [Row("demo", NOT_HERE, f"the demo {needs('transformers')}")]
+    from disagg.cli.demo.sides import PrefillSide
+
     every = [(model, packing) for model in MODELS for packing in (DTYPE, "fp8")]
     rows = []
-    with closing(Restarted(PrefillSide)) as prefill:
-        for model, packing in [(QUICK_MODEL, DTYPE)] if scope.quick else every:
-            played = partial(_played, scope, prefill, model, packing)
-            rows.append(scope.tried(f"{model}, {packing}", played))
+    with OtherProcess(PrefillSide) as prefill:
+        for names in [QUICK_MODEL] if scope.quick else every:
+            rows.append(scope.tried(", ".join(names), partial(_played, scope, prefill, *names)))
             if rows[-1].state == FAILED:
                 prefill.close()  # another process for the next
     return rows
 
 
-def _played(scope: Scope, prefill: Restarted, model: str, packing: str) -> str:
+def _played(scope: Scope, prefill: OtherProcess, model: str, packing: str) -> str:
+    from disagg.cli.demo.sides import decoded_prompts
+
     tokens, chunk, steps = (20, 12, 2) if scope.small else (300, 100, 8)
     settings = DemoSettings(
         model=model,
@@ -203,7 +191,7 @@ def _played(scope: Scope, prefill: Restarted, model: str, packing: str) -> str:
         packing=packing,
         device=scope.device.name,
     )
-    (prompt,) = decoded_prompts(prefill(), settings, Console(file=StringIO()))
+    (prompt,) = decoded_prompts(prefill.revived(), settings, Console(file=StringIO()))
     if wrong := [check.found for check in prompt.checks if not check.passed]:
         fail("; ".join(wrong))
     return "; ".join(check.found for check in prompt.checks)
@@ -214,51 +202,31 @@ def bench_rows(scope: Scope) -> list[Row]:
     sizes = TINY if scope.small else sizes_for(scope.device, False)
     every = all_cases(sizes, engine_names())
     chosen = [case for case in every if not (scope.quick and case.group in OTHER_PROCESSES)]
-    gpu, rows = machine(scope.device)["name"], []
+    gpu, rows = machine(scope.device)["name"], list[Row]()
     with closing(BenchContext(scope.device)) as context:
         for number, case in enumerate(chosen, 1):
-            if scope.small:
-                rows.append(scope.tried(case.title, partial(_checked, case, context)))
-            else:
-                scope.tell(f"{number} of {len(chosen)}: {case.title}")
-                began = time.monotonic()
-                measurement = measured(case, context, sizes)
-                rows.append(bench_row(measurement, gpu, time.monotonic() - began))
+            scope.tell(f"{number} of {len(chosen)}: {case.title}")
+            began = time.monotonic()
+            measurement = measured(case, context, sizes, timed=not scope.small)
+            rows.append(bench_row(measurement, gpu, time.monotonic() - began))
     return rows
-
-
-def _checked(case: BenchCase, context: BenchContext) -> str:
-    try:
-        with one_thread():
-            opened(case, context)
-    except UNABLE as reason:
-        raise Inapplicable(str(reason)) from None
-    except WrongBytes as error:
-        fail(f"wrong: {error}")
-    return "right, and not timed"
 
 
 def bench_row(row: Measurement, gpu: str, seconds: float) -> Row:
     """The row of a measurement that took so many seconds, on a device of that name. Only the GPU
     that a target is for can miss it.
     """
-    target = target_of(row.case)
-    state: State = FAILED if row.failed else NOT_HERE
-    sentence = " ".join((row.reason or "not timed").split())
-    if row.ratio is not None:
-        state, sentence = PASSED, sentence_of(row)
-        if target is not None and TARGET_GPU in gpu:
-            state = PASSED if row.ratio >= target else FAILED
-            sentence += f"; target {target:.2f}: {'met' if state == PASSED else 'not met'}"
-    return Row(row.case.title, state, sentence, seconds, {**as_dict(row), "target": target})
-
-
-def target_of(case: BenchCase) -> float | None:
-    """The least ratio of a case on the GPU that targets are for, or None."""
-    for _, patterns, ratio in TARGETS:
-        if any(fnmatchcase(case.title, pattern) for pattern in patterns):
-            return ratio
-    return None
+    title, target = row.case.title, target_of(row.case)
+    if row.reason is not None:
+        state = FAILED if row.failed else NOT_HERE
+        return Row(title, state, " ".join(row.reason.split()), seconds)
+    if row.ratio is None:
+        return Row(title, PASSED, "right, and not timed", seconds)
+    state, sentence = PASSED, sentence_of(row)
+    if target is not None and TARGET_GPU in gpu:
+        state = PASSED if row.ratio >= target else FAILED
+        sentence += f"; target {target:.2f}: {'met' if state == PASSED else 'not met'}"
+    return Row(title, state, sentence, seconds, {**as_dict(row), "target": target})
 
 
 SECTIONS = (

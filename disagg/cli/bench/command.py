@@ -11,16 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disagg.cli.common import device_to_measure, need_known, progress_bar, utc_now
+from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from kvpool.cli.output import check_output
 
 if TYPE_CHECKING:
     from disagg.cli.bench.report import BenchReport
-
-
-def _engine_names() -> list[str]:
-    from disagg.engines.base import engine_names
-
-    return engine_names()
 
 
 _Device = Annotated[str, typer.Option(help="Device: cpu, cuda:0, npu:0, ...")]
@@ -29,7 +24,7 @@ _Engine = Annotated[
     list[str] | None,
     typer.Option(
         help="Of transfers (default: all), hand-offs (default: local); repeatable.",
-        autocompletion=_engine_names,
+        autocompletion=engine_names,
     ),
 ]
 _Quick = Annotated[
@@ -95,7 +90,6 @@ def bench(
 def _groups(only: Sequence[str] | None, engines: Sequence[str] | None) -> Sequence[str]:
     """The groups of --only. Raises typer.BadParameter for a wrong group or engine."""
     from disagg.cli.bench.measure import GROUPS
-    from disagg.engines.base import EngineUnavailable, engine_class
 
     groups = only or GROUPS
     need_known("--only", groups, GROUPS)
@@ -125,7 +119,6 @@ def _report(
     from disagg.cli.bench.measure import HANDOFF_ENGINES, all_cases, measured
     from disagg.cli.bench.peer import BenchContext
     from disagg.cli.bench.report import BenchReport
-    from disagg.engines.base import engine_names
 
     device = device_to_measure(device_name)
     sizes = sizes_for(device, quick)

@@ -72,11 +72,14 @@ class Measurement:
         return self.case.nbytes / seconds / GIB if seconds and self.case.nbytes else None
 
 
-def measured(case: BenchCase, context: BenchContext, sizes: Sizes) -> Measurement:
-    """Times a case, or records why it cannot run or has failed."""
+def measured(
+    case: BenchCase, context: BenchContext, sizes: Sizes, *, timed: bool = True
+) -> Measurement:
+    """Checks a case and times it, or records why it cannot run or has failed."""
     try:
         with one_thread():
-            return _timed(case, opened(case, context), context.device, sizes)
+            work = opened(case, context)
+            return _timed(case, work, context.device, sizes) if timed else Measurement(case=case)
     except UNABLE as error:
         return Measurement(case=case, reason=str(error))
     except WrongBytes as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from kvpool.layout import PoolLayout, RequestAddress, Slab, Span
 from kvpool.layout.formats import Shard
 from kvpool.models import declare
 from kvpool.pools.base import KVPool
-from kvpool.process import ProcessFailed, Restarted
+from kvpool.process import OtherProcess, ProcessFailed
 
 READER_TIMEOUT = 60.0
 """Seconds to wait for a read or a hand-off."""
@@ -49,16 +49,6 @@ HANDOFF_LAYERS = 8
 SOURCE_SEED, DEST_SEED = 1, 2
 
 
-class Opened(Protocol):
-    """What uses the other process, until it is closed."""
-
-    def close(self) -> None:
-        """Closes it."""
-
-
-_T = TypeVar("_T", bound=Opened)
-
-
 class BenchContext:
     """Where cases run: a device, and another process that has memory of the same kind. It starts
     when a case first needs it.
@@ -66,35 +56,34 @@ class BenchContext:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._processes = Restarted(BenchPeer, device.name)
+        self._other = OtherProcess(BenchPeer, device.name)
         self._key: tuple[object, ...] = ()
         self._opened: Any = None
 
-    def opened(self, kind: Callable[..., _T], *key: Any) -> _T:
+    def opened(self, kind: Callable[..., Any], *key: Any) -> Any:
         """`kind(other process, device, *key)`, which is closed before another is opened. Raises
         CannotRun if it cannot be opened.
         """
-        if self._key != (kind, *key) or not self._processes.alive:
+        if self._key != (kind, *key) or not self._other.alive:
             self._close_opened()
             self._key = kind, *key
             try:
-                self._opened = kind(self._processes(), self.device, *key)
+                self._opened = kind(self._other.revived(), self.device, *key)
             except REFUSED as error:
                 self._opened = CannotRun(str(error))
         if isinstance(self._opened, CannotRun):
             raise self._opened
-        opened: _T = self._opened
-        return opened
+        return self._opened
 
     def close(self) -> None:
         """Closes what is open, and ends the process."""
         self._close_opened()
-        self._processes.close()
+        self._other.close()
 
     def _close_opened(self) -> None:
         if self._opened is not None and not isinstance(self._opened, CannotRun):
             self._opened.close()
-        self._key, self._opened = (), None
+        self._opened = None
 
 
 class BenchPeer:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from disagg.cli.bench.case import BenchCase
 from disagg.cli.bench.measure import GROUPS, Measurement
 from kvpool.render.chart import COLOURS, Chart, ChartAxis, ChartRow, Kind, Mark, Panel, log_axis
 from kvpool.render.text import human
@@ -27,6 +29,16 @@ HEADINGS = {
     False: "Speed relative to another implementation",
 }
 """Of the chart's panels, by whether a plain copy bounds the cases."""
+
+TARGET_GPU = "H200"
+"""What the name of the GPU contains that the targets are for."""
+TARGETS = {
+    # what docs/performance.md calls it: the least ratio to a device copy, patterns of `group: case`
+    "store of K and V, store of MLA rows in bf16": (0.85, "store: K and V *", "store: MLA bf16*"),
+    "store of fp8 rows: MLA 656, index keys 132, DSv4 584": (0.70, "store: *fp8, *"),
+    "move of pages in all layers": (0.85, "move: *"),
+    "gather and scatter, runs of 512 bytes and up": (0.80, "gather: *", "scatter: *"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +128,14 @@ class BenchReport:
         legend: list[tuple[Kind, str, str]] = [("dot", _colour(group), group) for group in groups]
         legend += [("tick", "currentColor", "1: as fast as the copy, or the other implementation")]
         return Chart(self.title, legend, panels, self.left_out())
+
+
+def target_of(case: BenchCase) -> float | None:
+    """The least ratio of a case on the GPU that targets are for, or None."""
+    for ratio, *patterns in TARGETS.values():
+        if any(fnmatchcase(case.title, pattern) for pattern in patterns):
+            return ratio
+    return None
 
 
 def as_dict(row: Measurement) -> dict[str, Any]:

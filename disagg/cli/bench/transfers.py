@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import BenchCase, Sizes, Work, need_equal, noise, plain_copy
+from disagg.cli.bench.case import BenchCase, Sizes, Work, WrongBytes, need_equal, noise, plain_copy
 from disagg.cli.bench.peer import (
     DEST_SEED,
     FAMILIES,
@@ -26,7 +26,7 @@ from disagg.cli.bench.peer import (
     random_pool,
     slab_of,
 )
-from disagg.cli.demo.check import locations
+from disagg.cli.demo.check import same_as_pool
 from disagg.engines.base import TransferError, create_engine
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
@@ -239,14 +239,9 @@ class TimedHandOffs:
         """Raises WrongBytes unless a request's positions from `start` on are the source's. They are
         compared without a plan: where they lie follows from both block tables.
         """
-        for region in self._pool.layout.regions:
-            space = self._pool.layout.space_of(region)
-            alive = space.alive(tokens)
-            first = 0 if space.per_request else start // space.tokens_per_entry
-            entries = range(max(first, alive.start), alive.stop)
-            values = []
-            for pool, seed in ((self._pool, DEST_SEED), (self._truth, SOURCE_SEED)):
-                places = locations(space, block_table(pool.layout, tokens, seed), entries)
-                values.append(pool.gather(region.role, region.layer, places))
-            if len(entries):
-                need_equal(f"entries of {region}", *values)
+        table, source = (
+            block_table(self._pool.layout, tokens, s) for s in (DEST_SEED, SOURCE_SEED)
+        )
+        count = same_as_pool(self._pool, table, self._truth, source, start)
+        if count.wrong:
+            raise WrongBytes(f"{count.wrong:,} of {count.checked:,} bytes differ.")

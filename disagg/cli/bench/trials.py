@@ -17,7 +17,7 @@ from disagg.testing import TransferSide
 from kvpool.layout import PoolLayout
 from kvpool.pools.base import KVPool
 from kvpool.pools.typed import MHAPool, MLAPool
-from kvpool.process import Restarted
+from kvpool.process import OtherProcess
 from kvpool.render.text import human
 from kvpool.testing.case import Inapplicable, fail
 
@@ -47,11 +47,11 @@ MOVES = {
 }
 
 
-def moved(prefill: Restarted, device: str, engine: str, move: str, small: bool) -> str:
+def moved(prefill: OtherProcess, device: str, engine: str, move: str, small: bool) -> str:
     """Hands one request over from a `TrialPrefill`; what was moved, in words. Raises CheckFailure,
     and Inapplicable if the engine refuses the device's memory.
     """
-    process, staged = prefill(), "staged" in move
+    process, staged = prefill.revived(), "staged" in move
     tokens = MOVES[move].tokens[small]
     dest = side_of(move, "dest", tokens, device)
     with closing(_decode(dest.layout, engine, staged)) as decode:

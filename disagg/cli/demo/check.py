@@ -19,15 +19,10 @@ class ByteCount(NamedTuple):
 
     def plus(self, actual: torch.Tensor, expected: torch.Tensor) -> ByteCount:
         """Adds those of two tensors of equal shape and dtype."""
-        if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-            raise ValueError(
-                f"cannot compare {actual.shape} {actual.dtype} with {expected.shape} "
-                f"{expected.dtype}."
-            )
-        pair = [x.contiguous().view(torch.uint8) for x in (actual, expected)]
-        return ByteCount(
-            self.wrong + int((pair[0] != pair[1]).sum()), self.checked + pair[0].numel()
-        )
+        ours, truth = (x.contiguous().view(torch.uint8) for x in (actual, expected))
+        if (ours.shape, actual.dtype) != (truth.shape, expected.dtype):
+            raise ValueError(f"{actual.shape} {actual.dtype} is no {truth.shape} {expected.dtype}.")
+        return ByteCount(self.wrong + int((ours != truth).sum()), self.checked + ours.numel())
 
 
 def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarray:
@@ -38,16 +33,20 @@ def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarr
 
 
 def same_as_pool(
-    pool: Any, address: RequestAddress, single: Any, single_address: RequestAddress
+    pool: Any, address: RequestAddress, single: Any, single_address: RequestAddress, start: int = 0
 ) -> ByteCount:
-    """Compares all live bytes of a request in two pools of equal layout."""
+    """Compares the live bytes of a request's positions from `start` on in two pools of equal
+    layout; slots and rings are compared whole.
+    """
     count = ByteCount()
     for region in pool.layout.regions:
-        space, other_space = pool.layout.space_of(region), single.layout.space_of(region)
+        space = pool.layout.space_of(region)
         alive = space.alive(address.num_tokens)
-        values = pool.gather(region.role, region.layer, locations(space, address, alive))
-        truth = single.gather(
-            region.role, region.layer, locations(other_space, single_address, alive)
+        first = 0 if space.per_request else start // space.tokens_per_entry
+        entries = range(max(first, alive.start), alive.stop)
+        values, truth = (
+            owner.gather(region.role, region.layer, locations(space, table, entries))
+            for owner, table in ((pool, address), (single, single_address))
         )
         count = count.plus(values, truth)
     return count

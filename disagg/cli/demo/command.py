@@ -9,34 +9,26 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from disagg.cli.demo.decode import Comparison, DecodedPrompt, decoded_prompts, say
+from disagg.cli.common import need_known
 from disagg.cli.demo.models import MODELS, DemoSettings
-from disagg.cli.demo.prefill import PrefillSide
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from kvpool.cli.output import check_output
 from kvpool.extras import needs
 from kvpool.layout.dtypes import PACKINGS
-from kvpool.layout.sentences import nearest
-from kvpool.process import OtherProcess
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 PROBLEMS = (MemoryError, OSError, OverflowError, RuntimeError, TimeoutError, ValueError)
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
 
 _Model = Annotated[
-    str,
-    typer.Option(help=f"Model family: {', '.join(MODELS)}.", autocompletion=lambda: [*MODELS]),
+    str, typer.Option(help=f"Model family: {', '.join(MODELS)}.", autocompletion=lambda: [*MODELS])
 ]
 _Engine = Annotated[
     str,
@@ -91,11 +83,12 @@ def demo(
     Example:
       kvpool demo --model qwen3_next --engine nixl --decode-page 16
     """
-    from rich.console import Console
-
     from kvpool.render.chart import SUFFIXES
 
-    _need_known(model, engine, dtype, packing or dtype)
+    need_known("--model", [model], MODELS)
+    need_known("--engine", [engine], engine_names())
+    need_known("--dtype", [dtype], MODEL_DTYPES)
+    need_known("--packing", [packing or dtype], (dtype, *PACKINGS))
     if find_spec("transformers") is None:
         raise typer.BadParameter(f"the demo {needs('transformers')}")
     check_output("--timeline", timeline, SUFFIXES)
@@ -113,36 +106,31 @@ def demo(
         decode_page=decode_page,
         device=device,
     )
-    if not _played(settings, Console(stderr=as_json), as_json, timeline):
+    if not _played(settings, as_json, timeline):
         raise typer.Exit(1)
 
 
-def _need_known(model: str, engine: str, dtype: str, packing: str) -> None:
-    """Raises typer.BadParameter for a value that no list has."""
-    for option, value, choices in (
-        ("--model", model, MODELS),
-        ("--engine", engine, engine_names()),
-        ("--dtype", dtype, MODEL_DTYPES),
-        ("--packing", packing, (dtype, *PACKINGS)),
-    ):
-        if value not in choices:
-            names = ", ".join(choices)
-            raise typer.BadParameter(
-                f"must be one of {names}, got {value!r}.{nearest(value, choices)}",
-                param_hint=option,
-            )
-
-
-def _played(settings: DemoSettings, console: Console, as_json: bool, timeline: Path | None) -> bool:
+def _played(settings: DemoSettings, as_json: bool, timeline: Path | None) -> bool:
     """Runs the demo and prints its result. Whether it has passed."""
+    from rich.console import Console
+
+    from disagg.cli.demo.sides import Comparison, DecodedPrompt, PrefillSide, decoded_prompts
+    from kvpool.device import get_device
+    from kvpool.process import OtherProcess
+
+    console, failure = Console(stderr=as_json), None
     prompts: list[DecodedPrompt] = []
-    failure = None
     try:
-        for prompt in run(settings, console, timeline):
-            prompts.append(prompt)
+        get_device(settings.device)
+        reason = engine_class(settings.engine).availability()
+        if reason is not None:
+            raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")
+        with OtherProcess(PrefillSide, name="prefill") as process:
+            for prompt in decoded_prompts(process, settings, console, timeline):
+                prompts.append(prompt)  # those before a failure are kept
     except PROBLEMS as error:
         failure = str(error) or type(error).__name__
-        say(console, Comparison(False, failure))
+        Comparison(False, failure).print(console)
     passed = failure is None and all(check.passed for prompt in prompts for check in prompt.checks)
     if as_json:
         names = ("model", "engine", "device", "dtype", "packing")
@@ -150,17 +138,3 @@ def _played(settings: DemoSettings, console: Console, as_json: bool, timeline: P
         result |= {"passed": passed, "failure": failure, "prompts": [*map(asdict, prompts)]}
         typer.echo(json.dumps(result))
     return passed
-
-
-def run(
-    settings: DemoSettings, console: Console, timeline: Path | None = None
-) -> Iterator[DecodedPrompt]:
-    """Runs the demo, prompt by prompt. Draws its hand-offs to `timeline`."""
-    from kvpool.device import get_device
-
-    get_device(settings.device)
-    reason = engine_class(settings.engine).availability()
-    if reason is not None:
-        raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")
-    with OtherProcess(PrefillSide, name="prefill") as process:
-        yield from decoded_prompts(process, settings, console, timeline)

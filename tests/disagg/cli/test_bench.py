@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 from disagg.cli.bench.case import QUICK, BenchCase, Work
 from disagg.cli.bench.command import bench
-from disagg.cli.bench.measure import GROUPS, all_cases, measured, measurement_of
+from disagg.cli.bench.measure import GROUPS, Measurement, all_cases, measured, measurement_of
+from disagg.cli.bench.report import BenchReport
 from disagg.engines import base
 from disagg.engines.base import engine_names
 from disagg.engines.local import LocalEngine
 from disagg.engines.local.engine import LocalTransfer
 from kvpool.device.cpu import CPUDevice
 from kvpool.process import OtherProcess
-from tests.disagg.cli.bench_bytes import COUNTED
 from tests.disagg.engines.peers import ENGINES
 
 KEYS = {"machine": dict, "versions": dict, "date": str, "quick": bool, "rows": list}
@@ -33,6 +33,66 @@ ROW_KEYS = {
 }
 app = typer.Typer()
 app.command()(bench)
+PAGES, RUNS, READ = 2, 1 << 20, 2 << 20  # of the quick sizes
+HANDED = {"1 token": (1, 1), "512 tokens": (512, 512), "512 tokens in chunks of 256": (512, 256)}
+
+
+def state_bytes(tokens, last):
+    """Bytes that come with the `last` of a request's tokens, in 8 layers of each family."""
+    window = min(tokens, 127)
+    rows = 448 + 2 * 64 + 7
+    rings = 3 * (1 * 4 * (512 + 128) * 4 + 1 * 2 * 512 * 4)  # ratio 4; ratio 128, an open window
+    if tokens % 128 == 0:
+        rings = 3 * 4 * 4 * (512 + 128) * 4
+    return {
+        "MHA": 8 * last * 2 * 2 * 128 * 2,  # of 8 heads a rank of 4 has 2
+        "MLA": 8 * last * 1152,
+        "NSA": 8 * last * (656 + 132),
+        "SWA": 4 * (last + window) * 2 * 8 * 64 * 2,
+        "HybridLinear": 2 * last * 2 * 2 * 256 * 2
+        + 6 * (3 * (2 * 16 + 32) * 128 * 2 + 32 * 128 * 128 * 4),
+        "DSv4": 8 * window * rows + 3 * (last // 4 * (rows + 132) + last // 128 * rows) + rings,
+    }
+
+
+COUNTED = {
+    # a token's values in bf16 and its bytes in the pool, halved: what a copy as heavy moves
+    **{
+        (group, name): tokens * (given + stored) // 2
+        for group in ("store", "load")
+        for name, tokens, given, stored in (
+            ("K and V 8 x 128, NHD", 128, 2 * 8 * (128 + 128), 2 * 8 * (128 + 128)),
+            ("K and V 8 x 128, HND", 128, 2 * 8 * (128 + 128), 2 * 8 * (128 + 128)),
+            ("MLA bf16, 1152 B", 128, 2 * (512 + 64), 1152),
+            ("MLA fp8, 656 B", 256, 2 * (512 + 64), 512 + 4 * 4 + 2 * 64),
+            ("index keys fp8, 132 B", 1280, 2 * 128, 128 + 4),
+            ("DSv4 fp8, 584 B", 256, 2 * 512, 448 + 2 * 64 + 7),
+        )
+    },
+    **{
+        ("move", f"MLA by {placement}, {ids} ids"): PAGES * 61 * 73_728
+        for placement in ("layer", "page")
+        for ids in ("device", "host")
+    },
+    **{
+        (group, name): RUNS // width * width
+        for group in ("gather", "scatter")
+        for name, width in (("512 B", 512), ("4 KiB", 4096), ("36 KiB", 36_864))
+    },
+    **{
+        ("transfer", f"{engine}, {name}"): READ // width * width
+        for engine in engine_names()
+        for name, width in (
+            *(("1 KiB", 1024), ("4 KiB", 4096), ("36 KiB", 36_864), ("1 MiB", 1 << 20)),
+            ("one run", READ),
+        )
+    },
+    **{
+        ("handoff", f"local, {family}, {name}"): nbytes
+        for name, (tokens, last) in HANDED.items()
+        for family, nbytes in state_bytes(tokens, last).items()
+    },
+}
 
 
 def run(*arguments):
@@ -179,9 +239,12 @@ def test_a_case_that_cannot_run_or_raises_is_listed(monkeypatch, error, code, li
 
 
 def test_a_process_that_dies_is_a_reason(monkeypatch):
-    monkeypatch.setattr(
-        OtherProcess, "call", lambda other, *_: (other.process.kill(), other.answer())
-    )
+    def call(other, method, *_):
+        other.post(method)
+        other.process.kill()
+        other.answer()
+
+    monkeypatch.setattr(OtherProcess, "call", call)
     done = run("--only", "transfer", "--engine", "local")
     assert "not run: transfer local, 1 KiB and 4 more: the other process ended" in told(done)
 
@@ -219,3 +282,50 @@ def test_the_chart_has_a_row_for_every_case(tmp_path, suffix):
     words = ("gather", "36 KiB", "local, MLA, 1 token (the bare engine)", "local, 1 MiB")
     for name in words:
         assert f">{name}</text>" in text
+
+
+def ratios_of(*ratios):
+    """A chart of copies with these ratios."""
+    rows = [
+        Measurement(
+            case=BenchCase(group="gather", name=f"case {n}", nbytes=1, open=None),
+            seconds=1.0,
+            reference_seconds=ratio,
+            ratio=ratio,
+            beyond=0.0,
+            rounds=3,
+        )
+        for n, ratio in enumerate(ratios)
+    ]
+    machine = {"device": "cpu", "name": "x"}
+    date = "2026-11-23T12:00:00"
+    report = BenchReport(machine=machine, versions={}, date=date, quick=False, rows=rows)
+    return report.chart()
+
+
+@pytest.mark.parametrize(
+    ("ratios", "low", "high"),
+    [
+        ((0.5,), 0.001, 1.2),
+        ((0.0015, 1.24), 0.001, 1.488),
+        ((0.00012,), 0.0001, 1.2),
+        ((50,), 0.001, 60),
+        ((0.0,), 0.001, 1.2),
+    ],
+)
+def test_the_axis_is_logarithmic_from_a_thousandth_and_shows_every_ratio(ratios, low, high):
+    (panel,) = ratios_of(*ratios).panels
+    axis = panel.axis
+    assert (axis.low, axis.high, axis.bound) == (pytest.approx(low), pytest.approx(high), 1.0)
+    wide = math.log(high / low)
+    for ratio, row in zip(ratios, panel.rows[1:]):
+        (dot,) = (mark for mark in row.marks if mark.kind == "dot")
+        assert axis.at(dot.end) == pytest.approx(2 + 84 * math.log(max(ratio, low) / low) / wide)
+        assert all(mark.start == 1.0 for mark in row.marks)
+
+
+def test_the_legend_names_the_groups_that_ran():
+    chart = ratios_of(0.5)
+    assert [words for _, _, words in chart.legend][:1] == ["gather"] and len(chart.legend) == 2
+    (row,) = (row for row in chart.panels[0].rows if not isinstance(row, str))
+    assert {mark.colour for mark in row.marks} == {chart.legend[0][1]}

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
 
-from disagg.cli.explanation.hand_off import HandOff
-from disagg.cli.explanation.sides import Side
+from disagg.cli.hand_off import HandOff
 from disagg.plan import TransferPlan
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region
@@ -31,27 +30,30 @@ i { display: inline-block; width: 12px; height: 12px; margin-right: 6px; }
 
 Travels = dict[Key, list[Box]]
 """Of each region the steps that travel, of its axes other than `entry`."""
+Colours = dict[tuple[str, str], str]
+"""By owner and role."""
 
 
 def page(hand_off: HandOff) -> str:
     """One self-contained page: for decode ranks that are filled alike the first, and prefill ranks
     that it reads from.
     """
-    plans = hand_off.plans
-    keys = dict.fromkeys(key for plan in plans.values() for part in plan.parts for key in part.keys)
-    names = dict.fromkeys((owner, role) for owner, _, role in keys)
+    names = dict.fromkeys(
+        (owner, role)
+        for plan in hand_off.plans.values()
+        for part in plan.parts
+        for owner, _, role in part.keys
+    )
     colours = {name: SHADES[n % len(SHADES)] for n, name in enumerate(names)}
     sections = [
         line
-        for numbers, told in hand_off.explained
-        for line in _section(hand_off, plans[numbers[0]], numbers, told.nbytes, colours)
+        for numbers, explanation in hand_off.explained
+        for line in _section(hand_off, numbers, explanation.nbytes, colours)
     ]
     swatches = [(colour, " ".join(name)) for name, colour in colours.items()] + [(STAYS, "stays")]
     legend = "".join(f'<li><i style="background:{c}"></i>{escape(t)}</li>' for c, t in swatches)
-    title = f"{hand_off.prefill.words(range(len(hand_off.prefill.ranks)))} to "
-    title += hand_off.decode.words(range(len(hand_off.decode.ranks)))
     return frame(
-        title,
+        f"{hand_off.prefill.words()} to {hand_off.decode.words()}",
         "<p>One item of each kind, rows of equal length, to scale. Bytes that travel have the "
         "colour of their role, the same on both sides.</p>",
         f'<ul class="legend">{legend}</ul>',
@@ -110,34 +112,24 @@ def _steps(region: Region, axis: Axis, low: int, high: int) -> Region:
 
 
 def _section(
-    hand_off: HandOff,
-    plan: TransferPlan,
-    numbers: Sequence[int],
-    nbytes: int,
-    colours: dict[tuple[str, str], str],
+    hand_off: HandOff, numbers: Sequence[int], nbytes: int, colours: Colours
 ) -> Iterator[str]:
+    plan = hand_off.plans[numbers[0]]
     alike = f" Filled alike: {hand_off.decode.words(numbers[1:])}." if numbers[1:] else ""
     yield f"<h2>{escape(hand_off.decode.words(numbers[:1]))}</h2>"
     yield f"<p>{nbytes:,} bytes of a request of {hand_off.tokens:,} tokens.{escape(alike)}</p>"
     sources = plan.contributors()
     for source in sources[:MOST_SOURCES]:
-        yield from _rank(
-            hand_off.prefill, source, plan.sources[source], travelling(plan, source), colours
-        )
+        yield f"<h3>{escape(hand_off.prefill.words([source]))}</h3>"
+        yield from _rank(plan.sources[source], travelling(plan, source), colours)
     if sources[MOST_SOURCES:]:
         more = hand_off.prefill.words(sources[MOST_SOURCES:])
         yield f"<p>And {escape(more)}, which are not drawn.</p>"
-    yield from _rank(hand_off.decode, numbers[0], plan.dest, travelling(plan), colours)
+    yield f"<h3>{escape(hand_off.decode.words(numbers[:1]))}</h3>"
+    yield from _rank(plan.dest, travelling(plan), colours)
 
 
-def _rank(
-    side: Side,
-    number: int,
-    layout: PoolLayout,
-    travels: Travels,
-    colours: dict[tuple[str, str], str],
-) -> Iterator[str]:
-    yield f"<h3>{escape(side.words([number]))}</h3>"
+def _rank(layout: PoolLayout, travels: Travels, colours: Colours) -> Iterator[str]:
     for item in _items(layout, travels):
         paint: dict[Region, str] = {}
         words = []
@@ -146,7 +138,9 @@ def _rank(
                 # of another name, so that it gets a label of its own
                 drawn_as = part if moves else replace(part, role=f"{part.role}, stays")
                 paint[drawn_as] = colours[part.owner, part.role] if moves else STAYS
-                words += [_words(part)] if moves else []
+                if moves:
+                    axes = ", ".join(axis_steps(axis) for axis in part.axes_by_stride)
+                    words.append(f"{part.role} ({axes or 'whole'})")
         if words:
             yield f"<p><b>{escape(heading(item))}</b></p>"
             yield f"<p>{escape(facts(item))}</p><p>travels: {escape('; '.join(words))}</p>"
@@ -167,8 +161,3 @@ def _items(layout: PoolLayout, travels: Travels) -> Iterator[ItemMap]:
     for buffers in alike.values():
         regions = tuple(region for buffer in buffers for region in inside[buffer.name])
         yield from item_maps(replace(layout, buffers=tuple(buffers), regions=regions))
-
-
-def _words(region: Region) -> str:
-    axes = ", ".join(axis_steps(axis) for axis in region.axes_by_stride)
-    return f"{region.role} ({axes or 'whole'})"

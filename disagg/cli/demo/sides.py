@@ -1,0 +1,276 @@
+"""Both sides of the demo: prefill in a process of its own, and decode, which receives, decodes, and
+compares with runs in this process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress
+from rich.text import Text
+
+from disagg.cli.demo.check import ByteCount, same_as_pool, same_as_transformers
+from disagg.cli.demo.models import DemoSettings
+from disagg.engines.base import create_engine
+from disagg.plan import TransferPlan
+from disagg.protocol.status import KVPoll
+from disagg.runtime.decode_endpoint import DecodeEndpoint
+from disagg.runtime.prefill_endpoint import PrefillEndpoint
+from disagg.timeline import timeline
+from kvpool.allocation.allocator import Allocator
+from kvpool.integrations.transformers import PoolCache
+from kvpool.process import OtherProcess
+from kvpool.render.chart import write_chart
+from kvpool.render.text import human, layout_table
+
+START_TIMEOUT = 600.0
+MAX_ROUNDING = 0.1  # error of a quantised pool, relative to the largest logit
+
+
+class PrefillSide:
+    """Called by the other process; one demo after the other."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def open(self, settings: DemoSettings) -> str:
+        """Builds the model, a pool and an endpoint, whose address it returns."""
+        self._stack.close()
+        self._settings = settings
+        self._model, self._prompt = settings.build()
+        self._pool = settings.pool(self._model, settings.prefill_page)
+        self._allocator = Allocator(self._pool)
+        endpoint = PrefillEndpoint(self._pool.layout, create_engine(settings.engine))
+        self._endpoint = self._stack.enter_context(endpoint)
+        return self._endpoint.address
+
+    def send(self, number: int) -> None:
+        """Computes a prompt, and sends each chunk as soon as it is computed."""
+        tokens, endpoint = self._settings.prompts[number], self._endpoint
+        room, request = str(number), self._allocator.new_request()
+        cache = PoolCache(self._pool, self._allocator, [request])
+        with torch.no_grad():
+            for chunk in self._settings.chunks(tokens):
+                last = chunk.stop == tokens
+                first = prefill(self._model, self._prompt, cache, [chunk])
+                aux = {"first_token": first} if last else {}
+                after = self._pool.device.record()
+                endpoint.send(room, request.address(), last=last, aux=aux, after=after)
+        if endpoint.wait(room, START_TIMEOUT) is not KVPoll.Success:
+            raise RuntimeError(f"the hand-off failed: {endpoint.failure(room)}")
+        self._allocator.free(request)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Whether it passed, and what it found."""
+
+    passed: bool
+    found: str
+
+    def print(self, console: Console) -> None:
+        """Prints PASS or FAIL, and what was found."""
+        verdict = ("PASS", "green") if self.passed else ("FAIL", "red")
+        console.print(Text.assemble(verdict, " ", self.found), soft_wrap=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodedPrompt:
+    """A prompt of `tokens` tokens that was moved in `runs` runs and decoded; its comparisons."""
+
+    tokens: int
+    bytes: int
+    runs: int
+    bytes_per_second: float
+    bind_seconds: float
+    checks: tuple[Comparison, ...]
+
+
+def decoded_prompts(
+    other: OtherProcess, settings: DemoSettings, console: Console, drawing: Path | None = None
+) -> Iterator[DecodedPrompt]:
+    """Receives every prompt from the `PrefillSide` of another process, decodes and compares. Draws
+    the hand-offs to `drawing`.
+    """
+    other.post("open", settings)
+    side = DecodeSide(other, settings, console)
+    with side.endpoint:
+        plan = side.connect()
+        console.print(plan.explain(max(settings.prompts)).table(), crop=False)
+        for room in range(len(settings.prompts)):
+            yield side.decode(room)
+        if drawing is not None:
+            rooms = {
+                f"{tokens:,} tokens": side.endpoint.metrics(str(room))
+                for room, tokens in enumerate(settings.prompts)
+            }
+            title = f"{settings.model} over {settings.engine}"
+            write_chart(timeline(rooms, title), drawing)
+            console.print(f"wrote {drawing}", markup=False, soft_wrap=True)
+
+
+class DecodeSide:
+    """The decode process: its pool, and another pool for the run in a single process."""
+
+    def __init__(self, other: OtherProcess, settings: DemoSettings, console: Console) -> None:
+        self._other, self._settings, self._console = other, settings, console
+        self._model, self._prompt = settings.build()
+        self._pool, self._single = (
+            settings.pool(self._model, settings.decode_page) for _ in range(2)
+        )
+        layout = self._pool.layout
+        table = layout_table(layout, f"{settings.model}: layout of the decode pool")
+        console.print(table, crop=False)
+        self.endpoint = DecodeEndpoint(layout, create_engine(settings.engine))
+
+    def connect(self) -> TransferPlan:
+        """The plan, after prefill has answered."""
+        link = self.endpoint.connect([self._other.answer(START_TIMEOUT)])
+        deadline = time.monotonic() + START_TIMEOUT
+        while link.plan is None:
+            try:
+                self.endpoint.handshake(link, 0.5)
+            except TimeoutError:
+                if not self._other.alive:
+                    self._other.answer()  # raises with its exit status
+                if time.monotonic() > deadline:
+                    raise
+        return link.plan
+
+    def decode(self, number: int) -> DecodedPrompt:
+        """Receives one prompt, decodes from it and compares."""
+        tokens, room, console = (self._settings.prompts[number], str(number), self._console)
+        allocator = Allocator(self._pool)
+        request = allocator.new_request()
+        allocator.extend(request, tokens, received=True)
+        self.endpoint.receive(room, request.address())
+        self._other.post("send", number)
+        self._watch(room, self._pool.layout.live_bytes(tokens))
+        moved = self.endpoint.metrics(room)
+        console.print(
+            f"{tokens:,} tokens: moved {human(moved.bytes_moved)} in {moved.runs:,} runs of "
+            f"{human(moved.bytes_per_run)} (adjacent items fused): {human(moved.rate)}/s over "
+            f"{self._settings.engine}, bound in {1e3 * moved.bind_seconds:.1f} ms\n"
+            f"decoding {self._settings.new_tokens} tokens, then the whole prompt in a single "
+            "process ...",
+            markup=False,
+            soft_wrap=True,
+        )
+        checks = self._compare(allocator, request, int(self.endpoint.aux(room)["first_token"]))
+        for check in checks:
+            check.print(console)
+        return DecodedPrompt(
+            tokens=tokens,
+            bytes=moved.bytes_moved,
+            runs=moved.runs,
+            bytes_per_second=moved.rate,
+            bind_seconds=moved.bind_seconds,
+            checks=checks,
+        )
+
+    def _watch(self, room: str, nbytes: int) -> None:
+        """A progress bar until the room has ended. Raises RuntimeError if it or prefill fails."""
+        columns = "moving", BarColumn(), DownloadColumn(binary_units=True)
+        with Progress(*columns, console=self._console) as progress:
+            task, ended = progress.add_task("moving", total=nbytes), False
+            while not ended:
+                ended = self._ended(room, 0.05)
+                progress.update(task, completed=self.endpoint.metrics(room).bytes_moved)
+                # its messages may still arrive
+                if not ended and self._other.answers() and not self._ended(room, 0.5):
+                    break
+        failed = self.endpoint.poll(room) is KVPoll.Failed
+        if not failed or self._other.answers(1.0):  # the reason may be prefill's
+            self._other.answer(START_TIMEOUT)
+        if failed:
+            raise RuntimeError(f"prefill: the hand-off failed: {self.endpoint.failure(room)}")
+
+    def _ended(self, room: str, seconds: float) -> bool:
+        """Whether a room ends within some seconds."""
+        with suppress(TimeoutError):
+            self.endpoint.wait(room, seconds)
+        return self.endpoint.poll(room).ended
+
+    def _compare(self, allocator: Any, request: Any, first: int) -> tuple[Comparison, ...]:
+        """Decodes from the received state, and compares with runs in this process over a pool of
+        the same kind and over transformers' own cache.
+        """
+        settings, model = self._settings, self._model
+        steps, chunks = settings.new_tokens, settings.chunks(request.num_tokens)
+        received, again = (request.address(), PoolCache.new(self._single, Allocator(self._single)))
+        own = transformers_cache(model)
+        with torch.no_grad():
+            firsts = [prefill(model, self._prompt, cache, chunks) for cache in (again, own)]
+            single = again.requests[0].address()
+            live = same_as_pool(self._pool, received, self._single, single)
+            truth = same_as_transformers(self._pool, received, own) if settings.exact else None
+            cache = PoolCache(self._pool, allocator, [request])
+            tokens, logits = decode(model, cache, first, steps)
+            tokens2, logits2 = decode(model, again, firsts[0], steps)
+            forced = None if settings.exact else [first, *tokens]
+            tokens3, logits3 = decode(model, own, firsts[1], steps, forced)
+        allocator.free(request)
+        again.allocator.free(again.requests[0])
+
+        def logits_equal(others: list[torch.Tensor], same: bool, cache: str) -> Comparison:
+            equal = sum(map(torch.equal, logits, others))
+            words = f"logits of {equal} of {steps} decoded steps bit-equal to one process"
+            return Comparison(same and equal == steps, f"{words}, {cache}")
+
+        def bytes_equal(count: ByteCount, what: str) -> Comparison:
+            right = f"{count.checked - count.wrong:,} of {count.checked:,}"
+            return Comparison(not count.wrong, f"{right} {what} equal")
+
+        same = first == firsts[0] and tokens == tokens2
+        checks = [
+            logits_equal(logits2, same, "same pool"),
+            bytes_equal(live, "live bytes of the pool"),
+        ]
+        if truth is not None:
+            checks.append(logits_equal(logits3, tokens == tokens3, "transformers' own cache"))
+            checks.append(bytes_equal(truth, "bytes that transformers' own cache holds"))
+        else:
+            error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, logits3))
+            words = f"largest logit error of {settings.packing}: {error:.2%} of the largest"
+            within = f"{words} (at most {MAX_ROUNDING:.0%})"
+            checks.append(Comparison(error <= MAX_ROUNDING, within))
+        return tuple(checks)
+
+
+def prefill(model: Any, prompt: torch.Tensor, cache: Any, chunks: list[range]) -> int:
+    """Runs chunks of the prompt; returns the next token."""
+    for chunk in chunks:
+        ids = prompt[:, chunk.start : chunk.stop]
+        logits = model(ids, past_key_values=cache, use_cache=True).logits
+    return int(logits[0, -1].argmax())
+
+
+def decode(
+    model: Any, cache: Any, token: int, steps: int, forced: list[int] | None = None
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Greedy steps from `token` (or over the tokens `forced`); returns the tokens and the logits
+    `[V]` of each step.
+    """
+    tokens, logits_of = [], []
+    for step in range(steps):
+        token = token if forced is None else forced[step]
+        ids = torch.tensor([[token]], device=model.device)
+        logits = model(ids, past_key_values=cache, use_cache=True).logits
+        token = int(logits[0, -1].argmax())
+        tokens.append(token)
+        logits_of.append(logits[0, -1].clone())
+    return tokens, logits_of
+
+
+def transformers_cache(model: Any) -> Any:
+    """transformers' own cache for a model."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
