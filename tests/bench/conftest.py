@@ -5,32 +5,42 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from statistics import median
 
+import numpy as np
 import pytest
-from rich.console import Console
 
-from disagg.cli.bench.machine import machine, packages
-from disagg.cli.bench.measure import Measurement
-from disagg.cli.bench.report import BenchReport
-from disagg.cli.common import utc_now
-from kvpool.device import get_device
-from tests.bench.host import host_cases
+from kvpool import RequestAddress, Span
 
 PAIRS: list[tuple[str, float, float, float]] = []
-ROWS: list[Measurement] = []
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def timed(pytestconfig) -> bool:
     """Whether sizes are those to time."""
     return pytestconfig.getoption("benchmark_enable")
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" in metafunc.fixturenames:
-        cases = [*host_cases(not metafunc.config.getoption("benchmark_enable"))]
-        metafunc.parametrize("case", cases, ids=[case.title for case in cases])
+def shuffled(pages, seed, page, step=1):
+    """A request of so many pages of `page` tokens, in any order; `step` 2: no two are adjacent."""
+    ids = 1 + step * np.random.default_rng(seed).permutation(pages)
+    return RequestAddress(pages * page, {"kv": Span(ids)})
+
+
+def pytest_collection_modifyitems(config, items):
+    """Where nothing is timed, one engine shows that a benchmark runs."""
+    if config.getoption("benchmark_enable"):
+        return
+    first, left_out = {}, []
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        engine = params.get("engine", params.get("other"))
+        in_folder = engine and item.path.parent == Path(__file__).parent
+        if in_folder and first.setdefault(item.originalname, engine) != engine:
+            left_out.append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture
@@ -61,13 +71,3 @@ def pytest_terminal_summary(terminalreporter):
         for name, mine, theirs, lowest in PAIRS:
             times = f"{1e3 * mine:>9.3f} ms {1e3 * theirs:>9.3f} ms {theirs / mine:>8.2f} x"
             terminalreporter.write_line(f"{name:<58} {times} {lowest:>6.2f} x")
-    if ROWS:
-        facts = machine(get_device("cpu"))
-        report = BenchReport(
-            machine=facts, versions=packages(), date=utc_now(), quick=False, rows=ROWS
-        )
-        console = Console(width=100)
-        with console.capture() as text:
-            report.print(console)
-        terminalreporter.section("host work, beside its references")
-        terminalreporter.write_line(text.get())

@@ -9,6 +9,7 @@ read makes progress without a pause too.
 from __future__ import annotations
 
 import os
+import uuid
 from collections import deque
 from functools import cache
 
@@ -18,16 +19,16 @@ import torch
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
-from disagg.engines.nixl.agent import NEED_PROGRESS
+from disagg.engines.mooncake import package as mooncake
+from disagg.engines.nixl.agent import NEED_PROGRESS, backend_options, nixl_api
 from disagg.plan.bind import CopyBatch
 from kvpool import PoolLayout, RequestAddress, Space, Span
 from kvpool.describe import describe
 from kvpool.device.cpu import CPUDevice
 from kvpool.layout import Slab
-from tests.bench.bare import BareMooncake, BareNixl
 from tests.disagg.engines.owners import pattern
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import FORKS
+from tests.processes import Child
 
 SIZES = {4 << 10: 64 << 20, 36 << 10: 252 << 20, 1 << 20: 256 << 20, None: 256 << 20}
 """Bytes of a room by bytes of a run; None is one run of all."""
@@ -42,6 +43,71 @@ WAYS = {
     "mooncake": ("mooncake", {}),
 }
 OURS = [way for way, (engine, _) in WAYS.items() if engine in ENGINES]
+
+
+CALL_RUNS = 1024
+"""Runs per call of Mooncake: its queue takes no more at once."""
+
+
+class BareNixl:
+    """An agent with host memory `[bytes]`, over one UCX transport or those that UCX chooses."""
+
+    def __init__(self, memory: np.ndarray, transports: str | None = None) -> None:
+        api = nixl_api()
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
+        self._agent = api.nixl_agent(uuid.uuid4().hex, config)
+        self._agent.create_backend("UCX", backend_options("UCX", {}, transports))
+        self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+
+    def metadata(self) -> bytes:
+        return self._agent.get_agent_metadata()
+
+    def connect(self, metadata: bytes) -> None:
+        name = self._agent.add_remote_agent(metadata)
+        self._peer = name.decode() if isinstance(name, bytes) else name
+
+    def progress(self) -> None:
+        self._agent.get_new_notifs()
+
+    def read(self, src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray) -> None:
+        """Reads runs, int64 `[N]` each: from a request to its end."""
+        agent = self._agent
+        remote, local = (
+            agent.get_xfer_descs(np.stack([at, nbytes, 0 * at], 1).astype(np.uint64), "DRAM")
+            for at in (src, dst)
+        )
+        handle = agent.initialize_xfer("READ", local, remote, self._peer)
+        state = agent.transfer(handle)
+        while state == "PROC":
+            state = agent.check_xfer_state(handle)
+        assert state == "DONE"
+        agent.release_xfer_handle(handle)
+
+
+class BareMooncake:
+    """A `TransferEngine` over TCP with host memory `[bytes]`."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        mooncake.package()
+        mooncake.choose("tcp")
+        self._engine = mooncake.start("tcp", "127.0.0.1", "")
+        mooncake.register_ranges(self._engine, [(memory.ctypes.data, memory.nbytes)])
+
+    def metadata(self) -> bytes:
+        return f"127.0.0.1:{self._engine.get_rpc_port()}".encode()
+
+    def connect(self, metadata: bytes) -> None:
+        self._peer = metadata.decode()
+
+    def progress(self) -> None:
+        """Its own threads answer."""
+
+    def read(self, src: np.ndarray, dst: np.ndarray, nbytes: np.ndarray) -> None:
+        """Reads runs, int64 `[N]` each: from a request to its end."""
+        for at in range(0, src.size, CALL_RUNS):
+            lists = [column[at : at + CALL_RUNS].tolist() for column in (dst, src, nbytes)]
+            number = self._engine.batch_transfer_async_read(self._peer, *lists)
+            assert number and self._engine.get_batch_transfer_status([number]) == 0
 
 
 def bare_of(way, memory):
@@ -94,15 +160,15 @@ def serve(pipe, way, size):
                 for room in range(rooms):
                     endpoint.send(room, address)
                 pipe.send(endpoint.address)
-            case "engine":
+            case ("engine",):
                 engine = create_engine(name, **options)
                 engine.register([Slab(memory.ctypes.data, memory.nbytes)])
                 pipe.send(engine.metadata())
-            case "progress":
+            case ("progress",):
                 pipe.send(None)
                 while not pipe.poll(0 if options.get("transports") in NEED_PROGRESS else PAUSE):
                     bare.progress()
-            case "close":
+            case ("close",):
                 for each in filter(None, (endpoint, engine)):
                     each.close()
                 endpoint = engine = None
@@ -111,51 +177,35 @@ def serve(pipe, way, size):
                 break
 
 
-class Other:
+class Other(Child):
     """The process that is read, and this side's bare engine and memory."""
 
     def __init__(self, way, size):
+        super().__init__(serve, way, size)
         self.way = way
-        self.pipe, away = FORKS.Pipe()
-        self.process = FORKS.Process(target=serve, args=(away, way, size), daemon=True)
-        self.process.start()
         metadata, self.base = self.answer()
         self.memory = memory_of(size)
         self.bare = bare_of(way, self.memory)
         self.bare.connect(metadata)
 
-    def answer(self):
-        assert self.pipe.poll(120)
-        return self.pipe.recv()
-
-    def ask(self, order):
-        self.pipe.send(order)
-        return self.answer()
-
     def read_bare(self, columns):
         """The reference."""
         self.ask("progress")
         self.bare.read(*columns)
-        self.pipe.send("stop")
-
-    def close(self):
-        self.pipe.send(None)
-        self.process.join(30)
-        assert self.process.exitcode == 0
+        self.pipe.send(("stop",))
 
 
 @pytest.fixture(scope="module", params=OURS)
-def other(request, pytestconfig):
-    timed = pytestconfig.getoption("benchmark_enable")
-    made = Other(request.param, max(SIZES.values()) if timed else 2 << 20)
-    yield made
-    made.close()
+def other(request, timed):
+    with Other(request.param, max(SIZES.values()) if timed else 2 << 20) as other:
+        yield other
+        assert other.close() == 0
 
 
 @pytest.fixture(params=SIZES, ids=["4 KiB", "36 KiB", "1 MiB", "one run"])
-def runs(request, other, pytestconfig):
+def runs(request, other, timed):
     """Rooms of runs of one length: layout, address, and the runs, int64 `[N]` each."""
-    width, timed = request.param, pytestconfig.getoption("benchmark_enable")
+    width = request.param
     size = SIZES[width] if timed else 2 * (width or PAGE)
     layout, address, page = room_of(other.memory, width, size, seed=1)
     _, theirs, _ = room_of(other.memory, width, size, seed=0)
@@ -178,7 +228,7 @@ def test_room(paired, other, runs):
     width, size, layout, address, columns = runs
     name, options = WAYS[other.way]
     engine, posted = create_engine(name, **options), []
-    url = other.ask(("endpoint", width, size, ROUNDS + 3))
+    url = other.ask("endpoint", width, size, ROUNDS + 3)
     rooms = iter(range(ROUNDS + 3))
     with DecodeEndpoint(layout, engine, staging=0) as decode:  # the same runs
         decode.connect([url], timeout=60)

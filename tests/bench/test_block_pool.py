@@ -114,8 +114,7 @@ class Splits:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_requests_that_fit(name, pytestconfig, capsys):
-    timed = pytestconfig.getoption("benchmark_enable")
+def test_requests_that_fit(name, timed, capsys):
     memory, count, steps = (64 << 30, 3_000, 48) if timed else (4 << 30, 180, 8)
     config, more = MODELS[name]
     declared, common = declare(config), {"dtype": "bf16", "device": "meta", **more}

@@ -24,8 +24,9 @@ from disagg.engines.base import create_engine
 from disagg.host.prefault import Prefault
 from kvpool import MHAPool, RequestAddress, Span
 from kvpool.device.host_copy import copy_runs
+from tests.bench.conftest import shuffled
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import FORKS
+from tests.processes import Child
 
 LAYERS, PAGES, PAGE = 4, 64, 64
 ROOMS = 32
@@ -47,12 +48,6 @@ ways = pytest.mark.parametrize(
 
 def pool_of(pages):
     return MHAPool(layers=range(LAYERS), num_pages=2 * pages + 2, **SHAPE)
-
-
-def place(pages, seed):
-    """Every second page, in any order: no two runs are adjacent."""
-    ids = 1 + 2 * np.random.default_rng(seed).permutation(pages)
-    return RequestAddress(pages * PAGE, {"kv": Span(ids)})
 
 
 def last_page(pool, address):
@@ -78,8 +73,8 @@ def share(address, number, rooms):
 
 
 def serve(pipe, engine, pages, shared):
-    """Sends the same request in every room that the pipe names, or each room's share of it."""
-    source, address = pool_of(pages), place(pages, 0)
+    """Sends rooms that the pipe names, each its share of the same request."""
+    source, address = pool_of(pages), shuffled(pages, 0, PAGE, step=2)
     source._slab.random_()
     layout = source.layout
     if not shared:
@@ -87,56 +82,39 @@ def serve(pipe, engine, pages, shared):
         source._slab.numpy()[:] = copy
     with PrefillEndpoint(layout, create_engine(engine)) as prefill:
         pipe.send((prefill.address, last_page(source, address)))
-        while (room := pipe.recv()) is not None:
-            if isinstance(room, int):
-                prefill.send(room, address)
-            else:
-                for number, name in enumerate(room):
-                    prefill.send(name, share(address, number, len(room)))
+        while (names := pipe.recv()) is not None:
+            for number, name in enumerate(names):
+                prefill.send(name, share(address, number, len(names)))
             pipe.send(None)
 
 
 @pytest.fixture
-def rooms(engine, shared, pytestconfig):
-    """A function that makes a connected decode with some options, and one that hands a room over to
-    it; `progress(decode, room)` is what the main thread does until the room has ended.
+def rooms(engine, shared, timed):
+    """A function that makes a connected decode with some options, and one that hands a request over
+    to it in so many rooms; `progress(decode, room)` is what the main thread does until a room has
+    ended.
     """
-    pages = PAGES if pytestconfig.getoption("benchmark_enable") else 2
-    dest, address, numbers = pool_of(pages), place(pages, 1), count()
-    here, away = FORKS.Pipe()
-    process = FORKS.Process(target=serve, args=(away, engine, pages, shared), daemon=True)
-    process.start()
-    url, row = here.recv()
+    pages = PAGES if timed else 2
+    dest, address, numbers = pool_of(pages), shuffled(pages, 1, PAGE, step=2), count()
 
-    def hand_over(decode, progress, *, many=False):
-        if many:
-            names = [f"{next(numbers)} of many" for _ in range(min(ROOMS, pages))]
-            here.send(names)
-            here.recv()
-            for number, name in enumerate(names):
-                decode.receive(name, share(address, number, len(names)))
-            for name in names:
-                progress(decode, name)
-                assert decode.poll(name) is KVPoll.Success, decode.failure(name)
-            return
-        room = next(numbers)
-        here.send(room)
-        here.recv()
-        decode.receive(room, address)
-        progress(decode, room)
-        assert decode.poll(room) is KVPoll.Success, decode.failure(room)
+    def hand_over(decode, progress, *, rooms=1):
+        names = [next(numbers) for _ in range(min(rooms, pages))]
+        prefill.ask(*names)
+        for number, name in enumerate(names):
+            decode.receive(name, share(address, number, len(names)))
+        for name in names:
+            progress(decode, name)
+            assert decode.poll(name) is KVPoll.Success, decode.failure(name)
 
     def decode_of(**options):
         decode = DecodeEndpoint(dest.layout, create_engine(engine), **options)
         stack.enter_context(decode).connect([url], timeout=60)
         return decode
 
-    with ExitStack() as stack:
+    with Child(serve, engine, pages, shared) as prefill, ExitStack() as stack:
+        url, row = prefill.answer()
         yield decode_of, hand_over
-    assert (last_page(dest, address) == row).all()
-    here.send(None)
-    process.join(30)
-    assert process.exitcode == 0
+        assert (last_page(dest, address) == row).all()
 
 
 def wait(decode, room):
@@ -171,22 +149,18 @@ def spin_for_ever(pipe):
 @pytest.fixture
 def beside_a_process_that_spins():
     """A function that runs another while a process takes a core."""
-    here, away = FORKS.Pipe()
-    process = FORKS.Process(target=spin_for_ever, args=(away,), daemon=True)
-    process.start()
-    number = here.recv()
-    os.kill(number, signal.SIGSTOP)
+    with Child(spin_for_ever) as other:
+        number = other.answer()
+        os.kill(number, signal.SIGSTOP)
 
-    def run(body):
-        os.kill(number, signal.SIGCONT)
-        try:
-            body()
-        finally:
-            os.kill(number, signal.SIGSTOP)
+        def run(body):
+            os.kill(number, signal.SIGCONT)
+            try:
+                body()
+            finally:
+                os.kill(number, signal.SIGSTOP)
 
-    yield run
-    process.kill()
-    process.join(30)
+        yield run
 
 
 @ways
@@ -217,7 +191,7 @@ def test_main_thread_spins_against_another_process(paired, rooms, beside_a_proce
 def test_many_rooms_at_once_against_one(paired, rooms, progress):
     decode_of, hand_over = rooms
     one = partial(hand_over, decode_of(), progress)
-    paired(partial(one, many=True), one, rounds=ROUNDS)
+    paired(partial(one, rooms=ROOMS), one, rounds=ROUNDS)
 
 
 @ways
@@ -227,9 +201,9 @@ def test_main_thread_steps(paired, rooms):
     paired(lambda: hand_over(stepped, step), lambda: hand_over(threaded, wait), rounds=ROUNDS)
 
 
-def test_first_copy_into_memory(paired, pytestconfig):
+def test_first_copy_into_memory(paired, timed):
     """128 MiB in runs of 256 KiB into new memory: touched before, against untouched."""
-    size = (128 if pytestconfig.getoption("benchmark_enable") else 1) << 20
+    size = (128 if timed else 1) << 20
     source, width = np.ones(size, dtype=np.uint8), 256 << 10
     offsets = np.arange(0, size, width)
     lengths = np.full(offsets.size, width)

@@ -7,15 +7,15 @@ from __future__ import annotations
 import time
 from itertools import count
 
-import numpy as np
 import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
-from kvpool import MHAPool, RequestAddress, Span
+from kvpool import MHAPool
 from tests import oracle
+from tests.bench.conftest import shuffled
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import FORKS
+from tests.processes import Child
 
 PAGE, LAYERS, CHUNKS = 64, 16, 4
 LAYER_SECONDS = 0.004
@@ -24,11 +24,6 @@ LAYER_SECONDS = 0.004
 def pool_of(pages):
     shape = {"num_kv_heads": 8, "head_dim": 128, "dtype": "bf16", "page_size": PAGE}
     return MHAPool(layers=range(LAYERS), num_pages=pages + 1, **shape)
-
-
-def place(pages, seed):
-    ids = 1 + np.random.default_rng(seed).permutation(pages)
-    return RequestAddress(pages * PAGE, {"kv": Span(ids)})
 
 
 def parts(how, tokens):
@@ -42,7 +37,7 @@ def parts(how, tokens):
 
 def serve(pipe, engine, pages, seconds):
     """Computes the same request for every room that the pipe names, in as much time."""
-    source, address = pool_of(pages), place(pages, 0)
+    source, address = pool_of(pages), shuffled(pages, 0, PAGE)
     oracle.fill(source, address)
     with PrefillEndpoint(source.layout, create_engine(engine)) as prefill:
         pipe.send(prefill.address)
@@ -57,27 +52,22 @@ def serve(pipe, engine, pages, seconds):
 
 @pytest.mark.parametrize("how", ["whole", "chunks", "layers"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_arrival(paired, engine, how, pytestconfig):
-    timed = pytestconfig.getoption("benchmark_enable")
+def test_arrival(paired, engine, how, timed):
     pages = ((64 if timed else 1) << 20) // (LAYERS * 2 * 8 * 128 * 2 * PAGE) or 1
-    dest, address, rooms = pool_of(pages), place(pages, 1), count()
+    dest, address, rooms = pool_of(pages), shuffled(pages, 1, PAGE), count()
     oracle.blank(dest)
-    here, away = FORKS.Pipe()
     seconds = LAYER_SECONDS if timed else 0.0
-    given = away, engine, pages, seconds
-    process = FORKS.Process(target=serve, args=given, daemon=True)
-    process.start()
-    with DecodeEndpoint(dest.layout, create_engine(engine)) as decode:
-        decode.connect([here.recv()], timeout=60)
+    with (
+        Child(serve, engine, pages, seconds) as prefill,
+        DecodeEndpoint(dest.layout, create_engine(engine)) as decode,
+    ):
+        decode.connect([prefill.answer()], timeout=60)
 
         def hand_over():
             room = next(rooms)
             decode.receive(room, address)
-            here.send((room, how))
+            prefill.pipe.send((room, how))
             assert decode.wait(room, 60) is KVPoll.Success, decode.failure(room)
 
         paired(hand_over, lambda: time.sleep(LAYERS * seconds))
         assert oracle.holds(dest, address)
-    here.send(None)
-    process.join(30)
-    assert process.exitcode == 0

@@ -40,8 +40,7 @@ def loop(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def reader(pytestconfig):
-    timed = pytestconfig.getoption("benchmark_enable")
+def reader(timed):
     with closing(BenchContext(get_device("cpu"))) as context:
         yield context.opened(PeerReader, "local", 2 * (TOTAL if timed else 2 << 20))
 

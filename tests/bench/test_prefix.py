@@ -84,8 +84,8 @@ class Filled:
 
 
 @pytest.fixture(params=[64, 16], ids=["pages of 64", "pages of 16"], scope="module")
-def filled(request, pytestconfig):
-    return Filled(request.param, pytestconfig.getoption("benchmark_enable"))
+def filled(request, timed):
+    return Filled(request.param, timed)
 
 
 def test_a_prompt_that_is_there_is_looked_up(paired, filled):

@@ -18,7 +18,7 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from kvpool import MHAPool, RequestAddress, Span
 from tests.bench.conftest import PAIRS
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import FORKS
+from tests.processes import Child
 from tests.streams import Server, dial
 
 OPEN = 512
@@ -74,25 +74,14 @@ def serve(pipe, engine):
                 pipe.send(time.process_time())
 
 
-class Peer:
+class Peer(Child):
     """A prefill process."""
 
     def __init__(self, stack, engine):
-        self.pipe, away = FORKS.Pipe()
-        self.process = FORKS.Process(target=serve, args=(away, engine), daemon=True)
-        self.process.start()
-        self.address, bare = self.pipe.recv()
+        super().__init__(serve, engine)
+        stack.enter_context(self)
+        self.address, bare = self.answer()
         self.bare = stack.enter_context(dial(bare))
-        stack.callback(self.end)
-
-    def end(self):
-        self.pipe.send(None)
-        self.process.join(30)
-        assert self.process.exitcode == 0
-
-    def ask(self, *told):
-        self.pipe.send(told)
-        return self.pipe.recv()
 
 
 @contextmanager
@@ -122,13 +111,9 @@ def hand_over(decode, peer, first, number):
             done += 1
 
 
-def sizes(config, timed, quick):
-    return timed if config.getoption("benchmark_enable") else quick
-
-
 @pytest.mark.parametrize("engine", ENGINES)
-def test_many_at_once(paired, engine, pytestconfig):
-    number, rooms = sizes(pytestconfig, 2000, 20), count(0, 1_000_000)
+def test_many_at_once(paired, engine, timed):
+    number, rooms = 2000 if timed else 20, count(0, 1_000_000)
     with decode_with(engine) as (decode, [peer], _):
 
         def messages():
@@ -145,9 +130,9 @@ def test_many_at_once(paired, engine, pytestconfig):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_one_from_send_to_success(engine, pytestconfig):
+def test_one_from_send_to_success(engine, timed):
     """Beside two round trips of bare frames."""
-    number, (into,) = sizes(pytestconfig, 300, 3), tables(1)
+    number, (into,) = 300 if timed else 3, tables(1)
     ours, theirs = [], []
     with decode_with(engine) as (decode, [peer], _):
         for room in range(number):
@@ -163,12 +148,12 @@ def test_one_from_send_to_success(engine, pytestconfig):
             assert decode.wait(room, 30) is KVPoll.Success
             ours.append(time.monotonic() - began)
             decode.forget(room)
-    note(pytestconfig, f"send to Success, {engine}", median(ours), median(theirs), ours, theirs)
+    note(timed, f"send to Success, {engine}", median(ours), median(theirs), ours, theirs)
 
 
-def test_threads_that_wait(paired, pytestconfig):
+def test_threads_that_wait(paired, timed):
     """A thread for each room, beside one for all."""
-    number, rooms = sizes(pytestconfig, OPEN, 20), count(0, 1_000_000)
+    number, rooms = OPEN if timed else 20, count(0, 1_000_000)
     with decode_with("local") as (decode, [peer], _):
 
         def by_thread():
@@ -206,9 +191,9 @@ def test_threads_that_wait(paired, pytestconfig):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_many_prefills(paired, engine, pytestconfig):
+def test_many_prefills(paired, engine, timed):
     """32 prefill processes with 16 rooms each, beside one with 512."""
-    peers, number = sizes(pytestconfig, (32, 16), (2, 2))
+    peers, number = (32, 16) if timed else (2, 2)
     rooms = count(0, 1_000_000)
     with decode_with(engine) as (alone, [peer], _), decode_with(engine, peers) as many:
 
@@ -229,9 +214,9 @@ def test_many_prefills(paired, engine, pytestconfig):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_room_that_waits(engine, pytestconfig):
+def test_a_room_that_waits(engine, timed):
     """Seconds of processor time on both sides, beside the seconds that it waits."""
-    seconds = sizes(pytestconfig, 3.0, 0.05)
+    seconds = 3.0 if timed else 0.05
     with decode_with(engine) as (decode, [peer], _):
         for state in ("not sent", "sent, nobody asks"):
             if state == "not sent":
@@ -245,9 +230,9 @@ def test_a_room_that_waits(engine, pytestconfig):
             spent = peer.ask("cpu", 0, 0) - theirs, time.process_time() - mine
             waited = time.monotonic() - began
             for side, each in zip(("prefill", "decode"), spent):
-                note(pytestconfig, f"{state}, {side}, {engine}", each, waited, [each], [waited])
+                note(timed, f"{state}, {side}, {engine}", each, waited, [each], [waited])
 
 
-def note(config, name, mine, theirs, ours, reference):
-    if config.getoption("benchmark_enable"):
+def note(timed, name, mine, theirs, ours, reference):
+    if timed:
         PAIRS.append((name, mine, theirs, min(reference) / min(ours)))

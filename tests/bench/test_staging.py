@@ -5,29 +5,22 @@ from __future__ import annotations
 from contextlib import ExitStack
 from itertools import count
 
-import numpy as np
 import pytest
 import torch
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
-from kvpool import MHAPool, RequestAddress, Shard, Span
+from kvpool import MHAPool, Shard
+from tests.bench.conftest import shuffled
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import FORKS
+from tests.processes import Child
 
 PAGE, LAYERS, DIM = 64, 2, 128
-
-engines = pytest.mark.parametrize("engine", [name for name in ENGINES if name != "local"])
 
 
 def pool_of(pages, heads, **more):
     shape = {"num_kv_heads": heads, "head_dim": DIM, "dtype": "bf16", "page_size": PAGE}
     return MHAPool(layers=range(LAYERS), num_pages=pages + 1, **shape, **more)
-
-
-def place(pages, seed):
-    ids = 1 + np.random.default_rng(seed).permutation(pages)
-    return RequestAddress(pages * PAGE, {"kv": Span(ids)})
 
 
 def last_row(pool, address):
@@ -40,35 +33,30 @@ def serve(pipe, engine, pages, heads):
     """Sends the same request in every room that the pipe names."""
     source = pool_of(pages, heads)
     source._slab.random_()
-    address = place(pages, 0)
+    address = shuffled(pages, 0, PAGE)
     with PrefillEndpoint(source.layout, create_engine(engine)) as prefill:
         pipe.send((prefill.address, last_row(source, address)))
         while (room := pipe.recv()) is not None:
             prefill.send(room, address)
 
 
-@engines
-@pytest.mark.parametrize("heads", [1, 8, 64])
-def test_heads_of_another_order(paired, engine, heads, pytestconfig):
-    hand_over(paired, engine, heads, pytestconfig, order="hnd")
-
-
-@engines
-@pytest.mark.parametrize("heads", [2, 8])
-def test_one_head_of_some(paired, engine, heads, pytestconfig):
-    hand_over(paired, engine, heads, pytestconfig, shard=Shard(1, heads))
-
-
-def hand_over(paired, engine, heads, pytestconfig, **there):
+@pytest.mark.parametrize(
+    ("heads", "there"),
+    [
+        *((heads, {"order": "hnd"}) for heads in (1, 8, 64)),
+        *((heads, {"shard": Shard(1, heads)}) for heads in (2, 8)),
+    ],
+    ids=["1 head, hnd", "8 heads, hnd", "64 heads, hnd", "1 of 2 heads", "1 of 8 heads"],
+)
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name != "local"])
+def test_small_runs(paired, engine, heads, there, timed):
     """Rooms of pages of all heads, to a decode pool with the options `there`."""
-    size = (8 if pytestconfig.getoption("benchmark_enable") else 1) << 20
+    size = (8 if timed else 1) << 20
     pages = max(1, size // (4 * LAYERS * DIM * PAGE * heads))
-    dest, address, rooms = pool_of(pages, heads, **there), place(pages, 1), count()
-    here, away = FORKS.Pipe()
-    process = FORKS.Process(target=serve, args=(away, engine, pages, heads), daemon=True)
-    process.start()
-    url, row = here.recv()
+    dest, address, rooms = pool_of(pages, heads, **there), shuffled(pages, 1, PAGE), count()
     with ExitStack() as stack:
+        prefill = stack.enter_context(Child(serve, engine, pages, heads))
+        url, row = prefill.answer()
         staged, direct = (
             stack.enter_context(
                 DecodeEndpoint(dest.layout, create_engine(engine), **({} if on else {"staging": 0}))
@@ -81,12 +69,8 @@ def hand_over(paired, engine, heads, pytestconfig, **there):
         def room_of(decode):
             room = next(rooms)
             decode.receive(room, address)
-            here.send(room)
+            prefill.pipe.send(room)
             assert decode.wait(room, 60) is KVPoll.Success, decode.failure(room)
 
         paired(lambda: room_of(staged), lambda: room_of(direct))
-        held = row[1:2] if "shard" in there else row
-        assert (last_row(dest, address) == held).all()
-    here.send(None)
-    process.join(30)
-    assert process.exitcode == 0
+        assert (last_row(dest, address) == (row[1:2] if "shard" in there else row)).all()
