@@ -59,7 +59,7 @@ def open_transfer(
     engine: str, memory_bytes: int, count: int, width: int, context: BenchContext
 ) -> Work:
     """Half of the memory of each side is read and written."""
-    reader = context.opened(PeerReader, engine, memory_bytes)
+    reader: PeerReader = context.opened(PeerReader, engine, memory_bytes)
     memory, random = reader.memory, np.random.default_rng(0)
     src, dst = (random.permutation(2 * count)[:count] * width for _ in range(2))
     nbytes = np.full(count, width, dtype=np.int64)
@@ -145,7 +145,8 @@ def open_handoff(
     engine: str, family: str, most: int, tokens: int, chunk: int, context: BenchContext
 ) -> Work:
     """See handoff_cases; the pools have room for `most` tokens."""
-    return context.opened(TimedHandOffs, engine, family, most).work(tokens, chunk)
+    hand_offs: TimedHandOffs = context.opened(TimedHandOffs, engine, family, most)
+    return hand_offs.work(tokens, chunk)
 
 
 class TimedHandOffs:
