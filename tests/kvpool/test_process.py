@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from kvpool.process import OtherProcess, ProcessFailed
+from tests.processes import until
 
 
 class Server:
@@ -28,6 +32,9 @@ class Server:
 
     def sleep(self, seconds):
         time.sleep(seconds)
+
+    def pid(self):
+        return os.getpid()
 
     def tick(self):
         self.progress_seconds = 0.01
@@ -92,3 +99,27 @@ def test_a_server_makes_progress_between_calls():
         other.call("tick")
         time.sleep(0.2)
         assert other.call("add", 0) > 2
+
+
+def test_it_ends_with_its_parent():
+    code = f"import {__name__} as test; test.parent()"
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as running:
+        child = int(running.stdout.readline())
+        running.kill()
+    until(lambda: ended(child))
+
+
+def parent():
+    """Prints the number of another process, and waits."""
+    other = OtherProcess(Server)
+    print(other.call("pid"), flush=True)
+    time.sleep(60)
+
+
+def ended(pid):
+    try:
+        return " Z " in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True

@@ -78,7 +78,10 @@ def measured(
     """Checks a case and times it, or records why it cannot run or has failed."""
     try:
         with one_thread():
-            work = opened(case, context)
+            work = case.open(context)
+            work.ours()
+            context.device.record().synchronize()
+            work.check()
             return _timed(case, work, context.device, sizes) if timed else Measurement(case=case)
     except UNABLE as error:
         return Measurement(case=case, reason=str(error))
@@ -86,15 +89,6 @@ def measured(
         return Measurement(case=case, reason=f"wrong: {error}", failed=True)
     except Exception as error:  # a failure of one case must not end the others
         return Measurement(case=case, reason=f"{type(error).__name__}: {error}", failed=True)
-
-
-def opened(case: BenchCase, context: BenchContext) -> Work:
-    """A case with its memory, run once and checked."""
-    work = case.open(context)
-    work.ours()
-    context.device.record().synchronize()
-    work.check()
-    return work
 
 
 @contextmanager

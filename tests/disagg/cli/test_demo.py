@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -258,46 +256,6 @@ def test_a_reason_with_brackets_is_printed_unchanged(monkeypatch, capsys):
 
 def missing():
     return "not there. Install kvpool[nixl]."
-
-
-def prefill_of(parent: int) -> int:
-    """The process that `parent` spawned, once it exists."""
-    for _ in range(200):
-        for entry in filter(str.isdigit, os.listdir("/proc")):
-            with suppress(OSError):
-                line = Path(f"/proc/{entry}/cmdline").read_bytes()
-                status = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                if int(status[1]) == parent and b"kvpool.process" in line:
-                    return int(entry)
-        time.sleep(0.1)
-    raise AssertionError("the demo has spawned no process")
-
-
-def test_the_prefill_process_ends_with_its_parent():
-    running = subprocess.Popen([KVPOOL, "demo"], stdout=subprocess.DEVNULL)
-    child = prefill_of(running.pid)
-    time.sleep(1)
-    running.kill()
-    running.wait(20)
-    for _ in range(100):
-        try:
-            if " Z " in Path(f"/proc/{child}/stat").read_text():
-                return
-        except OSError:  # ended, perhaps while it was read
-            return
-        time.sleep(0.1)
-    os.kill(child, signal.SIGKILL)
-    raise AssertionError("the prefill process has outlived its parent by ten seconds")
-
-
-def test_a_prefill_process_that_is_killed_is_exit_status_1():
-    running = subprocess.Popen([KVPOOL, "demo"], stdout=subprocess.PIPE, text=True)
-    child = prefill_of(running.pid)
-    time.sleep(1)
-    os.kill(child, signal.SIGKILL)
-    said, _ = running.communicate(timeout=60)
-    assert running.returncode == 1
-    assert "FAIL prefill ended with status -9" in said
 
 
 @pytest.mark.parametrize(

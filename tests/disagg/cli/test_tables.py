@@ -94,18 +94,7 @@ def test_what_is_over_goes_to_the_columns_that_need_it():
     assert [line.strip() for line in narrow[2:]] == ["a    some", "words of", "a", "sentence"]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "budget deepseek_v3",
-        "describe deepseek_v3",
-        "doctor",
-        "explain deepseek_v3 llama_3_1_70b",
-        "bench --quick --only gather",
-        f"snapshot show {SAVED}",
-    ],
-)
+@pytest.mark.parametrize("command", ["budget deepseek_v3", "describe deepseek_v3"])
 def test_json_is_one_value_on_standard_output_and_nothing_else(command):
     done = CliRunner().invoke(app, [*command.split(), "--json"])
-    assert done.exit_code in (0, 1), done.output
-    assert isinstance(json.loads(done.stdout), (dict, list))
+    assert done.exit_code == 0 and isinstance(json.loads(done.stdout), dict), done.output
