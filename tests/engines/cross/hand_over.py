@@ -9,14 +9,10 @@ the prompt's last token, which vLLM tells, for the first that prefill has sample
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from disagg.connectors.sglang.bootstrap import BootstrapServer
 from tests.engines.process import EngineFailed
 from tests.engines.sglang import engines as sglang
 from tests.engines.vllm import engines as vllm
@@ -45,7 +41,7 @@ def from_vllm(
     named = rooms(len(prompts))
     params = [dict(vllm.PREFILL, room=room) for room in named]
     answers = prefill.generate(prompts, tokens=1, params=params)
-    with bootstrap(answers[0]["params"]["remote_addresses"]) as port:
+    with sglang.bootstrap(answers[0]["params"]["remote_addresses"]) as port:
         where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "tokens": tokens + 1}
         asked = [
             decode.add(prompt[: len(prompt) - cut], bootstrap_room=room, **where)
@@ -80,14 +76,3 @@ def from_sglang(
         if not one["tokens"][0]:
             raise EngineFailed(f"{one}\n{prefill.tail()}\n{decode.tail()}")
     return [one["tokens"][0] for one in found]
-
-
-@contextmanager
-def bootstrap(addresses: list[str]) -> Iterator[int]:
-    """The port of a server that names these ranks to SGLang."""
-    with BootstrapServer("127.0.0.1", 0, addresses) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()

@@ -54,91 +54,60 @@ def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     yield from ending(one)
 
 
+WHOLE = {"block_size": 64, "disable_hybrid_kv_cache_manager": True}
+"""vLLM keeps all positions of windows too, as SGLang does on a CPU."""
 VLLM_TP, SGLANG_TP = {"tensor_parallel_size": 2, "block_size": 32}, {"tp_size": 2, "page_size": 16}
 WAYS = {
-    "vLLM to SGLang": (vllm_engine, {"block_size": 32}, Engine, {"page_size": 16}, from_vllm),
-    "SGLang to vLLM": (Engine, {"page_size": 1}, vllm_engine, {"block_size": 64}, from_sglang),
-    "vLLM's 2 ranks to SGLang": (vllm_engine, VLLM_TP, Engine, {"page_size": 16}, from_vllm),
-    "SGLang to vLLM's 2 ranks": (Engine, {"page_size": 64}, vllm_engine, VLLM_TP, from_sglang),
-    "SGLang's 2 ranks to vLLM": (Engine, SGLANG_TP, vllm_engine, {"block_size": 64}, from_sglang),
-    "vLLM to SGLang's 2 ranks": (vllm_engine, {"block_size": 64}, Engine, SGLANG_TP, from_vllm),
+    "vLLM to SGLang": (vllm_engine, {"block_size": 32}, Engine, {"page_size": 16}),
+    "SGLang to vLLM": (Engine, {"page_size": 1}, vllm_engine, {"block_size": 64}),
+    "vLLM's 2 ranks to SGLang": (vllm_engine, VLLM_TP, Engine, {"page_size": 16}),
+    "SGLang to vLLM's 2 ranks": (Engine, {"page_size": 64}, vllm_engine, VLLM_TP),
+    "SGLang's 2 ranks to vLLM": (Engine, SGLANG_TP, vllm_engine, {"block_size": 64}),
+    "vLLM to SGLang's 2 ranks": (vllm_engine, {"block_size": 64}, Engine, SGLANG_TP),
+    "windows, SGLang to vLLM": (Engine, {"page_size": 16}, vllm_engine, {"block_size": 64}),
+    "windows, vLLM to SGLang": (
+        vllm_engine,
+        {"block_size": 64, **WHOLE},
+        Engine,
+        {"page_size": 16},
+    ),
 }
+ENGINES = {"vLLM to SGLang": ("local", "nixl"), "SGLang to vLLM": ("local", "mooncake")}
 
 
 @pytest.mark.parametrize(
-    ("way", "engine"),
-    [
-        (way, engine)
-        for way in WAYS
-        for engine in (("local",) if "ranks" in way else ("local", "nixl", "mooncake"))
-    ],
+    ("way", "engine"), [(way, engine) for way in WAYS for engine in ENGINES.get(way, ("local",))]
 )
 def test_one_engine_prefills_and_the_other_decodes(way, engine, start, expected, tmp_path):
-    one, size, other, other_size, hand_over = WAYS[way]
-    extra = {"engine": engine}
-    prefill = start(one, "prefill", "llama", extra=extra, **size)
-    decode = start(other, "decode", "llama", extra=extra, **other_size)
+    one, size, other, other_size = WAYS[way]
+    model = "gemma3" if "windows" in way else "llama"
+    prefill = start(one, "prefill", model, extra={"engine": engine}, **size)
+    decode = start(other, "decode", model, extra={"engine": engine}, **other_size)
+    hand_over = from_sglang if one is Engine else from_vllm
     got = hand_over(prefill.ready(), decode.ready(), prompts(*LENGTHS))
-    tensors, nbytes, wrong = compare(tmp_path)
+    tensors, nbytes, wrong = compare(tmp_path, last=WINDOW - 1 if model == "gemma3" else None)
     assert not wrong
     assert tensors and nbytes
-    assert got == expected("llama")
+    assert got == expected(model)
     prefill.idle()
     decode.idle()
-
-
-WHOLE = {"disable_hybrid_kv_cache_manager": True}
-"""vLLM keeps all positions of windows too."""
 
 
 @pytest.mark.parametrize(
-    ("one", "size", "other", "other_size", "hand_over"),
+    ("model", "other", "length", "cut", "words"),
     [
-        (Engine, {"page_size": 16}, vllm_engine, {"block_size": 64}, from_sglang),
-        (vllm_engine, {"block_size": 64, **WHOLE}, Engine, {"page_size": 16}, from_vllm),
+        # SGLang would keep them for the next request of that prefix
+        ("gemma3", "gemma3", 300, 1, "keeps entries from 172 on alive, the destination needs 0 to"),
+        ("llama", "llama", 77, 0, "prefill computed 76 tokens, decode made room for 77"),
+        # the layout is the same: only what rope makes of a key is not
+        ("llama", "llama_other_rope", 77, 1, "rope_theta"),
     ],
-    ids=["SGLang to vLLM", "vLLM to SGLang"],
+    ids=["windows", "another length", "another model"],
 )
-def test_windows(one, size, other, other_size, hand_over, start, expected, tmp_path):
-    """SGLang holds all positions of them on a CPU."""
-    prefill = start(one, "prefill", "gemma3", **size)
-    decode = start(other, "decode", "gemma3", **other_size)
-    got = hand_over(prefill.ready(), decode.ready(), prompts(*LENGTHS))
-    tensors, nbytes, wrong = compare(tmp_path, last=WINDOW - 1)
-    assert not wrong
-    assert tensors and nbytes
-    assert got == expected("gemma3")
-    prefill.idle()
-    decode.idle()
-
-
-def test_an_engine_that_holds_all_positions_is_not_given_windows(start):
-    """SGLang would keep them for the next request of that prefix."""
-    prefill = start(vllm_engine, "prefill", "gemma3").ready()
-    decode = start(Engine, "decode", "gemma3", page_size=16).ready()
-    with pytest.raises(
-        EngineFailed, match="keeps entries from 172 on alive, the destination needs 0 to 298"
-    ):
-        from_vllm(prefill, decode, prompts(300))
-    prefill.idle()
-    decode.idle()
-
-
-def test_a_prompt_of_another_length_is_refused(start):
-    prefill = start(vllm_engine, "prefill", "llama").ready()
-    decode = start(Engine, "decode", "llama", page_size=16).ready()
-    said = "prefill computed 76 tokens, decode made room for 77"
-    with pytest.raises(EngineFailed, match=said):
-        from_vllm(prefill, decode, prompts(77), cut=0)
-    prefill.idle()
-    decode.idle()
-
-
-def test_another_model_is_refused_by_name(start):
-    """Its layout is the same: only what rope makes of a key is not."""
-    prefill = start(vllm_engine, "prefill", "llama").ready()
-    decode = start(Engine, "decode", "llama_other_rope", page_size=16).ready()
-    with pytest.raises(EngineFailed, match="rope_theta"):
-        from_vllm(prefill, decode, prompts(77))
+def test_what_does_not_fit_is_refused_by_name(model, other, length, cut, words, start):
+    prefill = start(vllm_engine, "prefill", model).ready()
+    decode = start(Engine, "decode", other, page_size=16).ready()
+    with pytest.raises(EngineFailed, match=words):
+        from_vllm(prefill, decode, prompts(length), cut=cut)
     prefill.idle()
     decode.idle()

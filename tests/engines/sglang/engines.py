@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from disagg.connectors.sglang.bootstrap import join
+from disagg.connectors.sglang.bootstrap import BootstrapServer, join
 from tests.engines.launcher import ROOT, launcher
 from tests.engines.process import EngineFailed, Process
 from tests.ports import free_port
@@ -163,3 +166,14 @@ def addresses(port: int) -> list[str]:
         for rank in range(sizes["attn_tp_size"])
     ]
     return [join(each["rank_ip"], each["rank_port"]) for each in ranks]
+
+
+@contextmanager
+def bootstrap(addresses: list[str]) -> Iterator[int]:
+    """The port of a server that names these ranks to SGLang."""
+    with BootstrapServer("127.0.0.1", 0, addresses) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()

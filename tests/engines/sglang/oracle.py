@@ -76,7 +76,6 @@ class Side(NamedTuple):
     rank: int = 0
     ranks: int = 1
     window: int | None = None
-    requests: Any = None
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,8 +88,6 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def rows_of(side: Side) -> dict[Key, Rows]:
     """All rows of a request, by owner, layer and what they are."""
     found = dict(read(side, side.target, "target", None))
-    if side.requests is not None and hasattr(side.requests, "mamba_pool"):
-        found |= dict(mamba(side, side.requests.mamba_pool, "target"))
     if side.draft is not None:
         seen = dict(read(side, side.draft, "draft", None))
         layers = sorted({layer for _, layer, _ in seen})
@@ -285,7 +282,7 @@ def tensors(pool: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
 def memory(side: Side) -> list[torch.Tensor]:
     """The storages of a rank's pools, as bytes."""
     found = {}
-    for pool in (side.target, side.draft, getattr(side.requests, "mamba_pool", None)):
+    for pool in (side.target, side.draft):
         for tensor in tensors(pool) if pool is not None else ():
             storage = tensor.untyped_storage()
             if storage.nbytes():

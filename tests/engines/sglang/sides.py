@@ -54,20 +54,14 @@ def state_types(side: Side) -> list[str]:
     from sglang.srt.disaggregation.utils import setup_state_kv_args
 
     args = KVArgs()
-    setup_state_kv_args(args, side.target, side.draft, 8, req_to_token_pool=side.requests)
+    setup_state_kv_args(args, side.target, side.draft, 8)
     return [kind.value for kind in args.state_types]
 
 
 def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) -> SglangLayout:
-    ranks = Ranks(
-        tp_rank=side.rank,
-        tp_size=side.ranks,
-        total_kv_heads=heads,
-        window=side.window,
-        groups=groups,
-    )
-    pools = Pools(side.target, side.draft, side.requests)
-    return engine_layout(pools, state_types(side), ranks, total_layers)
+    place = {"tp_rank": side.rank, "tp_size": side.ranks}
+    ranks = Ranks(**place, total_kv_heads=heads, window=side.window, groups=groups)
+    return engine_layout(Pools(side.target, side.draft), state_types(side), ranks, total_layers)
 
 
 def address_of(made: SglangLayout, side: Side) -> RequestAddress:

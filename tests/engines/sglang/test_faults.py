@@ -14,6 +14,7 @@ from tests.engines.pair import LENGTHS
 from tests.engines.sglang.conftest import Answers
 from tests.engines.sglang.engines import Engine, asked, failure, handed_over
 from tests.engines.vllm.engines import prompts
+from tests.engines.vllm.models import save
 
 Start = Callable[..., Engine]
 LONG = (2000, 1900, 16, 1800)
@@ -56,7 +57,7 @@ def test_a_killed_decode_frees_prefill(start: Start, expected: Callable[..., Ans
     prefill.idle()
 
 
-@pytest.mark.parametrize("wait", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("wait", [0.0, 0.3])
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
 def test_aborts_free_both_sides(side: str, wait: float, pair: tuple[Engine, Engine]) -> None:
     """One side is told by its client, the other by us."""
@@ -87,14 +88,10 @@ def test_a_request_that_only_one_side_has_ends_in_time(pair: tuple[Engine, Engin
 
 
 @pytest.fixture(scope="module")
-def pair(request: pytest.FixtureRequest, tmp_path_factory: Any, models: Any) -> Any:
+def pair(tmp_path_factory: Any, models: Any) -> Any:
     """Engines for all aborts."""
-    from tests.engines.vllm.models import save
-
-    waits = {
-        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "6",
-        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "6",
-    }
+    names = ("BOOTSTRAP_TIMEOUT", "WAITING_TIMEOUT")
+    waits = {f"SGLANG_DISAGGREGATION_{name}": "6" for name in names}
     logs, place = tmp_path_factory.mktemp("pair"), save("llama", models)
     both = [Engine(r, place, logs, environ=waits, **ROOMY) for r in ("prefill", "decode")]
     yield tuple(engine.ready() for engine in both)

@@ -4,43 +4,28 @@ tokens are those of one SGLang engine and of plain transformers (float32, greedy
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
-import pytest
-import torch
+from collections.abc import Callable
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.connectors.sglang.bootstrap import BootstrapServer
 from disagg.connectors.source import FIRST_TOKEN
 from kvpool.integrations.transformers import PoolCache
 from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.sglang.conftest import Answers
-from tests.engines.sglang.engines import Engine, addresses
+from tests.engines.sglang.engines import Engine, addresses, bootstrap
 from tests.engines.transformer import STEPS, Transformer
 from tests.engines.vllm.engines import prompts
-from tests.engines.vllm.models import save
 
 PATIENCE = 60.0
 Start = Callable[..., Engine]
 Expected = Callable[..., Answers]
-
-
-@pytest.fixture
-def transformer(models: Path) -> Iterator[Transformer]:
-    """A llama, which computes on one thread, beside an engine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Transformer(save("llama", models), "float32")
-    torch.set_num_threads(threads)
+Load = Callable[..., Transformer]
 
 
 def test_transformers_decodes_what_sglang_has_prefilled(
-    start: Start, expected: Expected, transformer: Transformer
+    start: Start, expected: Expected, transformer: Load
 ) -> None:
-    side, asked, got = transformer, prompts(*LENGTHS), []
+    side, asked, got = transformer("llama"), prompts(*LENGTHS), []
     prefill = start("prefill", "llama", **EXACT).ready()
     where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.port, "tokens": 1}
     with DecodeEndpoint(side.pool.layout, create_engine("local"), verify="checksum") as endpoint:
@@ -61,17 +46,15 @@ def test_transformers_decodes_what_sglang_has_prefilled(
 
 
 def test_sglang_decodes_what_transformers_has_prefilled(
-    start: Start, expected: Expected, transformer: Transformer
+    start: Start, expected: Expected, transformer: Load
 ) -> None:
-    side, asked = transformer, prompts(*LENGTHS)
+    side, asked = transformer("llama"), prompts(*LENGTHS)
     decode = start("decode", "llama", page_size=32, **EXACT).ready()
     with (
         PrefillEndpoint(side.pool.layout, create_engine("local")) as endpoint,
-        BootstrapServer("127.0.0.1", 0, [endpoint.address]) as server,
+        bootstrap([endpoint.address]) as port,
     ):
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": server.server_port}
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port}
         names, rooms = [], []
         for prompt in asked:
             rooms.append(time.monotonic_ns())
@@ -82,8 +65,6 @@ def test_sglang_decodes_what_transformers_has_prefilled(
         got = [decode.finished(name)["tokens"] for name in names]
         for room in rooms:
             assert endpoint.wait(room, PATIENCE) is KVPoll.Success, endpoint.failure(room)
-        server.shutdown()
-        thread.join()
     decode.idle()
     assert got == [side.alone(prompt) for prompt in asked]
     assert got == [one["tokens"] for one in expected("llama", **EXACT)]

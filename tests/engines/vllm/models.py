@@ -60,15 +60,9 @@ def llama_other_rope() -> PreTrainedConfig:
 
 def llama_wide() -> PreTrainedConfig:
     """Sixteen layers, 8 KV heads of 64: 32 KiB of state a token in bfloat16."""
-    return LlamaConfig(
-        **COMMON,
-        intermediate_size=512,
-        num_hidden_layers=16,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=64,
-        tie_word_embeddings=False,
-    )
+    config = llama()
+    config.num_hidden_layers, config.num_key_value_heads, config.head_dim = 16, 8, 64
+    return config
 
 
 def deepseek_v3() -> PreTrainedConfig:
@@ -163,10 +157,8 @@ def save(name: str, folder: Path) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     scale = SCALES.get(name, 3.0)
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.ndim >= 2 and not {"embed_tokens", "lm_head"} & {
-                *parameter_name.split(".")
-            }:
+        for weight, parameter in model.named_parameters():
+            if parameter.ndim >= 2 and not {"embed_tokens", "lm_head"} & {*weight.split(".")}:
                 parameter.mul_(scale)
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))

@@ -62,8 +62,9 @@ def test_tokens_and_bytes_are_those_of_one_engine(
     decode.idle()
 
 
-@pytest.mark.parametrize("stream", ["chunks", "layers"])
-@pytest.mark.parametrize("decode_stream", [None, "layers"])
+@pytest.mark.parametrize(
+    ("stream", "decode_stream"), [("chunks", None), ("chunks", "layers"), ("layers", "layers")]
+)
 def test_decode_may_be_asked_while_prefill_computes(
     stream: str, decode_stream: str | None, start: Start, expected: Expected, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,22 +17,12 @@ from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.transformer import STEPS, Transformer
 from tests.engines.vllm.conftest import Tokens
 from tests.engines.vllm.engines import PREFILL, Engine, prompts
-from tests.engines.vllm.models import save
 
 Start = Callable[..., Engine]
 Expected = Callable[..., Tokens]
 Load = Callable[..., Transformer]
 FAMILIES = ["llama", "gpt_oss", "gemma3", "deepseek_v3"]
 PATIENCE = 60.0
-
-
-@pytest.fixture
-def transformer(models: Path) -> Iterator[Load]:
-    """Loads a model; it computes on one thread, beside an engine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield lambda name, dtype="float32": Transformer(save(name, models), dtype)
-    torch.set_num_threads(threads)
 
 
 def prefilled(prefill: Engine, asked: list[list[int]]) -> list[dict[str, Any]]:

@@ -7,8 +7,6 @@ Engine cores and workers are processes of their own, as vLLM deploys them.
 from __future__ import annotations
 
 import json
-import random
-import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import NamedTuple
@@ -17,6 +15,7 @@ import httpx
 import pytest
 
 from tests.engines.vllm import models
+from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.servers import PLUGIN, Server, api_server, greedy, proxy_server, tokens
 
 pytestmark = pytest.mark.timeout(900)
@@ -56,11 +55,6 @@ def servers(tmp_path_factory):
         for server in (prefill, decode, single, pair):
             server.ready(600)
         yield Servers(prefill, decode, single, pair)
-
-
-def prompts(*lengths):
-    source = random.Random(sum(lengths))
-    return [[source.randrange(4, 500) for _ in range(length)] for length in lengths]
 
 
 def words(count):
@@ -169,13 +163,3 @@ def test_errors_of_both_sides_reach_the_client(servers):
     assert LOST in servers.decode.tail()
     assert servers.decode.metric("vllm:kvpool_failures_total", kind="prefill/lost")
     servers.prefill.idle()  # its lease ends: decode refused one request before it asked
-
-
-def test_a_prefill_that_was_idle_while_decode_was_busy_serves_the_next_prompt(servers):
-    (prompt,) = prompts(100)
-    asked = {"model": "llama", "prompt": prompt}
-    servers.pair.ask(**asked)
-    until = time.monotonic() + 15  # longer than peer_timeout
-    while time.monotonic() < until:
-        servers.decode.ask(**asked, max_tokens=400)
-    assert tokens(servers.pair.ask(**asked)) == tokens(servers.single.ask(**asked))

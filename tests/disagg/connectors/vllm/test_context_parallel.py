@@ -149,14 +149,3 @@ def test_blocks_of_shared_groups_hold_positions_of_every_rank():
 def test_ranks_whose_positions_are_not_known_are_refused(side, words):
     with pytest.raises(UnknownFormat, match=words):
         Rank(side, 0, 1)
-
-
-def test_a_group_that_ranks_do_not_share_is_whole_on_each():
-    """A draft that runs at DCP 1 under a target at DCP 2 (`get_kv_cache_spec` of the runner)."""
-    whole = engines.spec("FullAttentionSpec", 8, num_kv_heads=1, head_size=D, dcp_sharded=False)
-    views = {ATTN: torch.zeros(BLOCKS, 1, 8, 2 * D)}
-    made = engines.config(
-        {ATTN: engines.module("FLASH_ATTN")}, tp=2, rank=1, decode_context_parallel_size=2
-    )
-    seen = engine_layout(made, engines.caches(BLOCKS, [((ATTN,), whole)]), views, Platform())
-    assert (seen.groups[0].tokens, seen.layout.spaces[0].interleave) == (8, None)
