@@ -4,16 +4,15 @@ engine carries the numbers, as plain data, to its log and to Prometheus.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from disagg.protocol.metrics import PHASES, RoomMetrics
 from disagg.protocol.status import Failure
 
-Numbers = dict[str, Any]
-"""`rooms`: read, failed to be read, served and not served; `bytes`; `seconds`: lists by phase, one
-number a room; `failures`: how many by `side/kind`.
+Numbers = dict[str, dict[str, Any]]
+"""By series and label. `rooms`: read, failed to be read, served and not served; `bytes`; `failures`
+by `side/kind`; `seconds` by phase, lists of one number a room.
 """
 ROOMS = ("read", "failed", "served", "unserved")
 
@@ -44,9 +43,9 @@ def empty() -> Numbers:
     """No room."""
     return {
         "rooms": dict.fromkeys(ROOMS, 0),
-        "bytes": 0,
-        "seconds": {phase: [] for phase in PHASES},
         "failures": {},
+        "bytes": {"": 0},
+        "seconds": {phase: [] for phase in PHASES},
     }
 
 
@@ -66,7 +65,7 @@ class Stats:
         if failure is None:
             for phase, seconds in self._numbers["seconds"].items():
                 seconds.append(getattr(metrics, f"{phase}_seconds"))
-        self._numbers["bytes"] += metrics.bytes_moved
+        self._numbers["bytes"][""] += metrics.bytes_moved
 
     def take(self) -> Numbers | None:
         """The numbers since the last call; None where nothing has ended."""
@@ -85,19 +84,17 @@ class Stats:
 
 def total(first: Numbers, second: Mapping[str, Any]) -> Numbers:
     """The numbers of two ranks, or of two intervals, together."""
-    return {
-        "rooms": dict(Counter(first["rooms"]) + Counter(second["rooms"])),
-        "bytes": first["bytes"] + second["bytes"],
-        "seconds": {phase: first["seconds"][phase] + second["seconds"][phase] for phase in PHASES},
-        "failures": dict(Counter(first["failures"]) + Counter(second["failures"])),
-    }
+    both = {name: dict(values) for name, values in first.items()}
+    for name, values in second.items():
+        for label, value in values.items():
+            both[name][label] = both[name][label] + value if label in both[name] else value
+    return both
 
 
 def summary(numbers: Numbers) -> dict[str, int | float]:
     """One log line: counts, MB, and the mean milliseconds of each phase."""
-    rooms = numbers["rooms"]
-    line: dict[str, int | float] = {f"Rooms {what}": rooms.get(what, 0) for what in ROOMS}
-    line["MB read"] = round(numbers["bytes"] / 1e6, 3)
+    line: dict[str, int | float] = {f"Rooms {what}": n for what, n in numbers["rooms"].items()}
+    line["MB read"] = round(numbers["bytes"][""] / 1e6, 3)
     for phase, seconds in numbers["seconds"].items():
         if seconds and any(seconds):
             line[f"Mean {phase} (ms)"] = round(1e3 * sum(seconds) / len(seconds), 3)
@@ -109,10 +106,6 @@ def summary(numbers: Numbers) -> dict[str, int | float]:
 def observations(numbers: Mapping[str, Any]) -> Iterator[tuple[Series, tuple[str, ...], float]]:
     """What Prometheus is told: a series, the value of its label, and a count or an observation."""
     for series in SERIES:
-        values = numbers[series.name]
-        if series.label is None:
-            yield series, (), values
-            continue
-        for label, value in values.items():
+        for label, value in numbers[series.name].items():
             for observation in value if series.buckets else (value,):
-                yield series, (label,), observation
+                yield series, (label,) if series.label else (), observation

@@ -18,8 +18,9 @@ from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
+from disagg.connectors.sglang.layer_set import Ranks
 from disagg.connectors.sglang.metadata import write_row
-from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
+from disagg.connectors.sglang.pools import engine_layout
 from disagg.connectors.stats import summary
 from disagg.protocol.aux_values import Aux
 
@@ -68,9 +69,6 @@ class KvpoolManager(CommonKVManager):
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         self._refuse_options(prefill)
         model, text = scheduler.model_config, scheduler.model_config.hf_text_config
-        pools = Pools(
-            queue.token_to_kv_pool, queue.draft_token_to_kv_pool, scheduler.req_to_token_pool
-        )
         ranks = Ranks(
             tp_rank=self.attn_tp_rank,
             tp_size=self.attn_tp_size,
@@ -89,8 +87,15 @@ class KvpoolManager(CommonKVManager):
             lease=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
             offer_timeout=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         )
-        kinds = self.kv_args.state_types
-        self.layout = engine_layout(pools, kinds, ranks, model.num_hidden_layers, model.model_path)
+        self.layout = engine_layout(
+            queue.token_to_kv_pool,
+            ranks,
+            state_types=self.kv_args.state_types,
+            total_layers=model.num_hidden_layers,
+            draft=queue.draft_token_to_kv_pool,
+            requests=scheduler.req_to_token_pool,
+            model=model.model_path,
+        )
         self.metadata = queue.metadata_buffers if prefill else queue.transfer_queue.metadata_buffers
         self.tells = self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1
         """Whether this rank of prefill sends the metadata, which all of them have."""

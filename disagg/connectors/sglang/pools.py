@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,20 +14,8 @@ from disagg.connectors.sglang.states import read_pool
 from disagg.connectors.tensors import layout_of
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 
-__all__ = ["Pools", "Ranks", "SglangLayout", "engine_layout"]
-
 IDS = {"swa": ("swa", "c4.ring"), "mamba": ("state",), "c128_state": ("c128.ring",)}
 """The spaces whose items a component of SGLang's state lists; others list those of the pages."""
-
-
-class Pools(NamedTuple):
-    """A rank's pools: `token_to_kv_pool` of the target and of the draft model, and
-    `req_to_token_pool`, which may hold the states of linear attention.
-    """
-
-    target: Any
-    draft: Any | None = None
-    requests: Any | None = None
 
 
 @dataclass(frozen=True)
@@ -83,21 +71,28 @@ class SglangLayout:
 
 
 def engine_layout(
-    pools: Pools, state_types: Sequence[Any], ranks: Ranks, total_layers: int, model: str = ""
+    target: Any,
+    ranks: Ranks,
+    *,
+    state_types: Sequence[Any],
+    total_layers: int,
+    draft: Any | None = None,
+    requests: Any | None = None,
+    model: str = "",
 ) -> SglangLayout:
-    """The layout of a rank's pools, of a model of `total_layers` layers. `state_types`: those of
-    SGLang's KVArgs.
+    """The layout of a rank's pools: `token_to_kv_pool` of a target model of `total_layers` layers
+    and of its draft, and `req_to_token_pool` (`requests`), which may hold the states of linear
+    attention. `state_types`: those of SGLang's KVArgs.
 
     Raises UnknownFormat, which names the owner, the pool's class and what is known, and LayoutError
     where its tensors cannot be described.
     """
-    states = read_pool(pools.target, ranks)
-    if pools.draft is not None:
-        states += read_pool(pools.draft, ranks, "draft")
-    linear = getattr(pools.requests, "mamba_pool", None)
-    if linear is not None and linear is not getattr(pools.target, "mamba_pool", None):
+    states = read_pool(target, ranks)
+    if draft is not None:
+        states += read_pool(draft, ranks, "draft")
+    linear = getattr(requests, "mamba_pool", None)
+    if linear is not None and linear is not getattr(target, "mamba_pool", None):
         states += read_pool(linear, ranks)
-    pages = Space("kv", entries_per_item=getattr(pools.target, "page_size", 1))
+    pages = Space("kv", entries_per_item=getattr(target, "page_size", 1))
     layout = layout_of(states, total_layers, model, pages)
-    kinds = tuple(str(getattr(kind, "value", kind)) for kind in state_types)
-    return SglangLayout(layout, kinds)
+    return SglangLayout(layout, tuple(str(getattr(kind, "value", kind)) for kind in state_types))

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.connectors.sglang.pools import Pools, Ranks, SglangLayout, engine_layout
+from disagg.connectors.sglang.layer_set import Ranks
+from disagg.connectors.sglang.pools import SglangLayout, engine_layout
 from kvpool.layout import RequestAddress
 from tests.engines.sglang import oracle
 from tests.engines.sglang.oracle import Request, Side
@@ -61,7 +62,8 @@ def state_types(side: Side) -> list[str]:
 def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) -> SglangLayout:
     place = {"tp_rank": side.rank, "tp_size": side.ranks}
     ranks = Ranks(**place, total_kv_heads=heads, window=side.window, groups=groups)
-    return engine_layout(Pools(side.target, side.draft), state_types(side), ranks, total_layers)
+    more = {"state_types": state_types(side), "total_layers": total_layers}
+    return engine_layout(side.target, ranks, draft=side.draft, **more)
 
 
 def address_of(made: SglangLayout, side: Side) -> RequestAddress:

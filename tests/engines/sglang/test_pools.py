@@ -15,7 +15,8 @@ import torch
 pytest.importorskip("sglang")
 
 from disagg import IncompatibleLayouts
-from disagg.connectors.sglang.pools import Pools, Ranks, engine_layout
+from disagg.connectors.sglang.layer_set import Ranks
+from disagg.connectors.sglang.pools import engine_layout
 from disagg.connectors.sglang.states import POOLS as POOL_READERS, reader
 from disagg.connectors.tensors import UnknownFormat
 from disagg.plan import plan
@@ -213,7 +214,7 @@ def test_a_pool_that_is_not_known_is_refused_by_name():
     for unknown in (pool, SimpleNamespace(start_layer=0, layer_num=1, page_size=16)):
         said = f"target: {type(unknown).__name__}: not known"
         with pytest.raises(UnknownFormat, match=rf"{said} \(known: MHATokenToKVPool, "):
-            engine_layout(Pools(unknown), [], Ranks(), 4)
+            engine_layout(unknown, Ranks(), state_types=[], total_layers=4)
 
 
 def test_a_class_that_keeps_the_same_is_known_by_the_one_it_inherits_from():
@@ -221,7 +222,8 @@ def test_a_class_that_keeps_the_same_is_known_by_the_one_it_inherits_from():
 
     pool = sides.mha()
     pool.__class__ = type("WatchedPool", (MHATokenToKVPool,), {"watch": lambda self: None})
-    assert engine_layout(Pools(pool), [], Ranks(total_kv_heads=4), 4).layout.regions
+    ranks = Ranks(total_kv_heads=4)
+    assert engine_layout(pool, ranks, state_types=[], total_layers=4).layout.regions
 
 
 def test_of_sglangs_classes_those_that_are_known_and_no_others_are_taken():
