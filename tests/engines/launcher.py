@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +47,22 @@ class Launcher:
         self._process.wait()
 
 
-_launchers: dict[tuple[object, ...], Launcher] = {}
+_launchers: list[Launcher] = []
 
 
+@cache
 def launcher(
     module: str, python: str = sys.executable, environ: tuple[tuple[str, str], ...] = ()
 ) -> Launcher:
     """One for all tests."""
-    key = module, python, environ
-    if key not in _launchers:
-        _launchers[key] = Launcher(module, python, environ)
-    return _launchers[key]
+    _launchers.append(Launcher(module, python, environ))
+    return _launchers[-1]
 
 
 def end_launchers() -> None:
     """Ends all of them."""
     while _launchers:
-        _launchers.popitem()[1].close()
+        _launchers.pop().close()
 
 
 def serve(descriptor: int, run: Callable[[socket.socket, dict[str, Any]], None]) -> None:

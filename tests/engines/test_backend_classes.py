@@ -69,15 +69,15 @@ MLA = [name for name in HERE if name.endswith("MLA") or "MLA_SPARSE" in name]
 
 
 HEADS = {"block_size": TOKENS, "num_kv_heads": 2, "head_size": D, "dtype": BF16}
+ROWS = {"block_size": TOKENS, "num_kv_heads": 1, "head_size": LATENT + ROPE, "dtype": BF16}
 
 
 def heads_spec(**more):
-    return FullAttentionSpec(**{**HEADS, **more})
+    return FullAttentionSpec(**HEADS | more)
 
 
 def mla_spec(**more):
-    common = {"block_size": TOKENS, "num_kv_heads": 1, "head_size": LATENT + ROPE, "dtype": BF16}
-    return MLAAttentionSpec(**{**common, **more})
+    return MLAAttentionSpec(**ROWS | more)
 
 
 def spec_of(name):
@@ -93,7 +93,7 @@ def spec_of(name):
 config_for = partial(engines.config, latent=LATENT, rope=ROPE)
 
 
-def allocate(groups, layout="LBHNC", kernel_block=None, blocks=BLOCKS):
+def allocate(groups, layout="LBHNC", blocks=BLOCKS):
     """Groups of (layer names, spec) over one another, as `allocate_kv_cache` lays them: the
     KVCacheConfig, the raw tensor, and vLLM's view of every layer.
     """
@@ -104,9 +104,9 @@ def allocate(groups, layout="LBHNC", kernel_block=None, blocks=BLOCKS):
     size = max(spec.page_size_bytes * blocks * len(t.layers) for spec, t in placed)
     raw, views = torch.zeros(size, dtype=torch.int8), {}
     for spec, tensor in placed:
-        cut = None if isinstance(spec, MambaSpec) else kernel_block
-        made = create_kv_cache_views(raw, spec, blocks, order, tensor, cut)
-        views |= dict(zip(tensor.layers, made))
+        views |= dict(
+            zip(tensor.layers, create_kv_cache_views(raw, spec, blocks, order, tensor, None))
+        )
     held = [KVCacheGroupSpec(list(names), spec) for names, spec in groups]
     return KVCacheConfig(blocks, [tensor for _, tensor in placed], held), raw, views
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from disagg.connectors.tensors import LayerTensor, PlacedTensor, TensorPart, head_shard
+from disagg.connectors.tensors import LayerTensor, PlacedTensor, TensorPart
 from kvpool.layout import Space
-from kvpool.layout.formats import Heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +27,6 @@ class Ranks:
     window: int | None = None
     groups: int = 0
     sliding: Collection[int | None] = ()
-
-    def heads(self, count: int) -> Heads:
-        """The `count` heads of this rank."""
-        return head_shard(count, self.total_kv_heads, self.tp_rank, self.tp_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from disagg.connectors.tensors import (
     UnknownFormat,
     head_items,
     head_rows,
+    head_shard,
     items,
     naming,
     rows,
@@ -43,7 +44,8 @@ def read_heads(
     """A cell for each token and head. `order`: that of both, or the name of one that only a kernel
     knows.
     """
-    heads = layers.ranks.heads(pool.head_num)
+    ranks = layers.ranks
+    heads = head_shard(pool.head_num, ranks.total_kv_heads, ranks.tp_rank, ranks.tp_size)
     if order == "nhd":
         buffers = [paged(buffer, pool.page_size, pool.head_num) for buffer in buffers]
     if order in ORDERS:

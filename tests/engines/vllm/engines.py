@@ -12,8 +12,8 @@ from typing import Any, Literal
 from tests.engines.launcher import launcher
 from tests.engines.process import EngineFailed, Process
 
-Role = Literal["single", "prefill", "decode", "both"]
-KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
+Role = Literal["single", "prefill", "decode"]
+KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 PREFILL = {
     # what vLLM's proxies send
     "do_remote_decode": True,

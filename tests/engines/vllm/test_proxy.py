@@ -68,7 +68,7 @@ def test_completions_have_the_single_servers_tokens(servers):
         ours, theirs = servers.pair.ask(**asked), servers.single.ask(**asked)
         assert len(tokens(ours)) == 24 and tokens(ours) == tokens(theirs)
         assert ours["usage"]["prompt_tokens"] == theirs["usage"]["prompt_tokens"]
-        events, _ = servers.pair.stream(**asked)
+        events = servers.pair.stream(**asked)
         assert tokens(events) == tokens(theirs)
     assert servers.read() == before + 8
     servers.idle()
@@ -81,7 +81,7 @@ def test_chats_have_the_single_servers_tokens(servers):
     assert len(tokens(ours)) == 24 and tokens(ours) == tokens(theirs)
     assert ours["choices"][0]["message"] == theirs["choices"][0]["message"]
     more = {"max_completion_tokens": 24, "stream_options": {"include_usage": True}}
-    events, _ = servers.pair.stream(CHAT, **asked, **more)
+    events = servers.pair.stream(CHAT, **asked, **more)
     assert tokens(events) == tokens(theirs)
     assert events[-1]["usage"].items() <= theirs["usage"].items()
     assert servers.read() == before + 2
@@ -93,7 +93,7 @@ def test_concurrent_requests_have_the_single_servers_tokens(servers):
     asked = [{"model": "llama", "prompt": one} for one in prompts(*range(20, 420, 25))]
     with ThreadPoolExecutor(len(asked)) as pool:
         ours = [*pool.map(lambda one: servers.pair.ask(**one), asked)]
-        streamed = [*pool.map(lambda one: servers.pair.stream(**one)[0], asked)]
+        streamed = [*pool.map(lambda one: servers.pair.stream(**one), asked)]
     theirs = [tokens(servers.single.ask(**one)) for one in asked]
     assert [tokens(one) for one in ours] == theirs
     assert [tokens(one) for one in streamed] == theirs
