@@ -7,18 +7,92 @@ b in column c is its position c - padding[b], and no column before is in the poo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvpool.allocation.allocator import Allocator, Request
-from kvpool.integrations.padding import PADDING, Padding, right_aligned
-from kvpool.integrations.progress import PROGRESS, Progress, copy_progress
+from kvpool.layout import Space
 from kvpool.layout.dtypes import dtype_name
 from kvpool.pools.states import UnionPool
+
+PADDING = -2
+"""The location of a column that is no token. -1, as ever, is a token whose state is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """`before`, `[B]`: the columns before each row's first token; `columns`: those that end with
+    the tokens that rows have.
+    """
+
+    before: tuple[int, ...]
+    columns: int
+
+    @classmethod
+    def of(cls, padding: npt.ArrayLike, lengths: Sequence[int], spaces: Sequence[Space]) -> Padding:
+        """Padding of rows that have `lengths` `[B]` tokens. Raises ValueError unless these end in
+        one column, and rows without any begin after it.
+        """
+        numbers = np.asarray(padding)
+        if numbers.dtype.kind not in "iu" or numbers.shape not in ((), (len(lengths),)):
+            raise ValueError(
+                f"padding: a whole number, or one for each of {len(lengths)} rows, got {padding!r}."
+            )
+        before = np.broadcast_to(numbers, len(lengths)).tolist()
+        if min(before) < 0:
+            raise ValueError(f"padding: 0 or more, got {before}.")
+        ends = {n + p for n, p in zip(lengths, before) if n}
+        columns = max(ends, default=0)
+        if len(ends) > 1 or any(p < columns for n, p in zip(lengths, before) if not n):
+            fits = [max(lengths) - n for n in lengths]
+            raise ValueError(
+                f"requests: {list(lengths)} tokens with padding {before} do not end in one column. "
+                f"Give padding={fits}, and the model what inputs() returns."
+            )
+        compressed = [space for space in spaces if space.tokens_per_entry > 1]
+        if any(before) and compressed:
+            raise ValueError(
+                f"space {compressed[0].name}: padding {before}, but the model compresses windows "
+                f"of {compressed[0].tokens_per_entry} columns. Make a batch of each length."
+            )
+        return cls(tuple(before), columns)
+
+    def tokens(self, columns: int) -> list[int]:
+        """How many of the first columns are tokens, of each row."""
+        return [max(columns - before, 0) for before in self.before]
+
+
+@dataclass
+class Progress:
+    """What the caches of each owner (target, draft) have written of one request.
+
+    `written`: tokens, where fewer than the request has; `unfinished`: owners of whose last forward
+    some layers were not written.
+    """
+
+    written: dict[str, int] = field(default_factory=dict)
+    unfinished: set[str] = field(default_factory=set)
+
+    def truncate(self, pool: UnionPool, tokens: int) -> None:
+        """Forgets what was written after `tokens` tokens. Raises ValueError if they end inside a
+        window that a compressor of `pool` has closed: it keeps the window's gates no more.
+        """
+        for space in pool.layout.spaces if self.written.get(pool.owner, 0) > tokens else ():
+            step, end = space.window_step, self.written[pool.owner]
+            if space.window and step > 1 and tokens % step and tokens // step < end // step:
+                raise ValueError(
+                    f"space {space.name}: {tokens} tokens end inside a window of {step} that was "
+                    f"compressed. Keep {tokens // step * step} tokens."
+                )
+        self.written = {owner: min(count, tokens) for owner, count in self.written.items()}
+
+
+PROGRESS: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
 
 
 class Batch:
@@ -48,8 +122,8 @@ class Batch:
         self.progress = [PROGRESS.setdefault(request, Progress()) for request in requests]
         for request, progress in zip(requests, self.progress):
             progress.truncate(pool, request.num_tokens)
-        if copy_progress not in allocator.on_fork:
-            allocator.on_fork.append(copy_progress)
+        if _copy_progress not in allocator.on_fork:
+            allocator.on_fork.append(_copy_progress)
         if any(pool.owner in progress.unfinished for progress in self.progress):
             raise ValueError("the last forward over a request did not finish. Free it.")
         lengths = [
@@ -164,10 +238,12 @@ class Batch:
         given: torch.Tensor,
         shape: tuple[int, ...],
         dtype: str,
+        *,
         widen: bool = False,
+        held: str = "",
     ) -> None:
         """Raises ValueError unless a state has all rows, `shape` and `dtype` (with `widen`, or a
-        narrower dtype).
+        narrower dtype). `held`: which part of the shape the pool holds, for the error.
         """
         wanted = getattr(torch, dtype_name(dtype))
         memory = self.pool.layout.buffers[0].memory
@@ -178,8 +254,8 @@ class Batch:
             raise ValueError(
                 f"{self.pool.owner} layer {layer} {role}: the model gives {list(given.shape)} "
                 f"{given.dtype} on {given.device}, the pool and its requests take {taken} {wanted} "
-                f"on {memory}. Build the pool unsharded, with the model's dims, dtype and device, "
-                "and the cache with a request for every row."
+                f"on {memory}{held}. Build the pool unsharded, with the model's dims, dtype and "
+                "device (nothing is rounded), and the cache with a request for every row."
             )
         if given.requires_grad:
             raise ValueError(
@@ -236,8 +312,21 @@ class Batch:
         self.query_length = 0
 
     def _stack(self, rows: Sequence[npt.NDArray[np.int64]], columns: int) -> torch.Tensor:
-        return torch.from_numpy(right_aligned(rows, columns)).to(self._device)
+        """Locations of rows of different lengths as `[B, columns]`, after PADDING."""
+        aligned = np.full((len(rows), columns), PADDING, dtype=np.int64)
+        for row, located in enumerate(rows):
+            aligned[row, columns - len(located) :] = located
+        return torch.from_numpy(aligned).to(self._device)
 
     @property
     def _device(self) -> torch.device:
         return self.pool.item_bytes_view(self.pool.layout.buffers[0]).device
+
+
+def _copy_progress(request: Request, child: Request, tokens: int) -> None:
+    """Called when a request is forked."""
+    if progress := PROGRESS.get(request):
+        if progress.unfinished:
+            raise ValueError("the last forward over this request did not finish. Free it.")
+        written = {owner: min(count, tokens) for owner, count in progress.written.items()}
+        PROGRESS[child] = Progress(written)

@@ -207,21 +207,9 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             )
         for region, view, state in zip(regions, views, states):
             heads, dim = (1, *view.shape[2:])[-2:]
-            shape = [self.batch_size, heads, given[0].shape[2], dim]
-            taken = f"{shape} {getattr(torch, pool.dtype)} on {view.device}"
-            offered = f"{list(state.shape)} {state.dtype} on {state.device}"
-            if offered != taken:
-                axis = region.axis("head")
-                part = f" (heads {axis.start}-{axis.stop - 1} of {axis.total})" if axis else ""
-                raise ValueError(
-                    f"{region}: the model gives [B, H, T, D] {offered}, the pool and its requests "
-                    f"take {taken}{part}. Build the pool unsharded, with the model's dims, dtype "
-                    "and device (nothing is rounded), and the cache with a request for every row."
-                )
-            if state.requires_grad:
-                raise ValueError(
-                    f"{region}: gradients are not supported. Run the model in torch.no_grad()."
-                )
+            axis, shape = region.axis("head"), (heads, given[0].shape[2], dim)
+            held = f" (heads {axis.start}-{axis.stop - 1} of {axis.total})" if axis else ""
+            self.batch.check(self.layer, region.role, state, shape, pool.dtype, held=held)
         return states
 
     def _roles(self) -> tuple[str, ...]:

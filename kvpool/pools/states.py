@@ -144,21 +144,21 @@ class UnionPool(KVPool):
             at = replace(at, space=name, entries=entries, prefix="swa.", state=StateType.SWA)
         return kind, at
 
-    def part(self, layer: int, *kinds: type, part: str = "") -> tuple[Any, At]:
-        """A layer's first state that is one of `kinds`; `part` is the prefix where a layer has
+    def part(self, layer: int, wanted: type, part: str = "") -> tuple[Any, At]:
+        """A layer's first state of class `wanted`; `part` is the prefix where a layer has
         several (`c4`). Raises KeyError naming the states that it has.
         """
         kept = [(kind, at) for kind, at in self.kinds if layer in at.layers]
         for kind, at in kept:
-            if isinstance(kind, kinds) and part in ("", at.prefix[:-1]):
+            if isinstance(kind, wanted) and part in ("", at.prefix[:-1]):
                 return kind, at
         names = ", ".join(at.prefix + type(kind).__name__ for kind, at in kept) or "nothing"
-        wanted = " or ".join(f"{part}{'.' * bool(part)}{kind.__name__}" for kind in kinds)
-        raise KeyError(f"{self.owner} layer {layer}: no {wanted} (the layer has {names}).")
+        name = f"{part}.{wanted.__name__}" if part else wanted.__name__
+        raise KeyError(f"{self.owner} layer {layer}: no {name} (the layer has {names}).")
 
-    def roles(self, layer: int, *kinds: type, part: str = "") -> tuple[str, ...]:
+    def roles(self, layer: int, wanted: type, part: str = "") -> tuple[str, ...]:
         """Input roles, with prefix, of the state that `part` finds."""
-        kind, at = self.part(layer, *kinds, part=part)
+        kind, at = self.part(layer, wanted, part)
         return tuple(at.prefix + role for role in kind.inputs)
 
     def set_kv_buffer(

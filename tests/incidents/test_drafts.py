@@ -9,7 +9,7 @@ from itertools import pairwise, product
 import pytest
 
 from disagg.plan import IncompatibleLayouts, plan
-from kvpool import LayoutError, PoolLayout, Shard
+from kvpool import LayoutError, Shard
 from tests.oracle import hand_off, merged, state
 from tests.pools import dsv4, hybrid, hybrid_nsa, mha, mla, nsa, swa
 
@@ -199,30 +199,3 @@ def test_a_stage_without_the_draft_that_decode_needs_is_named():
     dest = merged(mla(**MANY), mla(**MANY, owner="draft", layers=[4]))
     with pytest.raises(IncompatibleLayouts, match="draft layer 4 latent"):
         plan([source.layout for source in sources], dest.layout)
-
-
-def test_two_drafts_are_two_owners():
-    def three(**more):
-        drafts = (mla(**MANY, owner=f"draft{n}", layers=[4], **more) for n in (0, 1))
-        return merged(mha(**MANY, **more), *drafts)
-
-    hand_off([three()], three(page_size=3), 29)
-
-
-@pytest.mark.parametrize("draft", KINDS)
-def test_only_what_follows_a_prefix_moves_of_both(draft):
-    def both(**more):
-        return merged(same("nsa", **more), same(draft, **DRAFT, **more))
-
-    hand_off([both()], both(**DECODE), 29, prefix=11)
-
-
-def test_a_merged_layout_is_that_of_its_parts():
-    target, draft = dsv4(**MANY), dsv4(**MANY, **DRAFT, own_spaces=True)
-    both = PoolLayout.merge(target.layout, draft.layout)
-    assert both.buffers == target.layout.buffers + draft.layout.buffers
-    assert both.regions == target.layout.regions + draft.layout.regions
-    assert both.total_kv_layers == 4
-    for buffer in both.buffers:
-        assert any(s.base <= buffer.base and buffer.end <= s.end for s in both.slabs())
-    assert PoolLayout.from_msgpack(both.to_msgpack()) == both

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from kvpool import Allocator, OutOfPages, PrefixCache
 from kvpool.prefix.chain import Chain, next_keys, root_key, token_ids
 from kvpool.prefix.events import encode
-from tests.pools import dsv4, hybrid, mla, swa
+from tests.pools import dsv4, hybrid, mla
 
 PAGE = 4
 
@@ -93,34 +93,6 @@ def test_a_kept_page_is_free_and_is_taken_after_those_that_are_nobodys():
         alloc.extend(other, 3 * PAGE)
 
 
-def test_a_prefix_that_was_used_again_is_taken_last():
-    alloc = cached(mla(num_pages=5, device="meta"))
-    left(alloc, range(8))
-    left(alloc, range(50, 58))
-    left(alloc, range(8))
-    serve(alloc, range(70, 78))
-    assert alloc.prefix.lookup(range(8)) == 8
-    assert alloc.prefix.lookup(range(50, 58)) == 0
-
-
-def test_a_prefix_computed_twice_stays_whole_whichever_request_ends_first():
-    for first in (0, 1):
-        alloc = cached(mla(num_pages=9, device="meta"))
-        both = [alloc.new_request(range(8)) for _ in range(2)]
-        for request in both:
-            alloc.extend(request, 8)
-            alloc.store(request, range(8))
-        later = both[1 - first]
-        alloc.free(both[first])
-        alloc.extend(later, 8)
-        alloc.store(later, range(8, 16))
-        taken = serve(alloc, range(90, 98), salt="takes what is free")
-        alloc.free(later)
-        alloc.free(taken)
-        assert alloc.prefix.lookup(range(16)) == 16
-        alloc.check_integrity()
-
-
 def test_a_pinned_prefix_is_not_free():
     alloc = cached(mla(num_pages=4, device="meta"))
     left(alloc, range(12))
@@ -148,66 +120,11 @@ def test_after_clear_neither_what_was_stored_nor_what_live_requests_store_is_the
     assert alloc.prefix.lookup(range(8)) == 8
 
 
-def test_a_page_that_is_written_again_after_a_truncation_is_not_kept():
-    alloc = cached()
-    request = serve(alloc, range(12))
-    alloc.truncate(request, 6)
-    assert alloc.prefix.lookup(range(12)) == 4
-    alloc.extend(request, 6)
-    alloc.store(request, range(50, 56))
-    alloc.free(request)
-    assert alloc.prefix.lookup([*range(6), *range(50, 56)]) == 12
-    assert alloc.prefix.lookup(range(12)) == 4
-
-
-def test_a_page_that_a_fork_has_stored_is_not_kept_once_it_is_written_again():
-    alloc = cached()
-    request = alloc.new_request()
-    alloc.extend(request, 4)
-    fork = alloc.fork(request, 4)
-    alloc.store(fork, range(4))
-    alloc.free(fork)
-    assert alloc.prefix.lookup(range(4)) == 4
-    alloc.truncate(request, 3)
-    assert alloc.prefix.lookup(range(4)) == 0
-
-
-def test_a_page_that_others_hold_stays_kept_when_one_is_truncated_in_it():
-    alloc = cached(mla())
-    request = serve(alloc, range(12))
-    other = alloc.new_request(range(12))
-    alloc.truncate(request, 6)
-    assert other.num_tokens == alloc.prefix.lookup(range(12)) == 12
-    alloc.check_integrity()
-
-
-def test_of_a_window_only_what_is_alive_is_needed():
-    alloc = cached(swa(num_pages=12, num_window_pages=9, device="meta"))
-    left(alloc, range(20))
-    request = alloc.new_request(range(20))
-    assert request.num_tokens == 20
-    assert {n: s.first_item for n, s in request.address().spans.items()} == {"kv": 0, "swa": 7}
-    # 8 pages of 2 tokens: of the first 8 tokens' window some were taken
-    assert alloc.prefix.lookup(range(8)) < 8
-
-
 def test_states_are_reused_where_a_checkpoint_is():
     alloc = cached(hybrid(num_pages=12))
     left(alloc, range(20), chunk=8)  # the states after 8 and 16 tokens, and not after 20
     assert [alloc.prefix.lookup(range(n)) for n in (7, 8, 15, 19, 20)] == [0, 8, 8, 16, 16]
     assert alloc.prefix.stats.kept == {"kv": 5, "state": 2}
-
-
-def test_the_last_free_slot_may_be_the_checkpoint_itself():
-    alloc = cached(hybrid(num_pages=12, num_slots=3))
-    left(alloc, range(8))
-    serve(alloc, range(50, 54))
-    assert alloc.free_items("state") == 1
-    request = alloc.new_request(range(8))
-    assert (request.num_tokens, alloc.free_items("state")) == (8, 0)
-    alloc.check_integrity()
-    alloc.free(request)
-    assert alloc.prefix.lookup(range(8)) == 0
 
 
 def test_a_copy_that_fails_leaves_no_request():

@@ -19,7 +19,6 @@ from kvpool.layout.formats import BufferSpec
 from kvpool.pools.base import KVPool
 from kvpool.pools.budget import needed_items, pages_of_tokens
 from kvpool.pools.placement import MAX_GROUPS, groups_of
-from tests.oracle import assert_holds, blank, fill, holds, place, write
 from tests.pools import CLASSES, PACKED, dsv4, hybrid, mha, mla, swa
 
 every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
@@ -106,27 +105,6 @@ def test_groups_are_few_where_layers_are_many():
     found = groups_of([dict.fromkeys(range(300), 7), {300: 900, 301: 900}])
     assert sum(map(len, found)) <= MAX_GROUPS
     assert [len(g) for g in groups_of([{n: 1 << n} for n in range(40)])] == [1] * 40
-
-
-@pytest.mark.parametrize("tokens", [1, 8, 23])
-@pytest.mark.parametrize("build", [swa, hybrid, dsv4])
-def test_items_are_copied_and_come_back_from_the_host_and_others_stay(build, tokens):
-    pool = build(**{**BLOCKS, "num_pages": 200})
-    there, here = place(pool, tokens, 1), place(pool, tokens, 2)
-    fill(pool, there)
-    saved = pool.save(there)
-    blank(pool)
-    pool.load(here, saved)
-    assert holds(pool, here)
-    blank(pool)
-    write(pool, there, range(tokens))
-    taken = {i for span in (*there.spans.values(), *here.spans.values()) for i in span.ids.tolist()}
-    free = iter(sorted({*range(1, 200)} - taken))
-    spans = {}
-    for name, span in there.spans.items():
-        spans[name] = replace(span, ids=np.array([next(free) for _ in span.ids], dtype=np.int64))
-        pool.copy_items(name, span.ids, spans[name].ids)
-    assert_holds(pool, replace(there, spans=spans), also=[there])
 
 
 @every

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings, strategies as st
 from kvpool import Allocator, Space
 from kvpool.models.sizing import shares
 from kvpool.pools.budget import DoesNotFit, items_per_request
-from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, nsa, swa
+from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, swa
 
 NUMBERS = ("num_pages", "num_window_pages", "num_slots")
 META = {"device": "meta"}
@@ -45,8 +45,8 @@ def fits_exactly(build, nbytes, **more):
     return pool
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize("row", [(1, 1), (2, 1), (5, 2), (1000, 9), (63, 1), (64, 1)])
+@pytest.mark.parametrize("page_size", [1, 3, 7])
+@pytest.mark.parametrize("row", [(1, 1), (1000, 9), (63, 1)])
 @pytest.mark.parametrize("placement", ["layer", "page"])
 def test_a_budget_is_used_up_where_pages_are_no_multiples_of_the_alignment(
     page_size, row, placement
@@ -93,38 +93,9 @@ def test_what_does_not_grow_takes_what_requests_need_and_no_more(build):
     assert not grows(one)
 
 
-@pytest.mark.parametrize(
-    ("build", "requests", "chunk_tokens", "windows", "slots"),
-    [
-        # 6 before a chunk of 1: of 7 entries in pages of 2, up to 4 hold some
-        (swa, 1, 1, 4 + 1, 2),
-        (swa, 3, 1, 12 + 1, 2),
-        (swa, 1, 9, 8 + 1, 2),  # 15 entries
-        (swa, 1, 10, 9 + 1, 2),  # 16 entries
-        (swa, 1, 11, 9 + 1, 2),  # 17 entries
-        (hybrid, 7, 5, 2, 8),
-        (dsv4, 1, 1, 3 + 1, 2),  # 7 entries in pages of 4
-        (dsv4, 4, 3, 4 * 3 + 1, 5),  # 9 entries
-        (dsv4, 4, 5, 4 * 4 + 1, 5),  # 11 entries
-        (mla, 9, 9, 2, 2),
-    ],
-)
-def test_window_pages_and_slots_are_those_that_requests_hold_at_worst(
-    build, requests, chunk_tokens, windows, slots
-):
-    more = {"requests": requests, "chunk_tokens": chunk_tokens}
-    pool = build.from_budget(1_000_000, **META, **more)
-    held = {b.space: b.items for b in pool.layout.buffers}
-    assert held.get("swa", 2) == windows
-    assert {n for name, n in held.items() if name in ("state", "c2.ring", "c8.ring")} in (
-        set(),
-        {slots},
-    )
-
-
 @pytest.mark.parametrize("build", [*CLASSES.values(), *STAGES.values()])
 @pytest.mark.parametrize("requests", [1, 3])
-@pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 33])
 def test_requests_of_any_length_never_run_out_of_windows_or_slots(build, requests, chunk_tokens):
     more = {"requests": requests, "chunk_tokens": chunk_tokens}
     pool = build.from_budget(1_000_000, **META, **more)
@@ -172,13 +143,6 @@ def test_a_request_has_one_slot_or_ring(space):
 def test_no_requests_and_no_chunks_are_refused(requests, chunk_tokens):
     with pytest.raises(ValueError, match=f"1 or more, got {requests}, {chunk_tokens}"):
         swa.from_budget(10**6, requests=requests, chunk_tokens=chunk_tokens, **META)
-
-
-def test_a_pool_with_memory_takes_no_more_than_its_budget():
-    pool = nsa.from_budget(123_456)
-    assert pool.layout.buffers[0].memory == "cpu"
-    assert pool.nbytes == pool._slab.numel() <= 123_456
-    assert pool.num_pages == nsa.from_budget(123_456, **META).num_pages
 
 
 @pytest.mark.parametrize(

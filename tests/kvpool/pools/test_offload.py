@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from kvpool import Allocator, DeviceUnavailable, RequestAddress, Span
-from tests.oracle import blank, fill, place, state, write
-from tests.pools import CLASSES, PACKED, dsv4, hybrid, mha, mla, swa
+from kvpool import DeviceUnavailable, RequestAddress, Span
+from tests.oracle import blank, fill, place, state
+from tests.pools import dsv4, hybrid, mha, mla, swa
 
 MANY = {"num_pages": 20, "num_window_pages": 25}
-every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
-
-
-@pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
-def test_what_a_request_saved_is_loaded_into_another_request(build):
-    pool = build(**MANY)
-    alloc = Allocator(pool)
-    others, first, second = (alloc.new_request() for _ in range(3))
-    for tokens in (9, 4, 16):
-        alloc.extend(others, 3)
-        alloc.extend(first, tokens)
-    blank(pool)
-    write(pool, first.address(), range(29))
-    saved = pool.save(first.address())
-    alloc.free(first)
-    blank(pool)
-    alloc.extend(second, 29, received=True)
-    write(pool, others.address(), range(9), salt=1)
-    alloc.check_integrity()
-    pool.load(second.address(), saved)
-    held = second.address()
-    alloc.extend(second, 0)
-    write(pool, second.address(), range(29))  # what it must be
-    expected = [memory.copy() for memory in state(pool).memory]
-    pool.load(held, saved)
-    assert all((now == then).all() for now, then in zip(state(pool).memory, expected))
 
 
 def test_saved_is_host_memory_of_its_own():
@@ -56,16 +29,6 @@ def test_of_a_window_only_living_pages_are_saved():
         **{f"target.{role}.{layer}": 8 for role in "kv" for layer in (1, 3)},
         **{f"target.swa.kv.{layer}": 4 for layer in (0, 2)},
     }
-
-
-@pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
-def test_of_no_tokens_nothing_is_saved(build):
-    pool = build()
-    saved = pool.save(place(pool, 0))
-    assert (saved.items, saved.nbytes) == ({}, 0)
-    blank(pool)
-    pool.load(place(pool, 0), saved)
-    assert all((memory == 255).all() for memory in state(pool).memory)
 
 
 # refused, with nothing written
@@ -161,34 +124,6 @@ def test_a_pool_without_memory_refuses_to_save_and_to_load():
 
 
 # copy_items
-
-
-@every
-@pytest.mark.parametrize("placement", ["layer", "page"])
-def test_items_are_copied_in_every_buffer_of_their_list_and_in_no_other(build, placement):
-    pool = build(placement=placement)
-    lists = {space.id_list for space in pool.layout.spaces}
-    for name in sorted(lists):
-        for memory in state(pool).memory:
-            memory[...] = np.random.default_rng(1).integers(0, 256, memory.size, dtype=np.uint8)
-        views = {b.name: pool.item_bytes_view(b) for b in pool.layout.buffers}
-        expected = {buffer: view.clone() for buffer, view in views.items()}
-        for buffer in pool.layout.buffers:
-            if pool.layout.space_by_name[buffer.space].id_list == name:
-                was = expected[buffer.name].clone()
-                for src, dst in ((1, 4), (4, 2), (2, 3)):  # read before anything is written
-                    expected[buffer.name][dst] = was[src]
-        pool.copy_items(name, [1, 4, 2], np.array([4, 2, 3]))
-        assert all((views[buffer] == expected[buffer]).all() for buffer in views)
-
-
-@pytest.mark.parametrize("ids", [[], np.array([], dtype=np.int64)])
-def test_copying_no_items_copies_none(ids):
-    pool = mla()
-    fill(pool, place(pool, 9))
-    before = state(pool).memory[0].copy()
-    pool.copy_items("kv", ids, ids)
-    assert (state(pool).memory[0] == before).all()
 
 
 @pytest.mark.parametrize(
