@@ -1,6 +1,6 @@
-"""Mutations of msgpack that know where its values begin, so that a document keeps most of its form.
+"""Mutations of msgpack that keep most of a document's form: of its tree, or of its bytes.
 
-Every edit is a pure function of the data and three numbers, which a seed can choose.
+Every edit is a pure function of the data and a seeded source of choices.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
+
+from tests.fuzz.trees import Pairs, Raw, at, places, put, to_msgpack, tree
 
 EDGES = sorted(
     {
@@ -21,7 +23,7 @@ EDGES = sorted(
     }
     | {(1 << 64) - 1}
 )
-NUMBERS = [msgspec.msgpack.encode(n) for n in EDGES if -(1 << 63) <= n < 1 << 64]
+NUMBERS = [number for number in EDGES if -(1 << 63) <= number < 1 << 64]
 OTHERS = [
     *(b"\xc0", b"\xc2", b"\xc3", b"\x80", b"\x90", b"\xa0", b"\xc4\x00"),
     b"\xc1",  # not a type
@@ -42,253 +44,126 @@ WRONG_LENGTHS = [
 ]
 SIZES = (1, 2, 3, 9, 40, 200, 3000)
 DEPTHS = (1, 2, 5, 50, 900, 1100, 30_000)
-TOKENS = 800
-"""Values of a document that are found at most."""
-
-
-class Token(NamedTuple):
-    """One value: where it begins, where its own bytes end, and where its children end."""
-
-    start: int
-    head: int
-    stop: int
-    parent: int
-    kind: str
-    """`int`, `bin`, `array`, `map` or `other`."""
-
-
-def tokens(data: bytes) -> list[Token]:
-    """The first values of a document; a truncated or invalid value ends the list."""
-    found: list[Token] = []
-    open_: list[list[int]] = []  # token, and its remaining children
-    at = 0
-    while at < len(data) and len(found) < TOKENS:
-        head, children, kind = _header(data, at)
-        if head > len(data):
-            break
-        parent = open_[-1][0] if open_ else -1
-        found.append(Token(at, head, head, parent, kind))
-        at = head
-        if children:
-            open_.append([len(found) - 1, children])
-            continue
-        while open_:
-            open_[-1][1] -= 1
-            if open_[-1][1]:
-                break
-            closed = open_.pop()[0]
-            found[closed] = found[closed]._replace(stop=at)
-        if not open_:
-            break
-    for index, _ in open_:
-        found[index] = found[index]._replace(stop=at)
-    return found
-
-
-def _header(data: bytes, at: int) -> tuple[int, int, str]:
-    """Where the value's own bytes end, its number of children, and its kind."""
-    first = data[at]
-    if first < 0x80 or first >= 0xE0:
-        return at + 1, 0, "int"
-    if first < 0x90:
-        return at + 1, 2 * (first & 15), "map"
-    if first < 0xA0:
-        return at + 1, first & 15, "array"
-    if first < 0xC0:
-        return at + 1 + (first & 31), 0, "other"
-    if first in _FIXED:
-        size, kind = _FIXED[first]
-        return at + 1 + size, 0, kind
-    if first in _SIZED:
-        width, more, kind = _SIZED[first]
-        length = int.from_bytes(data[at + 1 : at + 1 + width], "big")
-        end = at + 1 + width
-        if kind in ("array", "map"):
-            return end, length * (2 if kind == "map" else 1), kind
-        return end + length + more, 0, kind
-    return at + 1, 0, "other"
-
-
-_FIXED = {0xCA: (4, "other"), 0xCB: (8, "other")}
-_FIXED |= {0xCC + n: (1 << n, "int") for n in range(4)}
-_FIXED |= {0xD0 + n: (1 << n, "int") for n in range(4)}
-_FIXED |= {0xD4 + n: (1 + (1 << n), "other") for n in range(5)}
-_SIZED = {0xC4 + n: (1 << n, 0, "bin") for n in range(3)}
-_SIZED |= {0xC7 + n: (1 << n, 1, "other") for n in range(3)}
-_SIZED |= {0xD9 + n: (1 << n, 0, "other") for n in range(3)}
-_SIZED |= {0xDC: (2, 0, "array"), 0xDD: (4, 0, "array"), 0xDE: (2, 0, "map"), 0xDF: (4, 0, "map")}
-
-
-def edit(data: bytes, kind: int, place: int, value: int) -> bytes:
-    """`data` with one edit, chosen by three numbers of 0 or more."""
-    if not data:
-        return OTHERS[value % len(OTHERS)]
-    return _EDITS[kind % len(_EDITS)](data, place, value)
+UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, OverflowError
 
 
 def mutate(data: bytes, source: random.Random, most: int) -> bytes:
     """`data` with a few edits, at most `most` bytes."""
     most = min(most, source.choice((1024, 4096, 4096, most)))
     for _ in range(source.choice((1, 1, 1, 2, 3))):
-        kind, place, value = (source.getrandbits(32) for _ in range(3))
-        data = edit(data, kind, place, value)[:most]
+        data = edit(data, source)[:most]
     return data
 
 
-def _flip(data: bytes, place: int, value: int) -> bytes:
-    at = place % len(data)
-    return data[:at] + bytes([data[at] ^ (1 + value % 255)]) + data[at + 1 :]
+def edit(data: bytes, source: random.Random) -> bytes:
+    """`data` with one edit."""
+    try:
+        document = tree(msgspec.msgpack.decode(data))
+        if source.random() < 0.15:
+            return edit_bytes(data, source)
+        return to_msgpack(_edited(document, source))
+    except UNREADABLE:  # no document, or none any more
+        return edit_bytes(data, source)
 
 
-def _insert(data: bytes, place: int, value: int) -> bytes:
-    at = place % (len(data) + 1)
-    return data[:at] + bytes([value % 256]) + data[at:]
+def edit_bytes(data: bytes, source: random.Random) -> bytes:
+    """One byte changed, inserted or removed, or all that follows."""
+    place, byte = source.randrange(len(data) + 1), bytes([source.randrange(256)])
+    rest = source.choice((byte + data[place + 1 :], byte + data[place:], data[place + 1 :], b""))
+    return data[:place] + rest
 
 
-def _delete(data: bytes, place: int, value: int) -> bytes:
-    at = place % len(data)
-    return data[:at] + data[at + 1 + value % 4 :]
+def _edited(document: Any, source: random.Random) -> Any:
+    how, kinds = source.choice(_EDITS)
+    paths = [path for path, _ in places(document)]
+    chosen = [path for path in paths if type(at(document, path)) in kinds] or paths
+    path = source.choice(chosen)
+    if how is _everywhere:
+        return _everywhere(document, at(document, path), source)
+    if how is _copy:
+        return put(document, path, at(document, source.choice(paths)))
+    return put(document, path, how(at(document, path), source))
 
 
-def _truncate(data: bytes, place: int, value: int) -> bytes:
-    return data[: place % len(data)]
+def _number(value: Any, source: random.Random) -> int:
+    """An integer at a bound."""
+    return source.choice(NUMBERS)
 
 
-def _put(data: bytes, place: int, new: bytes, kind: str = "") -> bytes:
-    """Replaces a value, one of a kind if there is one."""
-    values = tokens(data)
-    chosen = [token for token in values if token.kind == kind] or values
-    if not chosen:
-        return data + new
-    token = chosen[place % len(chosen)]
-    return data[: token.start] + new + data[token.stop :]
+def _nudge(value: Any, source: random.Random) -> Any:
+    """An integer that is slightly larger or smaller, so that others may still fit it."""
+    if type(value) is not int:
+        return value
+    changes = value + 1, value - 1, 2 * value, value // 2, 3 * value, value + 64, 4 * value
+    changed = source.choice((*changes, value + 256))
+    return changed if -(1 << 63) <= changed < 1 << 64 else value
 
 
-def _number(data: bytes, place: int, value: int) -> bytes:
-    """Replaces an integer by one at a bound."""
-    return _put(data, place, NUMBERS[value % len(NUMBERS)], "int")
-
-
-def _nudge(data: bytes, place: int, value: int) -> bytes:
-    """Makes an integer slightly larger or smaller, so that others may still fit it."""
-    ints = [token for token in tokens(data) if token.kind == "int"]
-    if not ints:
-        return _flip(data, place, value)
-    return _put(data, place, _changed(data, ints[place % len(ints)], value), "int")
-
-
-def _everywhere(data: bytes, place: int, value: int) -> bytes:
+def _everywhere(document: Any, old: Any, source: random.Random) -> Any:
     """Changes all integers of one value alike: a page size, a width, a number of items."""
-    ints = [token for token in tokens(data) if token.kind == "int"]
-    if not ints:
-        return _flip(data, place, value)
-    chosen = ints[place % len(ints)]
-    old = data[chosen.start : chosen.stop]
-    new = _changed(data, chosen, value)
-    parts, at = [], 0
-    for token in ints:
-        if data[token.start : token.stop] == old:
-            parts += [data[at : token.start], new]
-            at = token.stop
-    return b"".join([*parts, data[at:]])
+    new = _nudge(old, source)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Pairs):
+            return Pairs((name, replaced(part)) for name, part in value)
+        if isinstance(value, list):
+            return [replaced(part) for part in value]
+        return new if type(value) is type(old) and value == old else value
+
+    return replaced(document)
 
 
-def _changed(data: bytes, token: Token, value: int) -> bytes:
-    old: int = msgspec.msgpack.decode(data[token.start : token.stop])
-    changes = (old + 1, old - 1, 2 * old, old // 2, 3 * old, old + 64, 4 * old, old + 256)
-    new = changes[value % len(changes)]
-    return msgspec.msgpack.encode(new if -(1 << 63) <= new < 1 << 64 else old)
+def _copy(value: Any, source: random.Random) -> Any:
+    """Another value of the document, see `_edited`."""
+    return value
 
 
-def _copy(data: bytes, place: int, value: int) -> bytes:
-    """Replaces a value by another one of the document."""
-    values = tokens(data)
-    if not values:
-        return data
-    token = values[value % len(values)]
-    return _put(data, place, data[token.start : token.stop])
+def _other_type(value: Any, source: random.Random) -> Raw:
+    return Raw(source.choice(OTHERS))
 
 
-def _swap_type(data: bytes, place: int, value: int) -> bytes:
-    return _put(data, place, OTHERS[value % len(OTHERS)])
+def _wrong_length(value: Any, source: random.Random) -> Raw:
+    """A length without content."""
+    return Raw(source.choice(WRONG_LENGTHS))
 
 
-def _wrong_length(data: bytes, place: int, value: int) -> bytes:
-    """Replaces a value by a length without content."""
-    values = tokens(data)
-    wrong = WRONG_LENGTHS[value % len(WRONG_LENGTHS)]
-    if not values:
-        return data + wrong
-    token = values[place % len(values)]
-    rest = data[token.stop :] if value // len(WRONG_LENGTHS) % 2 else b""
-    return data[: token.start] + wrong + rest
+def _nested(value: Any, source: random.Random) -> Raw:
+    """The value in lists or maps."""
+    shell = source.choice((b"\x91", b"\x81\xa1a"))
+    return Raw(shell * source.choice(DEPTHS) + to_msgpack(value))
 
 
-def _nest(data: bytes, place: int, value: int) -> bytes:
-    """Nests a value in lists or maps."""
-    values = tokens(data)
-    if not values:
-        return data
-    start = values[place % len(values)].start
-    shell = (b"\x91", b"\x81\xa1a")[value % 2]
-    return data[:start] + shell * DEPTHS[value // 2 % len(DEPTHS)] + data[start:]
+def _repeated(value: Any, source: random.Random) -> Any:
+    """A child of a list or map is repeated, or removed."""
+    if not isinstance(value, list):
+        return value
+    parts = [*value] or [("a", None) if isinstance(value, Pairs) else None]
+    place = source.randrange(len(parts))
+    parts[place : place + 1] = parts[place : place + 1] * source.choice((0, *SIZES))
+    return type(value)(parts)
 
 
-def _repeat(data: bytes, place: int, value: int) -> bytes:
-    """Repeats or removes a child of a list or map (with its key), with a correct count."""
-    held = tokens(data)
-    lists = [n for n, token in enumerate(held) if token.kind in ("array", "map")]
-    if not lists:
-        return data + data
-    number = lists[place % len(lists)]
-    owner = held[number]
-    children = [token for token in held if token.parent == number]
-    step = 2 if owner.kind == "map" else 1
-    parts = [
-        data[children[n].start : children[min(n + step, len(children)) - 1].stop]
-        for n in range(0, len(children), step)
-    ]
-    if not parts:
-        parts = [b"\xa1a\xc0" if owner.kind == "map" else b"\xc0"]
-    which = place // len(lists) % len(parts)
-    times = (0, *SIZES)[value % (1 + len(SIZES))]
-    parts[which : which + 1] = [parts[which]] * times
-    head = (0xDD if owner.kind == "array" else 0xDF, len(parts))
-    return data[: owner.start] + struct.pack(">BI", *head) + b"".join(parts) + data[owner.stop :]
+def _long(value: Any, source: random.Random) -> str | bytes:
+    """Long text or bytes."""
+    filling: str | bytes = source.choice(("x", b"\x07"))
+    return filling * source.choice(SIZES)
 
 
-def _text(data: bytes, place: int, value: int) -> bytes:
-    """Replaces a value by long text or bytes."""
-    size = SIZES[value % len(SIZES)]
-    filled = "x" * size if value // len(SIZES) % 2 else b"\x07" * size
-    return _put(data, place, msgspec.msgpack.encode(filled))
+def _inner(value: Any, source: random.Random) -> Any:
+    """A document inside bytes is edited."""
+    return edit(value, source) if isinstance(value, bytes) and len(value) > 3 else value
 
 
-def _inner(data: bytes, place: int, value: int) -> bytes:
-    """Edits a document inside bytes, with a correct length."""
-    held = [token for token in tokens(data) if token.kind == "bin" and token.stop - token.start > 3]
-    if not held:
-        return _number(data, place, value)
-    token = held[place % len(held)]
-    payload = msgspec.msgpack.decode(data[token.start : token.stop])
-    kind, value = value % 64, value // 64
-    new = edit(payload, kind, place // len(held), value)
-    return data[: token.start] + msgspec.msgpack.encode(new) + data[token.stop :]
-
-
-_EDITS: tuple[Callable[[bytes, int, int], bytes], ...] = (
-    _flip,
-    _insert,
-    _delete,
-    _truncate,
-    *[_number] * 3,
-    *[_nudge] * 5,
-    *[_everywhere] * 5,
-    *[_copy] * 3,
-    _swap_type,
-    _wrong_length,
-    _nest,
-    *[_repeat] * 2,
-    _text,
-    *[_inner] * 4,
+_ANY = (int, bytes, str, list, Pairs, float, bool, type(None))
+_EDITS: tuple[tuple[Callable[[Any, random.Random], Any], tuple[type, ...]], ...] = (
+    *[(_number, (int,))] * 3,
+    *[(_nudge, (int,))] * 5,
+    *[(_everywhere, (int,))] * 5,
+    *[(_copy, _ANY)] * 3,
+    (_other_type, _ANY),
+    (_wrong_length, _ANY),
+    (_nested, _ANY),
+    *[(_repeated, (list, Pairs))] * 2,
+    (_long, _ANY),
+    *[(_inner, (bytes,))] * 4,
 )

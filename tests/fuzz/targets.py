@@ -137,8 +137,7 @@ def mutate_json(data: bytes, source: random.Random, most: int) -> bytes:
         edited = edits.mutate(build.packed(json.loads(data)), source, most)
         return msgspec.json.encode(msgspec.msgpack.decode(edited))[:most]
     except (ValueError, TypeError, OverflowError, RecursionError):
-        kind, place, value = (source.getrandbits(32) for _ in range(3))
-        return edits.edit(data, kind % 4, place, value)[:most]
+        return edits.edit_bytes(data, source)[:most]
 
 
 def mutate_behind(data: bytes, source: random.Random, most: int) -> bytes:

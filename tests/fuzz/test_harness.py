@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import time
 
-import msgspec
 import numpy as np
 import pytest
 
 from disagg.plan.bind import CopyBatch
 from disagg.protocol import codec
 from tests.fuzz import build, guard, planning, samples
-from tests.fuzz.edits import NUMBERS, tokens
 from tests.fuzz.guard import Finding, Tally, guarded
 from tests.fuzz.targets import TARGETS
 
@@ -96,33 +94,6 @@ def test_a_run_over_bytes_that_nobody_described_is_reported(column, whose):
     batch = planning.plan([padded[0]], padded[1]).bind(0, *ends)
     with pytest.raises(Finding, match=f"bytes of the {whose} that nobody described"):
         planning.check(batch, layouts[0], ends[0], layouts[1], ends[1])
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        [msgspec.msgpack.decode(number) for number in NUMBERS],
-        [kind * size for kind in (b"x", "x") for size in (0, 31, 32, 255, 256, 65535, 65536)],
-        [[None] * size for size in (0, 15, 16, 600)],
-        [{str(n): n for n in range(size)} for size in (0, 15, 16, 300)],
-        {"a": [True, {"b": {"c": [1.5, None, "x", b"y"]}}], "d": [[[]]], "e": 7},
-        [msgspec.msgpack.Ext(5, bytes(size)) for size in (0, 1, 2, 3, 4, 8, 16, 255, 256, 65536)],
-    ],
-    ids=["numbers", "text and bytes", "lists", "maps", "nested", "extensions"],
-)
-def test_edits_find_every_value_of_a_document(value):
-    data = build.packed(value)
-    found = tokens(data)
-    assert len(found) == _count(value)
-    assert found[0].stop == len(data)
-    again = [msgspec.msgpack.decode(data[token.start : token.stop]) for token in found]
-    assert again[0] == msgspec.msgpack.decode(data)
-
-
-def _count(value):
-    if isinstance(value, dict):
-        return 1 + sum(1 + _count(each) for each in value.values())
-    return 1 + sum(map(_count, value)) if isinstance(value, list) else 1
 
 
 def test_edits_are_bounded_and_repeatable():

@@ -59,7 +59,7 @@ def growers(sample: Any, encode: Encode) -> Iterator[tuple[str, Grower]]:
     list elements only, the first, and of a map's values of one type.
     """
     seen: set[object] = set()
-    for path, kind in _places(sample):
+    for path, kind in places(sample):
         value = at(sample, path)
         alike: object = kind
         if not isinstance(value, list):
@@ -72,7 +72,7 @@ def growers(sample: Any, encode: Encode) -> Iterator[tuple[str, Grower]]:
 
 
 def _grower(sample: Any, path: Path, grow: Callable[..., Any], encode: Encode) -> Grower:
-    return lambda count: encode(_put(sample, path, grow(at(sample, path), count, encode)))
+    return lambda count: encode(put(sample, path, grow(at(sample, path), count, encode)))
 
 
 def at(value: Any, path: Path) -> Any:
@@ -81,26 +81,26 @@ def at(value: Any, path: Path) -> Any:
     return value
 
 
-def _put(value: Any, path: Path, new: Any) -> Any:
+def put(value: Any, path: Path, new: Any) -> Any:
     if not path:
         return new
     first, *rest = path
     again = type(value)(value)
     part = value[first]
     if isinstance(value, Pairs):
-        again[first] = part[0], _put(part[1], tuple(rest), new)
+        again[first] = part[0], put(part[1], tuple(rest), new)
     else:
-        again[first] = _put(part, tuple(rest), new)
+        again[first] = put(part, tuple(rest), new)
     return again
 
 
-def _places(value: Any, path: Path = (), kind: str = "") -> Iterator[tuple[Path, str]]:
+def places(value: Any, path: Path = (), kind: str = "") -> Iterator[tuple[Path, str]]:
     """All places, and what each is: the names on the way to it."""
     yield path, kind
     if isinstance(value, list):
         for index, part in enumerate(value):
             name, child = part if isinstance(value, Pairs) else ("*", part)
-            yield from _places(child, (*path, index), f"{kind}.{name}".lstrip("."))
+            yield from places(child, (*path, index), f"{kind}.{name}".lstrip("."))
 
 
 def _repeated(value: Any, count: int, encode: Encode) -> Any:
