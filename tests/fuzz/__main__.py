@@ -2,8 +2,6 @@
 
 Each target runs in a process of its own, on Atheris (libFuzzer), with its address space limited.
 Only inputs that are findings are kept.
-
-`--grow BYTES` needs no Atheris: it grows valid samples and fails where a byte costs more and more.
 """
 
 from __future__ import annotations
@@ -41,13 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--target", action="append", help="only this one (may be repeated)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--replay", type=Path, help="one input of the target that is named")
-    parser.add_argument(
-        "--grow", type=int, metavar="BYTES", help="instead, grow samples up to so many bytes"
-    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.grow is not None:
-        return _grow(options.target, options.grow)
     if find_spec("atheris") is None and options.replay is None:
         print("Atheris is missing: pip install atheris (Linux, CPython 3.11 to 3.13).")
         return 1
@@ -75,32 +68,6 @@ def main(arguments: Sequence[str]) -> int:
     return found
 
 
-def _grow(names: Sequence[str] | None, largest: int) -> int:
-    """Grows the samples of `tests.fuzz.growing`; returns how many ways had a finding."""
-    from tests.fuzz.growing import TARGETS
-    from tests.fuzz.growth import check
-    from tests.fuzz.guard import Finding
-
-    logging.disable()
-    findings = 0
-    print("| target | ways to grow | most us a byte | most growth of it | by |")
-    print("|---|--:|--:|--:|---|")
-    for name in names or TARGETS:
-        costs = {}
-        for how in TARGETS[name].growers:
-            try:
-                costs[how] = check(TARGETS[name], how, largest)
-            except Finding as finding:
-                findings += 1
-                print(f"\n{name}: {finding}\n")
-        most = max(costs, key=lambda how: costs[how].growth)
-        dearest = max(cost.microseconds for cost in costs.values())
-        cells = len(costs), f"{dearest:.2f}", f"{costs[most].growth:.2f}", most
-        print(f"| {name} | {' | '.join(map(str, cells))} |", flush=True)
-    print(f"\n{findings} findings")
-    return findings
-
-
 def _fuzz(name: str, runs: int, seed: int) -> int:
     """Runs one target in a process of its own and prints its line; whether it had a finding."""
     place = Path(tempfile.mkdtemp(prefix=f"fuzz-{name}-"))
@@ -111,12 +78,9 @@ def _fuzz(name: str, runs: int, seed: int) -> int:
     with (place / "log").open("w") as log:
         for done in range(0, runs, INPUTS_A_PROCESS):
             part = ["--runs", str(min(INPUTS_A_PROCESS, runs - done)), "--seed", str(seed + done)]
-            code = (
-                code
-                or subprocess.run(
-                    [*command, *part], env=environment, stdout=log, stderr=log
-                ).returncode
-            )
+            child = subprocess.run([*command, *part], env=environment, stdout=log, stderr=log)
+            if code := child.returncode:
+                break
     tally = json.loads((place / "tally").read_text())
     common = sorted(tally["outcomes"].items(), key=lambda pair: -pair[1])
     print(

@@ -33,14 +33,6 @@ class Growth:
     growers: Mapping[str, Grower]
 
 
-@dataclass
-class Cost:
-    """Of one grower: microseconds a byte at most, and how much that has grown at most."""
-
-    microseconds: float = 0.0
-    growth: float = 0.0
-
-
 def sized(grow: Grower, size: int, most: int = 1 << 22) -> bytes:
     """The first input of at least `size` bytes, of twice as many parts each time; or the largest,
     where the sample does not grow.
@@ -70,11 +62,11 @@ def measured(run: Callable[[bytes], object], data: bytes, enough: float, tries: 
     return least
 
 
-def check(growth: Growth, name: str, largest: int = SMALL * TIMES) -> Cost:
+def check(growth: Growth, name: str, largest: int = SMALL * TIMES) -> None:
     """Runs inputs of `SMALL` bytes and of `TIMES` as many each time, up to `largest`. Raises
     Finding where a byte costs more than it may, or more and more.
     """
-    cost, before = Cost(), None
+    before: float | None = None
     size = SMALL
     while size <= largest:
         data = sized(growth.growers[name], size)
@@ -84,8 +76,6 @@ def check(growth: Growth, name: str, largest: int = SMALL * TIMES) -> Cost:
         last = size * TIMES > largest  # what others are compared with is measured with care
         seconds = measured(growth.run, data, allowed if last else 0.0, TRIES if last else 3)
         each = seconds / len(data)
-        if before is not None and seconds > NOISE_SECONDS:
-            cost.growth = max(cost.growth, each / before)
         if seconds > allowed and not last:
             seconds = min(seconds, measured(growth.run, data, allowed, TRIES))
         if seconds > allowed:
@@ -93,6 +83,4 @@ def check(growth: Growth, name: str, largest: int = SMALL * TIMES) -> Cost:
             raise Finding(
                 f"{name}: {seconds:.3f} s for {len(data)} bytes, {1e6 * each:.2f} us a byte{was}."
             )
-        cost.microseconds = max(cost.microseconds, 1e6 * each)
         before, size = each, size * TIMES
-    return cost

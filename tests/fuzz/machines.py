@@ -59,19 +59,19 @@ class Clock:
 
 @lru_cache
 def hello(layout: PoolLayout, generation: str) -> messages.Hello:
-    common: dict[str, Any] = {"timeout": 1.0, "protocol": messages.PROTOCOL, "engine": "local"}
-    more = {"generation": generation, "layout": layout.to_msgpack(), "metadata": b""}
-    fields = build.message(messages.Hello, build.Seeded(0), **common, **more)
-    found: messages.Hello = sent(fields, messages.Hello)
-    return found
+    return messages.Hello(
+        protocol=messages.PROTOCOL,
+        generation=generation,
+        engine="local",
+        layout=layout.to_msgpack(),
+        metadata=b"",
+        timeout=1.0,
+    )
 
 
-def sent(fields: dict[str, Any], kind: type[Any]) -> Any:
-    """A message, encoded and decoded; raises Finding if it is refused."""
-    message = codec.decode(build.packed(fields))
-    if not isinstance(message, kind):
-        raise Finding(f"{fields} are read as {type(message).__name__}.")
-    return message
+def sent(kind: type[Any], choices: Choices, **fields: Any) -> Any:
+    """A message of these fields, and others, encoded and decoded."""
+    return codec.decode(build.packed(build.message(kind, choices, **fields)))
 
 
 def hostile(
@@ -100,10 +100,8 @@ def hostile(
             fields[name] = pick(choices, options)
     if kind is messages.Hello and choices.number(0, 9):
         layout = pick(choices, samples.LAYOUTS)
-        fields["layout"] = pick(
-            choices, (PoolLayout.to_msgpack(layout), stretched(layout, choices))
-        )
-    return kind, fields
+        fields["layout"] = pick(choices, (layout.to_msgpack(), stretched(layout, choices)))
+    return fields
 
 
 class Wire(MemoryTransport):
@@ -249,7 +247,7 @@ def prefill(choices: Choices) -> str:
             about = {"generation": "g1", "room": name, "attempt": "a", "readers": 1}
             wire.inbox.append((PEERS[0], build.packed(build.message(kind, choices, **about))))
         else:
-            _, fields = hostile(choices, ROOMS, ("a", "b"), "g1")
+            fields = hostile(choices, ROOMS, ("a", "b"), "g1")
             wire.inbox.append((pick(choices, PEERS), build.packed(fields)))
         endpoint.step()
         decode_sent(wire)
@@ -311,13 +309,12 @@ def decode(choices: Choices) -> str:
             answer = _honest(choices, peers[rank], requests[name, rank])
             wire.inbox.append((rank, codec.encode(answer)))
         elif step > 16:
-            _, fields = hostile(choices, ROOMS, attempts.values(), "g1")
+            fields = hostile(choices, ROOMS, attempts.values(), "g1")
             wire.inbox.append((rank, build.packed(fields)))
         endpoint.step()
+        answered = messages.ReadRequest | messages.DigestRequest | messages.ReadDone
         for to, message in decode_sent(wire):
-            if isinstance(
-                message, (messages.ReadRequest, messages.DigestRequest, messages.ReadDone)
-            ):
+            if isinstance(message, answered):
                 requests[message.room, to] = message
                 attempts[message.room] = message.attempt
         _check_ended(endpoint, ended, known)
@@ -337,12 +334,10 @@ def _honest(choices: Choices, peer: PoolLayout, asked: Any) -> Any:
         more = {"layers": layers, "last": last} if layers else {}
         return codec.decode(planning.ready(peer, start, stop, {**about, **more}))
     if isinstance(asked, messages.ReadDone):
-        released = build.message(messages.ReleaseAck, choices, **about, leased=True)
-        return sent(released, messages.ReleaseAck)
+        return sent(messages.ReleaseAck, choices, **about, leased=True)
     count = 8 * len(from_wire(asked.pieces))
     values = pick(choices, (bytes(count), bytes(count), bytes(count - 1), b"\x01" * count))
-    found = {**about, "each": asked.each, "values": values, "problem": ""}
-    return sent(build.message(messages.Digests, choices, **found), messages.Digests)
+    return sent(messages.Digests, choices, **about, each=asked.each, values=values, problem="")
 
 
 def _bind(read: Read) -> None:

@@ -1,10 +1,9 @@
-"""What a byte of an input costs does not grow with the input; `python -m tests.fuzz --grow 4194304`
-grows inputs further.
-"""
+"""What a byte of an input costs does not grow with the input."""
 
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -14,11 +13,14 @@ from tests.fuzz.growth import Growth, check, sized
 from tests.fuzz.guard import Finding
 from tests.fuzz.trees import Pairs, growers, to_json, to_msgpack, tree
 
+LARGEST = int(os.environ.get("KVPOOL_GROW", growth.SMALL * growth.TIMES))
+"""Bytes. `KVPOOL_GROW=1048576` grows inputs further, in two minutes."""
+
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_byte_of_a_larger_input_costs_no_more(name):
     for how in TARGETS[name].growers:
-        check(TARGETS[name], how)
+        check(TARGETS[name], how, LARGEST)
 
 
 # would it be found?
@@ -38,7 +40,7 @@ def test_work_by_the_square_of_the_input_is_reported():
 
 
 def test_work_in_proportion_is_not_reported():
-    assert check(of_names(lambda data: [data.count(b"y") for _ in range(100)]), "names").growth < 6
+    check(of_names(lambda data: [data.count(b"y") for _ in range(100)]), "names")
 
 
 def test_a_byte_that_costs_too_much_is_reported(monkeypatch):

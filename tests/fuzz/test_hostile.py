@@ -70,6 +70,16 @@ def flood(pairs):
     return machine
 
 
+def request(room, attempt="a"):
+    return messages.ReadRequest(
+        generation="g1", room=room, attempt=attempt, start=0, num_tokens=5, readers=1
+    )
+
+
+def abort(room, attempt, reason="aborted"):
+    return messages.Abort(generation="g1", room=room, attempt=attempt, reason=reason)
+
+
 def test_a_hundred_thousand_hellos_leave_no_more_peers_than_allowed():
     hello = machines.hello(samples.LAYOUTS[0], "d")
     rooms = flood((b"%d" % number, hello) for number in range(100_000))
@@ -78,17 +88,7 @@ def test_a_hundred_thousand_hellos_leave_no_more_peers_than_allowed():
 
 def test_a_peer_opens_no_more_rooms_than_allowed():
     hello = machines.hello(samples.LAYOUTS[0], "d")
-    numbers = range(MAX_REQUESTED + 5000)
-    requests = [
-        (
-            b"a",
-            messages.ReadRequest(
-                generation="g1", room=n, attempt="a", start=0, num_tokens=5, readers=1
-            ),
-        )
-        for n in numbers
-    ]
-    rooms = flood([(b"a", hello), *requests])
+    rooms = flood([(b"a", hello), *((b"a", request(n)) for n in range(MAX_REQUESTED + 5000))])
     assert len(rooms.open_rooms()) == MAX_REQUESTED
 
 
@@ -99,21 +99,8 @@ def test_rooms_that_were_requested_and_aborted_are_forgotten(monkeypatch):
     def flooding():
         yield b"a", hello
         for number in range(5000):
-            yield (
-                b"a",
-                messages.ReadRequest(
-                    generation="g1",
-                    room=number,
-                    attempt=f"{number}",
-                    start=0,
-                    num_tokens=5,
-                    readers=1,
-                ),
-            )
-            yield (
-                b"a",
-                messages.Abort(generation="g1", room=number, attempt=f"{number}", reason="aborted"),
-            )
+            yield b"a", request(number, f"{number}")
+            yield b"a", abort(number, f"{number}")
 
     rooms = flood(flooding())
     assert not rooms.open_rooms()
@@ -277,19 +264,9 @@ def test_reasons_of_a_peer_are_kept_shortened():
         for number in range(200):
             peer = b"%d" % number
             yield peer, hello
-            yield (
-                peer,
-                messages.ReadRequest(
-                    generation="g1",
-                    room=number,
-                    attempt=f"{number}",
-                    start=0,
-                    num_tokens=5,
-                    readers=1,
-                ),
-            )
+            yield peer, request(number, f"{number}")
             long = "y" * (messages.MAX_TEXT - 3) + str(number)
-            yield peer, messages.Abort(generation="g1", room=number, attempt="a", reason=long)
+            yield peer, abort(number, "a", long)
             yield peer, messages.Refuse([long] * 4)
 
     rooms = flood(flooding())
@@ -304,17 +281,7 @@ def test_many_peers_together_open_no_more_rooms_than_allowed(monkeypatch):
         for peer in range(4):
             yield b"%d" % peer, hello
             for number in range(2000):
-                yield (
-                    b"%d" % peer,
-                    messages.ReadRequest(
-                        generation="g1",
-                        room=f"{peer}.{number}",
-                        attempt="a",
-                        start=0,
-                        num_tokens=5,
-                        readers=1,
-                    ),
-                )
+                yield b"%d" % peer, request(f"{peer}.{number}")
 
     assert len(flood(flooding()).open_rooms()) == 5000
 

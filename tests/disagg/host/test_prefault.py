@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import threading
@@ -23,8 +24,6 @@ def memory_of(pages=PAGES):
     """A memory file that nothing was written to but its third page, and its mapping."""
     handle = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     os.ftruncate(handle, pages * mmap.PAGESIZE)
-    import fcntl
-
     fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     memory = np.frombuffer(mmap.mmap(handle, pages * mmap.PAGESIZE), dtype=np.uint8)
     memory[2 * mmap.PAGESIZE : 3 * mmap.PAGESIZE] = 7

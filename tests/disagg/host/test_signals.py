@@ -14,9 +14,7 @@ import pytest
 from disagg.host.signals import deferred_signals
 
 ALARM, USER = signal.SIGALRM, signal.SIGUSR1
-
-
-TRIALS = 1000
+TRIALS = 300
 
 
 class Alarm(Exception):

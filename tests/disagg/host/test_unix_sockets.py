@@ -31,24 +31,19 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "kvpool"
 
 
-def test_the_folder_is_the_users_alone(folder):
+def test_the_folder_is_the_users_alone_and_no_link(folder, tmp_path):
     path = unix_sockets.new_path()
     assert path.parent == folder
     assert folder.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_folder_that_others_may_open_is_refused(folder):
-    folder.mkdir(mode=0o755)
-    with pytest.raises(PermissionError, match=r"kvpool: not a folder that only user \d+ owns"):
-        unix_sockets.new_path()
-
-
-def test_a_folder_that_is_a_link_is_refused(folder, tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir(mode=0o700)
+    folder.chmod(0o755)
+    refused = r"kvpool: not a folder that only user \d+ owns"
+    with pytest.raises(PermissionError, match=refused):
+        unix_sockets.private_folder()
+    folder.chmod(0o700)
+    elsewhere = folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(elsewhere)
-    with pytest.raises(PermissionError, match="not a folder"):
-        unix_sockets.new_path()
+    with pytest.raises(PermissionError, match=refused):
+        unix_sockets.private_folder()
 
 
 def test_a_runtime_folder_that_others_may_open_is_not_used(folder, tmp_path, monkeypatch):

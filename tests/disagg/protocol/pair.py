@@ -33,15 +33,15 @@ def pool(layers=(0,), **more):
 
 def hello(generation, layout=None):
     """A side's hello."""
-    data = (layout or pool().layout).to_msgpack()
-    return messages.Hello(
-        protocol=messages.PROTOCOL,
-        generation=generation,
-        engine="local",
-        layout=data,
-        metadata=b"",
-        timeout=TIMEOUT,
-    )
+    common = {"protocol": messages.PROTOCOL, "engine": "local", "metadata": b"", "timeout": TIMEOUT}
+    layout = (layout or pool().layout).to_msgpack()
+    return messages.Hello(generation=generation, layout=layout, **common)
+
+
+def asks(**fields):
+    """A decode's request of 30 positions of room "r"."""
+    request = {"generation": "p", "room": "r", "attempt": "a", "start": 0, "num_tokens": 30}
+    return messages.ReadRequest(**request | {"readers": 1} | fields)
 
 
 class Pair:
@@ -52,16 +52,10 @@ class Pair:
     ) -> None:
         self.now = 0.0
         built = built or pool(layers)
-        self.table = oracle.place(built, 30)
-        self.prefill = PrefillMachine(hello("p", built.layout), built.layout, lease, now=0.0)
-        self.decode = DecodeMachine(
-            hello("d", built.layout),
-            built.layout,
-            1,
-            now=0.0,
-            verify=verify,
-            offer_timeout=offer_timeout,
-        )
+        self.table, layout = oracle.place(built, 30), built.layout
+        options = {"now": 0.0, "verify": verify, "offer_timeout": offer_timeout}
+        self.prefill = PrefillMachine(hello("p", layout), layout, lease, now=0.0)
+        self.decode = DecodeMachine(hello("d", layout), layout, 1, **options)
         self.link = Link(("x",))
         self.queues = {self.prefill: [], self.decode: []}
         self.reads, self.dials = [], []
@@ -125,16 +119,9 @@ class Pair:
     def offer(
         self, tokens=range(30), last=True, aux=None, after=None, name="r", layers=None
     ) -> None:
-        chunk = OfferChunk(
-            room=name,
-            address=self.table,
-            tokens=tokens,
-            last=last,
-            aux=aux or {},
-            after=after,
-            layers=layer_range(layers, "target"),
-        )
-        self.tell(self.prefill, chunk)
+        chunk = {"address": self.table, "tokens": tokens, "last": last, "after": after}
+        layers = layer_range(layers, "target")
+        self.tell(self.prefill, OfferChunk(room=name, aux=aux or {}, layers=layers, **chunk))
 
     def serve(self, *args, **options) -> None:
         """A chunk that decode hears of, if it has asked."""

@@ -14,7 +14,7 @@ from disagg.protocol.events import ConnectLink, DigestComputed, Received, Reject
 from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms import prefill_room
-from tests.disagg.protocol.pair import TIMEOUT, Pair, hello, pool
+from tests.disagg.protocol.pair import TIMEOUT, Pair, asks, hello, pool
 
 OFFER = 3.0
 
@@ -112,13 +112,6 @@ def test_what_happens_in_a_room_begins_its_bound_anew_and_a_read_in_flight_is_no
     assert pair.polls() == (KVPoll.Failed, KVPoll.Failed)
 
 
-def test_without_a_bound_a_room_of_decode_waits_on():
-    pair = Pair()
-    pair.ask()
-    pair.wait(10 * TIMEOUT, step=1.0)
-    assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
-
-
 # what a decode may ask of prefill
 
 
@@ -157,10 +150,11 @@ def test_a_decode_gets_the_digests_of_a_room_once_and_those_of_its_entries_once(
 # prefill's lease
 
 
-def test_a_room_that_was_asked_for_and_not_yet_computed_has_no_lease_that_could_run_out():
+def test_a_room_that_was_asked_for_and_not_yet_computed_has_no_lease_and_without_a_bound_waits():
     pair = Pair(lease=6.0)
     pair.ask()
     pair.wait(30.0, step=1.0)
+    assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
     pair.serve()
     assert pair.polls() == (KVPoll.Transferring, KVPoll.Transferring)
 
@@ -170,10 +164,7 @@ def test_a_room_that_was_not_computed_ends_once_no_decode_waits_for_it_any_more(
     prefill = PrefillMachine(hello("p"), pool().layout, None, now=0.0)
     for now, peer in ((0.0, b"1"), (5.0, b"2")):
         prefill.handle(Received(peer, hello(f"d{peer}")), now)
-        asked = messages.ReadRequest(
-            generation="p", room="r", attempt="a", start=0, num_tokens=30, readers=3, timeout=6.0
-        )
-        prefill.handle(Received(peer, asked), now)
+        prefill.handle(Received(peer, asks(readers=3, timeout=6.0)), now)
     alive = [Received(peer, messages.Ping(generation="p")) for peer in (b"1", b"2")]
     for now in np.arange(5.0, 11.0 + TIMEOUT, TIMEOUT / 4).tolist():
         for event in (*alive, Tick()):
@@ -243,7 +234,7 @@ def test_a_decode_that_knew_how_a_room_ended_before_it_was_forgotten_may_use_the
 
 def test_a_new_chunk_ends_the_memory_of_a_failed_room(pair):
     pair.fail_and_forget()
-    pair.offer()
+    pair.serve()
     pair.ask()
     assert pair.polls() == (KVPoll.Transferring, KVPoll.Transferring)
 
@@ -270,10 +261,7 @@ class Readers:
 
     def ask(self, peer, attempt, readers=2, name="r") -> list[str]:
         """Asks for a room; the reasons of aborts."""
-        request = messages.ReadRequest(
-            generation="p", room=name, attempt=attempt, start=0, num_tokens=30, readers=readers
-        )
-        answers = self.told(peer, request)
+        answers = self.told(peer, asks(room=name, attempt=attempt, readers=readers))
         return [m.reason for m in answers if isinstance(m, messages.Abort)]
 
 

@@ -12,7 +12,7 @@ from disagg.protocol.events import ConnectLink, Received
 from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from tests import oracle
-from tests.disagg.protocol.pair import TIMEOUT, Pair, hello, pool
+from tests.disagg.protocol.pair import Pair, hello, pool
 
 FAILED = KVPoll.Failed
 
@@ -65,16 +65,6 @@ def test_a_room_that_is_aborted_before_prefill_has_answered_is_ended_there():
     pair.pump()
     assert pair.polls() == (FAILED, FAILED)
     assert pair.prefill.failure("r").reason == "gave up"
-
-
-def test_prefills_that_are_lost_are_not_told():
-    pair = Pair()
-    pair.lose(pair.decode)
-    pair.now += 2 * TIMEOUT
-    pair.link.lost, pair.link.ranks[0].hello, pair.link.plan = "it is gone.", None, None
-    pair.request()
-    assert pair.decode.poll("r") is FAILED
-    assert not any(isinstance(m, messages.DropRoom) for m in pair.lose(pair.decode))
 
 
 def test_who_is_no_reader_ends_no_room_that_its_readers_have_asked_for():

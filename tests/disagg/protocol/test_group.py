@@ -210,8 +210,7 @@ def test_a_room_that_one_member_aborts_ends_everywhere(sources, build, table, gr
     settle(world)
 
 
-@pytest.mark.parametrize("noticed", [True, False])
-@pytest.mark.parametrize("before", [0, 2, 5])
+@pytest.mark.parametrize(("before", "noticed"), [(0, True), (2, False), (5, True)])
 def test_a_member_that_dies_ends_its_rooms_within_the_bounds(before, noticed):
     world = world_of([ROWS] * 3, [ROWS] * 2, [[0], [1, 2]])
     first, second = world.decodes
@@ -262,19 +261,17 @@ def test_a_rank_that_was_not_asked_cannot_end_a_room():
     world = world_of([ROWS] * 2, [ROWS] * 2)
     node = world.decodes[0]
     node.want("r", 0, 5, 0)
-    (hello,) = (hello for n, hello in enumerate(node.links[0].hellos) if n == 1)
-    attempt = {"generation": hello.generation, "room": "r", "attempt": node.rooms["r"].attempt}
+    rank = node.links[0].ranks[1]
+    generation, attempt = rank.hello.generation, node.rooms["r"].attempt
+    attempt = {"generation": generation, "room": "r", "attempt": attempt}
     chunk = {"start": 0, "stop": 5, "last": True, "num_tokens": 5, "spans": {}, "aux": b"\x80"}
-    rank = node.links[0].ranks[1].number
-    for message in (
-        ReleaseAck(**attempt, leased=True),
-        ChunkReady(**attempt, **chunk),
-        ReleaseAck(**attempt, leased=False),
+    for message, answer in (
+        (ReleaseAck(**attempt, leased=True), []),
+        (ChunkReady(**attempt, **chunk), ["Abort"]),
+        (ReleaseAck(**attempt, leased=False), []),
     ):
-        effects = node.machine.handle(Received(rank, message), world.now)
-        assert [type(decode(hello.data)).__name__ for hello in effects] == (
-            ["Abort"] if isinstance(message, ChunkReady) else []
-        )
+        effects = node.machine.handle(Received(rank.number, message), world.now)
+        assert [type(decode(effect.data)).__name__ for effect in effects] == answer
     assert node.machine.poll("r") is KVPoll.WaitingForInput
     assert node.machine.room("r").waits_for.endswith("of rank 0 of prefill (rank 0)")
 

@@ -6,10 +6,10 @@ import pytest
 
 from disagg import KVPoll, Phase, UnknownRoom
 from disagg.protocol import messages
-from disagg.protocol.events import AbortRoom, DigestComputed, ForgetRoom, ReadEnded, Received, Tick
+from disagg.protocol.events import DigestComputed, ReadEnded, Received, Tick
 from disagg.protocol.phases import TRANSITIONS, ProtocolError, RoomEvent
 from tests import oracle
-from tests.disagg.protocol.pair import Pair, pool
+from tests.disagg.protocol.pair import Pair, asks, pool
 
 
 class Work:
@@ -31,11 +31,10 @@ def pair():
 def test_messages_of_an_earlier_room_of_the_same_name_do_not_touch_the_new_one(pair):
     pair.ask()
     pair.offer(range(16), False)
-    late, pair.queues[pair.prefill] = pair.queues[pair.prefill], []
-    pair.tell(pair.decode, AbortRoom("r", "retry"))
+    late = pair.lose(pair.prefill)
+    pair.abort(pair.decode)
     pair.pump()
-    for machine in (pair.decode, pair.prefill):
-        pair.tell(machine, ForgetRoom("r"))
+    pair.forget(pair.decode, pair.prefill)
     pair.ask()
     for message in late:
         pair.tell(pair.decode, Received(0, message))
@@ -58,26 +57,15 @@ def test_chunks_are_offered_once_the_device_has_computed_them_and_in_order(pair)
     pair.tell(pair.prefill, Tick())
     pair.pump()
     assert [read.tokens for read in pair.reads] == [range(16), range(16, 30)]
-    for read in pair.reads:
-        pair.tell(pair.decode, ReadEnded(read, None))
-    pair.pump()
+    pair.finish()
     assert pair.polls() == (KVPoll.Success, KVPoll.Success)
 
 
 def test_a_reader_that_is_done_with_what_was_not_offered_yet_is_told_no(pair):
     pair.offer(range(30), True, after=Work())
-    pair.tell(
-        pair.prefill,
-        Received(
-            b"d",
-            messages.ReadRequest(
-                generation="p", room="r", attempt="a", start=0, num_tokens=30, readers=1
-            ),
-        ),
-    )
-    pair.tell(
-        pair.prefill, Received(b"d", messages.ReadDone(generation="p", room="r", attempt="a"))
-    )
+    done = messages.ReadDone(generation="p", room="r", attempt="a")
+    for message in (asks(), done):
+        pair.tell(pair.prefill, Received(b"d", message))
     assert pair.queues[pair.prefill] == [
         messages.ReleaseAck(generation="p", room="r", attempt="a", leased=False)
     ]
@@ -126,8 +114,8 @@ def test_a_room_that_is_not_known_is_the_callers_error_on_either_side(pair, side
 
 def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_back(pair):
     pair.ask()
-    pair.tell(pair.decode, AbortRoom("r", "lost on the way"))
-    pair.queues[pair.decode].clear()
+    pair.abort(pair.decode)
+    pair.lose(pair.decode)
     pair.serve(range(30), True)
     assert pair.prefill.poll("r") is KVPoll.Failed
     assert "no longer asks" in str(pair.prefill.failure("r"))
@@ -136,10 +124,8 @@ def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_ba
 def test_a_released_room_that_was_never_done_is_no_success(pair):
     pair.ask()
     attempt = pair.decode.rooms()["r"].attempt
-    pair.tell(
-        pair.decode,
-        Received(0, messages.ReleaseAck(generation="p", room="r", attempt=attempt, leased=True)),
-    )
+    ack = messages.ReleaseAck(generation="p", room="r", attempt=attempt, leased=True)
+    pair.tell(pair.decode, Received(0, ack))
     assert pair.decode.poll("r") is KVPoll.Failed
 
 

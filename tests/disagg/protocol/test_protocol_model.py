@@ -333,8 +333,7 @@ class Protocol(RuleBasedStateMachine):
             node.stopped = True
             return
         if what == "close":
-            for name in list(node.machine.open_rooms()):
-                node.abort(name)
+            self.abort_all(node)
             node.endpoint.close()
             node.observe()
         self.world.kill(node, 99 if what == "close" else pick % 4, what != "kill unseen")
@@ -369,7 +368,7 @@ class Protocol(RuleBasedStateMachine):
         else:
             engine.fate = what
 
-    def abort_all(self, node: Decode) -> None:
+    def abort_all(self, node: Node) -> None:
         for name in sorted(node.machine.open_rooms(), key=str):
             node.abort(name)
 
@@ -441,13 +440,23 @@ for _name, (_network, _examples, _more) in NETWORKS.items():
 
 @pytest.fixture
 def begin():
-    """Makes machines, whose worlds must settle in the end."""
+    """Makes machines, whose worlds must settle in the end: each with its world, its decodes, and
+    the one rank of the second service, which has sent room 0 that all `readers` want.
+    """
     begun = []
 
-    def begin(topology: str, network=()) -> Protocol:
+    def begin(topology: str, network=(), readers: int = 1, fate: str = "", trouble: str = ""):
         begun.append(machine(network)())
         begun[-1].begin(topology)
-        return begun[-1]
+        world = begun[-1].world
+        decodes, (prefill,) = world.decodes[:readers], world.ranks(1)
+        decodes[-1].engine.fate = fate
+        if trouble:
+            begun[-1].trouble(trouble, decodes[-1], 0)
+        prefill.send(0, 5, 5)
+        for decode in decodes:
+            decode.want(0, 1, 5, 0)
+        return begun[-1], *decodes, prefill
 
     yield begin
     for state in begun:
@@ -463,60 +472,44 @@ def sent_by(decode: Decode, prefill: Prefill) -> tuple:
 def test_a_room_fails_at_once_where_nothing_was_posted_and_its_peer_cannot_be_given_up(
     begin, monkeypatch
 ):
-    state = begin("two ranks to one")
-    world, decode, (prefill,) = state.world, state.world.decodes[0], state.world.ranks(1)
-    state.trouble("fence", decode, 0)
     monkeypatch.setattr(TransferPlan, "bind", Mock(side_effect=RuntimeError("bind goes wrong")))
-    prefill.send(0, 5, 5)
-    decode.want(0, 1, 5, 0)
-    world.live(5)
+    state, decode, prefill = begin("two ranks to one", trouble="fence")
+    state.world.live(5)
     for node in (decode, prefill):
         assert "bind goes wrong" in node.machine.failure(0).reason
     assert not decode.machine.room(0).reading
 
 
 def test_a_reader_that_is_done_may_be_lost_while_another_still_reads(begin):
-    state = begin("replicas, two readers")
-    world, (first, second), (prefill,) = state.world, state.world.decodes, state.world.ranks(1)
-    second.engine.fate = "stick"
-    prefill.send(0, 5, 5)
-    for decode in (first, second):
-        decode.want(0, 1, 5, 0)
-    world.live(30)
+    state, first, second, prefill = begin("replicas, two readers", readers=2, fate="stick")
+    state.world.live(30)
     assert (first.machine.poll(0), second.machine.poll(0)) == (KVPoll.Success, KVPoll.Transferring)
     conn, _ = sent_by(first, prefill)
     state.cross("rubbish up", conn, 0)
-    world.live(2)
+    state.world.live(2)
     second.engine.transfers[0].fate = ""
-    world.live(30)
+    state.world.live(30)
     for node in (second, prefill):
         assert node.machine.poll(0) is KVPoll.Success
 
 
 def test_a_done_that_comes_twice_ends_a_room_once(begin):
-    state = begin("two ranks to one", REPEATS)
-    world, decode, (prefill,) = state.world, state.world.decodes[0], state.world.ranks(1)
-    prefill.send(0, 5, 5)
-    decode.want(0, 1, 5, 0)
-    world.live(30)
+    state, decode, prefill = begin("two ranks to one", REPEATS)
+    state.world.live(30)
     conn, past = sent_by(decode, prefill)
     conn.put("up", past["ReadDone"])
-    world.live(3)
+    state.world.live(3)
     assert prefill.machine.totals.rooms == {"success": 1, "failed": 0}
 
 
 def test_a_want_that_comes_again_does_not_subscribe_to_the_next_room_of_that_name(begin):
-    state = begin("two ranks to one", REPEATS)
-    world, decode, (prefill,) = state.world, state.world.decodes[0], state.world.ranks(1)
-    decode.engine.fate = "stick"
-    prefill.send(0, 5, 5)
-    decode.want(0, 1, 5, 0)
-    world.live(5)
+    state, decode, prefill = begin("two ranks to one", REPEATS, fate="stick")
+    state.world.live(5)
     conn, past = sent_by(decode, prefill)
     prefill.abort(0)
     prefill.forget(0)
     prefill.send(0, 5, 5)
     for message in ("Hello", "ReadRequest"):
         conn.put("up", past[message])
-    world.live(3)
+    state.world.live(3)
     assert prefill.machine.poll(0) is KVPoll.Bootstrapping
