@@ -53,13 +53,6 @@ class Prefault:
         """
         self._add(base, nbytes, present=True)
 
-    def join(self) -> None:
-        """Waits until all that was added is done."""
-        with self._lock:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-
     def close(self) -> None:
         """Leaves out what is not done yet."""
         with self._lock:

@@ -18,12 +18,11 @@ from disagg.protocol.aux_values import Aux
 from disagg.protocol.effects import CancelReads, Effect, StartRead
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
-from disagg.protocol.metrics import RoomMetrics, Snapshot
+from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFailed
 from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.phases import Phase, RoomEvent
-from disagg.protocol.rooms.decode_room import DecodeRoom
-from disagg.protocol.rooms.decode_rooms import DecodeRooms
+from disagg.protocol.rooms.decode_rooms import DecodeRoom, DecodeRooms
 from disagg.protocol.status import Failure
 from disagg.protocol.verification import Comparisons
 from kvpool.layout import PoolLayout
@@ -139,7 +138,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             address=request.address,
             start=request.start,
             attempt=uuid.uuid4().hex,
-            metrics=RoomMetrics(plan_seconds=link.plan_seconds),
+            touched=self._now,
             expected=frozenset(request.expected),
             declined=request.declined,
             at_most=request.at_most,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,15 +31,6 @@ class RoleMetrics(NamedTuple):
 
     runs: int = 0
     nbytes: int = 0
-
-    @property
-    def bytes_per_run(self) -> float:
-        """Mean length of a run."""
-        return self.nbytes / self.runs if self.runs else 0.0
-
-    def plus(self, more: RoleMetrics) -> RoleMetrics:
-        """Both together."""
-        return RoleMetrics(self.runs + more.runs, self.nbytes + more.nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +89,7 @@ class RoomMetrics:
     def bound(self, shares: Shares, seconds: float) -> None:
         """Counts a chunk of one rank that is bound and about to be read."""
         for route, runs, nbytes in shares:
-            roles = route.keys[0][0], route.roles
-            before = self.by_role.get(roles, RoleMetrics())
-            self.by_role[roles] = before.plus(RoleMetrics(runs, nbytes))
+            _add(self.by_role, (route.keys[0][0], route.roles), runs, nbytes)
             self.runs += runs
             self.bytes_bound += nbytes
         self.chunks += 1
@@ -124,7 +115,7 @@ class Totals:
     """
 
     rooms: dict[str, int] = field(default_factory=lambda: {"success": 0, "failed": 0})
-    failures: dict[tuple[str, str], int] = field(default_factory=dict)
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     chunks: int = 0
     bytes_moved: int = 0
     by_role: dict[Roles, RoleMetrics] = field(default_factory=dict)
@@ -134,12 +125,11 @@ class Totals:
         """Counts a room that has ended."""
         self.rooms["failed" if failure else "success"] += 1
         if failure:
-            key = failure.side, failure.kind
-            self.failures[key] = self.failures.get(key, 0) + 1
+            self.failures[failure.side, failure.kind] += 1
         self.chunks += room.chunks
         self.bytes_moved += room.bytes_moved
-        for roles, more in room.by_role.items():
-            self.by_role[roles] = self.by_role.get(roles, RoleMetrics()).plus(more)
+        for roles, (runs, nbytes) in room.by_role.items():
+            _add(self.by_role, roles, runs, nbytes)
         for phase in PHASES:
             if phase != "plan":  # a link's rooms share its plan, see `planned`
                 self.seconds[phase] += getattr(room, f"{phase}_seconds")
@@ -150,13 +140,7 @@ class Totals:
 
     def copy(self) -> Totals:
         """The numbers now."""
-        return replace(
-            self,
-            rooms=dict(self.rooms),
-            failures=dict(self.failures),
-            by_role=dict(self.by_role),
-            seconds=dict(self.seconds),
-        )
+        return deepcopy(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +156,11 @@ class Snapshot:
     engine: str
     telemetry: Mapping[str, float]
     plans: Mapping[str, int] = field(default_factory=dict)
+
+
+def _add(by_role: dict[Roles, RoleMetrics], roles: Roles, runs: int, nbytes: int) -> None:
+    before = by_role.get(roles, RoleMetrics())
+    by_role[roles] = RoleMetrics(before.runs + runs, before.nbytes + nbytes)
 
 
 def log_failure(failure: Failure, **facts: object) -> None:

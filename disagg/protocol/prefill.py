@@ -24,8 +24,7 @@ from disagg.protocol.peers.prefill_peers import LostPeer, PrefillPeers
 from disagg.protocol.phases import Phase, RoomEvent
 from disagg.protocol.rooms.block_tables import BlockTables
 from disagg.protocol.rooms.offered import layers_by_owner
-from disagg.protocol.rooms.prefill_room import MAX_TOLD, FailureNotice, PrefillRoom
-from disagg.protocol.rooms.prefill_rooms import PrefillRooms
+from disagg.protocol.rooms.prefill_rooms import MAX_TOLD, FailureNotice, PrefillRoom, PrefillRooms
 from disagg.protocol.status import Failure
 from disagg.protocol.verification import DigestAnswers
 from kvpool.layout import PoolLayout

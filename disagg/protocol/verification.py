@@ -8,8 +8,8 @@ from disagg.plan import TransferPlan
 from disagg.protocol.codec import MAX_MESSAGE
 from disagg.protocol.effects import ComputeDigest, Effects
 from disagg.protocol.messages import DigestRequest, Digests, Room
-from disagg.protocol.rooms.decode_room import DecodeRoom
-from disagg.protocol.rooms.prefill_room import PrefillRoom
+from disagg.protocol.rooms.decode_rooms import DecodeRoom
+from disagg.protocol.rooms.prefill_rooms import PrefillRoom
 from disagg.protocol.status import Failure, Side
 from kvpool.layout import PoolLayout
 

@@ -31,8 +31,8 @@ from disagg.protocol.messages import PROTOCOL, Hello, Room, room_name
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.prefill import PrefillMachine
-from disagg.protocol.rooms.decode_room import DecodeRoom
-from disagg.protocol.rooms.prefill_room import PrefillRoom
+from disagg.protocol.rooms.decode_rooms import DecodeRoom
+from disagg.protocol.rooms.prefill_rooms import PrefillRoom
 from disagg.protocol.rooms.rooms import Ended
 from disagg.protocol.status import Failure, KVPoll
 from disagg.runtime.driver import Driver

@@ -26,7 +26,7 @@ from kvpool import MHAPool, RequestAddress, Span
 from kvpool.device.host_copy import copy_runs
 from tests.bench.conftest import shuffled
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import Child
+from tests.processes import Child, until
 
 LAYERS, PAGES, PAGE = 4, 64, 64
 ROOMS = 32
@@ -217,7 +217,7 @@ def test_first_copy_into_memory(paired, timed):
     def touched():
         found, advice = memory(), Prefault()
         advice.own(found.ctypes.data, size)
-        advice.join()
+        until(lambda: advice._thread is None)
         return found
 
     ready, fresh = ([each() for _ in range(5)] for each in (touched, memory))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -26,10 +27,9 @@ class Leases:
 
 def count_items(block_tables: Iterable[RequestAddress]) -> dict[str, int]:
     """Items of all block tables, by id list."""
-    items: dict[str, int] = {}
+    items: Counter[str] = Counter()
     for table in block_tables:
-        for name, span in table.spans.items():
-            items[name] = items.get(name, 0) + span.ids.size
+        items.update({name: span.ids.size for name, span in table.spans.items()})
     return items
 
 

@@ -1,20 +1,182 @@
-"""The rooms of a prefill endpoint: which are open, and of which something is still to be
-sent or published.
-"""
+"""What prefill knows of a room that it serves, of all rooms, and of those that it has forgotten."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from disagg.errors import RoomError
-from disagg.protocol.messages import Room
+from disagg.protocol.latest import Latest
+from disagg.protocol.messages import ChunkReady, ReadRequest, Room
 from disagg.protocol.peers.liveness import Leases, count_items
-from disagg.protocol.rooms.offered import LayersByOwner, Offered
-from disagg.protocol.rooms.prefill_room import ForgottenRooms, PrefillRoom
+from disagg.protocol.phases import Phase, PhasedRoom
+from disagg.protocol.rooms.offered import LayersByOwner, Offered, layer_names
 from disagg.protocol.rooms.rooms import Rooms
+from disagg.protocol.status import Side
+from kvpool.layout import RequestAddress
 
+if TYPE_CHECKING:
+    from disagg.protocol.events import OfferChunk
+    from kvpool.device import Event
+
+FORGOTTEN_SECONDS = 600.0
+"""How long the failure of a forgotten room is kept for decodes that ask for it late."""
+MAX_FORGOTTEN = 10_000
+"""Forgotten rooms of which that is kept: the latest."""
+MAX_TOLD = 256
+"""Decodes of which it is kept, for each room, that they know of its failure."""
 MAX_FAILED_UNSENT = 10_000
 """Rooms that failed before anything was sent: the latest are kept."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FailureNotice:
+    """Why a room has failed, which decodes know (by generation), and how many read it (0: none has
+    said).
+    """
+
+    reason: str
+    told: set[str]
+    readers: int
+    forgotten_at: float = 0.0
+    refused: bool = False
+    """A decode has asked for it since it was forgotten, and was told."""
+
+    def tell(self, generation: str, readers: int) -> str:
+        """A decode learns the reason, and has said how many read the room."""
+        if len(self.told) < MAX_TOLD:
+            self.told.add(generation)
+        self.readers = self.readers or readers
+        return self.reason
+
+    @property
+    def known_to_all(self) -> bool:
+        """Whether every reader knows."""
+        return 0 < self.readers <= len(self.told)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class PrefillRoom(PhasedRoom):
+    """One request: what was computed, which readers ask for it, which have read it."""
+
+    side: ClassVar[Side] = "prefill"
+    offered: Offered
+    chunks: list[ChunkReady] = field(default_factory=list)
+    addresses: list[RequestAddress] = field(default_factory=list)
+    """Block tables, one of each chunk."""
+    unpublished: list[Event | None] = field(default_factory=list)
+    """For each of the latest chunks, of which readers may not know yet, the device's event before
+    which it is computed.
+    """
+    requests: dict[bytes, ReadRequest] = field(default_factory=dict)
+    """By the peer that has asked."""
+    patience: float | None = 0.0
+    """The longest time-out of these."""
+    generations: list[str] = field(default_factory=list)
+    """Of the decodes that have asked."""
+    notice: FailureNotice | None = None
+    digested: set[tuple[bytes, bool]] = field(default_factory=set)
+    """Who has asked for digests, and whether for one of each entry: once each."""
+    done: set[bytes] = field(default_factory=set)
+    ends_at: float | None = None
+    """When the lease ends of what was sent; before, until when who has asked for it waits."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether readers may know of every chunk."""
+        return self.offered.closed and not self.unpublished
+
+    @property
+    def readers(self) -> int:
+        """How many read it; 0 while none has asked."""
+        return next(iter(self.requests.values())).readers if self.requests else 0
+
+    @property
+    def waits_for(self) -> str:
+        if self.phase is Phase.HANDSHAKE:
+            return "a decode to ask for it"
+        if not self.offered.closed:
+            awaited = self.offered.awaited or f"the chunk from position {self.offered.stop}"
+            return f"{awaited} (`send`)"
+        if self.unpublished:
+            return "the device to compute what was sent"
+        return f"{self.readers - len(self.done)} of {self.readers} readers to be done"
+
+    def ask(self, peer: bytes, request: ReadRequest, generation: str) -> None:
+        """Notes a request that has no reason against it."""
+        self.requests[peer] = request
+        self.generations.append(generation)
+        bounded = None not in (self.patience, request.timeout)
+        self.patience = max(self.patience or 0.0, request.timeout or 0.0) if bounded else None
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "peer": ", ".join(self.generations),
+            "start": min((request.start for request in self.requests.values()), default=0),
+            "tokens": self.offered.stop,
+        }
+
+    def chunk_problem(self, chunk: OfferChunk) -> str | None:
+        """Why positions and layers cannot be offered next."""
+        end, tokens, last = chunk.address.num_tokens, chunk.tokens, chunk.last
+        if tokens.step != 1:
+            return f"tokens={tokens}: a range of positions."
+        if chunk.layers is not None and not self.offered.holds(chunk.layers):
+            return f"{chunk.layers} are not here, but {layer_names(self.offered.all_layers)}."
+        if problem := self.offered.problem(tokens, chunk.layers, last):
+            return problem
+        if tokens.stop > end or (last and tokens.stop != end):
+            return f"the block table holds {end} tokens, got {tokens} with last={last}."
+        return "aux values travel with the last chunk." if chunk.aux and not last else None
+
+    def reject_reason(self, peer: bytes, request: ReadRequest) -> str | None:
+        """Why this peer cannot read it, while it is open."""
+        if peer in self.requests:
+            return "this reader has asked for it already."
+        if self.readers not in (0, request.readers):
+            return f"one reader says that {request.readers} read it, another {self.readers}."
+        if len(self.requests) == request.readers:
+            return f"all {request.readers} readers have asked for it already."
+        return None
+
+
+class ForgottenRooms:
+    """Failed rooms that prefill has forgotten, until every reader knows of the failure.
+
+    A decode that asks for one and does not know is told once, as it may be a reader of the failed
+    room that asks late. It may also be the first reader of the next room of that name: nothing in
+    a request tells them apart. So at most as many are told as read the failed room, and none once
+    all of these know. A new chunk ends the memory.
+    """
+
+    def __init__(self) -> None:
+        self._notices: Latest[Room, FailureNotice] = Latest(MAX_FORGOTTEN)
+
+    def add(self, name: Room, notice: FailureNotice | None, now: float) -> None:
+        """Remembers a room, if it has failed and not every reader knows."""
+        self._notices.pop(name, None)
+        if notice is not None and not notice.known_to_all:
+            notice.forgotten_at = now
+            self._notices[name] = notice
+
+    def pop(self, name: Room) -> bool:
+        """The name stands for another room from now on. Whether a decode was told of the forgotten
+        one that may have meant this one.
+        """
+        notice = self._notices.pop(name, None)
+        return notice is not None and notice.refused
+
+    def untold(self, request: ReadRequest, generation: str, now: float) -> str | None:
+        """Why the room has failed, for a decode that does not know; from now on it does."""
+        notices = self._notices
+        while notices and now - next(iter(notices.values())).forgotten_at > FORGOTTEN_SECONDS:
+            notices.popitem(last=False)
+        notice = notices.get(request.room)
+        if notice is None or notice.known_to_all or generation in notice.told:
+            return None
+        notice.refused = True
+        return notice.tell(generation, request.readers)
 
 
 class PrefillRooms(Rooms[PrefillRoom]):

@@ -13,7 +13,7 @@ from disagg.protocol.effects import Send
 from disagg.protocol.events import ConnectLink, DigestComputed, Received, RejectRoom, Tick
 from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
-from disagg.protocol.rooms import prefill_room
+from disagg.protocol.rooms import prefill_rooms
 from tests.disagg.protocol.pair import TIMEOUT, Pair, asks, hello, pool
 
 OFFER = 3.0
@@ -348,13 +348,13 @@ def test_a_request_that_comes_twice_is_answered_from_memory_and_opens_no_room():
 
 
 def test_a_failed_room_is_remembered_for_some_time_and_of_many_the_latest(monkeypatch):
-    monkeypatch.setattr(prefill_room, "MAX_FORGOTTEN", 3)
+    monkeypatch.setattr(prefill_rooms, "MAX_FORGOTTEN", 3)
     world = Readers(one="g1")
     for name in range(5):
         world.pair.offer(name=name)
         world.fail_and_forget(f"{name}", name)
     assert [world.ask("one", f"{n}", 1, n) for n in range(4)] == [[], [], ["2"], ["3"]]
-    world.now = prefill_room.FORGOTTEN_SECONDS + 1
+    world.now = prefill_rooms.FORGOTTEN_SECONDS + 1
     world.told("one", hello("g1"))
     assert world.ask("one", "4", 1, 4) == []
 

@@ -43,8 +43,7 @@ def test_bytes_by_role_are_those_of_rows_times_tokens_times_layers():
     }
     assert (metrics.chunks, metrics.bind_seconds, metrics.bytes_bound) == (2, 1.0, 5 * TOKENS * row)
     assert metrics.runs == sum(role.runs for role in metrics.by_role.values())
-    role = metrics.by_role["target", "latent, rope"]
-    assert role.bytes_per_run == role.nbytes / role.runs
+    assert metrics.bytes_per_run == metrics.bytes_bound / metrics.runs
     metrics.moved(100, 2.0)
     assert metrics.rate == 50
     # the copy is of its moment

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from disagg import KVPoll, RoomError
 from disagg.protocol import messages
 from disagg.protocol.events import ReadEnded, Received
-from disagg.protocol.rooms.written_items import WrittenItems
+from disagg.protocol.rooms.block_tables import WrittenItems
 from kvpool import Interleave, RequestAddress, Space, Span
 from kvpool.item import Cell, Repeat
 from tests.disagg.protocol.pair import Pair, pool
