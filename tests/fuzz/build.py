@@ -32,14 +32,10 @@ class Seeded:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-
-    def number(self, low: int, high: int) -> int:
-        """One of `low` to `high`."""
-        return self._random.randint(low, high)
+        self.number = self._random.randint
 
     def data(self, most: int) -> bytes:
-        """At most `most` bytes."""
-        return self._random.randbytes(self._random.randint(0, most))
+        return self._random.randbytes(self.number(0, most))
 
 
 @lru_cache

@@ -137,26 +137,14 @@ def get_chunk(data: bytes) -> None:
         decode.handle(Received(0, msgspec.structs.replace(message, attempt=attempt)), 0.0)
 
 
-def chunk() -> Any:
-    """A whole room in one."""
-    about = {"room": "r", "attempt": "a", "generation": "g1"}
-    return tree(msgspec.msgpack.decode(planning.ready(OWN, 0, samples.TOKENS, about)))
-
-
 TOKENS = 1 << 15
 
 
 @lru_cache
 def long_room() -> tuple[PoolLayout, Any]:
     """A layout in memory, and a long request."""
-    pool = MLAPool(
-        layers=range(1),
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        dtype="f32",
-        num_pages=TOKENS // 16 + 2,
-        page_size=16,
-    )
+    sizes = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "num_pages": TOKENS // 16 + 2}
+    pool = MLAPool(layers=range(1), dtype="f32", page_size=16, **sizes)
     _kept.append(pool)
     return pool.layout, oracle.place(pool, TOKENS)
 
@@ -169,26 +157,13 @@ def ask_for_digests(data: bytes) -> None:
     layout, address = long_room()
     prefill = PrefillMachine(machines.hello(layout, "g1"), layout, now=0.0)
     prefill.handle(Received(b"d", machines.hello(layout, "d")), 0.0)
-    prefill.handle(
-        OfferChunk(
-            room="r",
-            address=address,
-            tokens=range(TOKENS),
-            last=True,
-            aux={},
-            after=None,
-            layers=None,
-        ),
-        0.0,
-    )
-    request = messages.ReadRequest(
-        generation="g1", room="r", attempt="a", start=0, num_tokens=TOKENS, readers=1
-    )
+    chunk = OfferChunk(room="r", address=address, tokens=range(TOKENS), last=True)
+    prefill.handle(chunk, 0.0)
+    attempt = {"generation": "g1", "room": "r", "attempt": "a"}
+    request = messages.ReadRequest(**attempt, start=0, num_tokens=TOKENS, readers=1)
     prefill.handle(Received(b"d", request), 0.0)
     for each in (False, True):
-        message = messages.DigestRequest(
-            generation="g1", room="r", attempt="a", each=each, pieces=data
-        )
+        message = messages.DigestRequest(**attempt, each=each, pieces=data)
         for effect in prefill.handle(Received(b"d", message), 0.0):
             if isinstance(effect, ComputeDigest):
                 with suppress(ValueError):
@@ -227,8 +202,8 @@ def grown(sample: Any, encode: Encode, skip: tuple[str, ...] = ()) -> dict[str, 
     return {name: grow for name, grow in growers(sample, encode) if not name.startswith(skip)}
 
 
-def _hello() -> Any:
-    return tree(msgspec.msgpack.decode(codec.encode(machines.hello(OWN, "g1"))))
+def unpacked(data: bytes) -> Any:
+    return tree(msgspec.msgpack.decode(data))
 
 
 def _wide(encode: Callable[[bytes], bytes]) -> dict[str, Grower]:
@@ -238,9 +213,9 @@ def _wide(encode: Callable[[bytes], bytes]) -> dict[str, Grower]:
     }
 
 
+_chunk = planning.ready(OWN, 0, samples.TOKENS, {"room": "r", "attempt": "a", "generation": "g1"})
 UNLIKE = (wide.one_item, wide.forms, wide.roles, wide.owners, wide.side_by_side)
-_layout = tree(msgspec.msgpack.decode(OWN.to_msgpack()))
-_states = tree(msgspec.msgpack.decode(samples.CASES[4].own.to_msgpack()))
+_layout, _states = (unpacked(samples.CASES[number].own.to_msgpack()) for number in (0, 4))
 TARGETS: Mapping[str, Growth] = {
     "snapshot": Growth(read_header, grown(snapshot(), sealed, skip=("target.0.rope",))),
     "layout": Growth(
@@ -256,8 +231,11 @@ TARGETS: Mapping[str, Growth] = {
             for one, two in permutations(UNLIKE, 2)
         },
     ),
-    "hello": Growth(say_hello, {**grown(_hello(), to_msgpack), **_wide(in_hello)}),
-    "chunk": Growth(get_chunk, grown(chunk(), to_msgpack)),
+    "hello": Growth(
+        say_hello,
+        {**grown(unpacked(codec.encode(machines.hello(OWN, "g1"))), to_msgpack), **_wide(in_hello)},
+    ),
+    "chunk": Growth(get_chunk, grown(unpacked(_chunk), to_msgpack)),
     "digest": Growth(
         ask_for_digests,
         {

@@ -122,14 +122,8 @@ def seeds() -> Iterator[bytes]:
                 (0, samples.TOKENS, layers),
                 (0, 9, layers),
             ):
-                about = {"layers": some}
-                yield build.packed(
-                    [
-                        number,
-                        [peer.to_msgpack() for peer in peers],
-                        [ready(peer, start, stop, about) for peer in peers],
-                    ]
-                )
+                readies = [ready(peer, start, stop, {"layers": some}) for peer in peers]
+                yield build.packed([number, [peer.to_msgpack() for peer in peers], readies])
 
 
 def ready(
@@ -137,17 +131,10 @@ def ready(
 ) -> bytes:
     """A peer's ChunkReady of positions `start` to `stop`; `about` names the room."""
     address = samples.address(peer)
-    last = stop == samples.TOKENS
-    fields = {
-        "start": start,
-        "stop": stop,
-        "last": last,
-        "num_tokens": address.num_tokens,
-        "spans": messages.spans_of(address),
-        "aux": aux_values.pack_aux({}),
-        "layers": None,
-    }
-    return build.packed(build.message(messages.ChunkReady, build.Seeded(0), **{**fields, **about}))
+    fields = {"start": start, "stop": stop, "last": stop == samples.TOKENS, "layers": None}
+    fields |= {"num_tokens": address.num_tokens, "spans": messages.spans_of(address)}
+    fields |= {"aux": aux_values.pack_aux({}), **about}
+    return build.packed(build.message(messages.ChunkReady, build.Seeded(0), **fields))
 
 
 def mutate(data: bytes, source: random.Random, most: int) -> bytes:

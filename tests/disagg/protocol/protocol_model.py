@@ -302,7 +302,6 @@ class Node:
         self.pages = self.alloc.free_pages
         self.owners: dict[int, RoomPages] = {}
         self.rooms: dict[object, RoomPages] = {}
-        self.others: deque[RoomPages] = deque()
         self.engine = SlowEngine(self, world.broken)
         self.transport = NodeTransport(self)
 
@@ -332,20 +331,6 @@ class Node:
             view[room.pages] = FREED
         room.given_back = True
         self.alloc.free(room.request)
-
-    def occupy(self, tokens: int) -> None:
-        """A request that has nothing to do with the hand-off; raises OutOfPages."""
-        room = RoomPages(self.alloc.new_request(), tokens, next(self.world.numbers))
-        self.grow(room, tokens)
-        oracle.write(self.pool, room.request.address(), range(tokens), room.salt)
-        self.others.append(room)
-
-    def vacate(self) -> None:
-        """The oldest such ends, and still has its values."""
-        room = self.others.popleft()
-        address = room.request.address()
-        check_bytes(self.pool, address, range(room.tokens), [(self.layout, room.salt)])
-        self.give_back(room)
 
     def abort(self, name) -> None:
         """Ends a room, with a reason of its own."""

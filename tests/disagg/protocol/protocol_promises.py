@@ -50,13 +50,12 @@ def check(world: World) -> None:
 
 
 def pages_add_up(node: Node) -> None:
-    """Leased, quarantined and free pages, and those of other requests, are all."""
+    """Leased, quarantined and free pages are all."""
     leases, rooms = node.machine.leases(), node.rooms.values()
     leased, quarantined = leases.leased.get("kv", 0), leases.quarantined.get("kv", 0)
-    others = sum(len(room.pages) for room in node.others)
     assert leased == sum(len(room.pages) for room in rooms if room.ended is None)
     assert quarantined == sum(len(room.pages) for room in rooms if room.ended is not None)
-    assert leased + quarantined + others == len(node.owners)
+    assert leased + quarantined == len(node.owners)
     assert len(node.owners) + node.alloc.free_pages == node.pages
 
 
@@ -119,9 +118,6 @@ def settle(world: World) -> None:
         forget(node)
         left = left_behind(node)
         assert not left, left
-    for node in world.everybody():
-        while node.alive and node.others:
-            node.vacate()
     work_again(world)
 
 

@@ -108,9 +108,6 @@ class SlowEngine(Engine):
     def availability(cls) -> None:
         return None
 
-    def register(self, slabs) -> None:
-        pass
-
     def metadata(self) -> bytes:
         return str(self.node.life).encode()
 
@@ -158,8 +155,10 @@ class SlowEngine(Engine):
         self.transfers = [transfer for transfer in self.transfers if transfer.peer is not peer]
         return True
 
-    def close(self) -> None:
+    def close(self, *_) -> None:
         pass
+
+    register = close
 
     def land(self, transfer: Transfer, runs: int, at: int = 0) -> None:
         """Some runs arrive, the first of them being any."""

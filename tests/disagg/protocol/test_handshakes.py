@@ -302,8 +302,8 @@ def test_a_plan_knows_of_regions_that_are_not_sent_only_where_decode_has_their_r
 
 
 def test_an_owner_that_prefill_has_in_other_roles_cannot_be_taken_for_missing():
-    target = pool().layout
-    draft = pool(layers=[1], total_kv_layers=1, owner="draft").layout
+    pools = pool(), pool(layers=[1], total_kv_layers=1, owner="draft")
+    target, draft = (pool.layout for pool in pools)
     merged = PoolLayout.merge(target, draft)
     renamed = [replace(region, role=f"old.{region.role}") for region in draft.regions]
     offered = PoolLayout.merge(target, replace(draft, regions=renamed))

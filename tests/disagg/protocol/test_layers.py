@@ -125,7 +125,7 @@ def test_parts_are_offered_when_the_device_has_computed_them(pair):
     assert [read.layers.start for read in pair.reads] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 3])
 def test_a_lease_that_ends_between_parts_voids_what_was_read(part):
     pair = Pair(lease=5.0, layers=range(4))
     pair.request()

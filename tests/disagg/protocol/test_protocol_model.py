@@ -258,9 +258,9 @@ class Protocol(RuleBasedStateMachine):
     def all_goes_on(self, rounds, pace) -> None:
         self.world.live(rounds, pace)
 
-    @rule(what=st.sampled_from(["message", "turn", "bytes", "request"]), pick=PICK, at=PICK)
+    @rule(what=st.sampled_from(["message", "turn", "bytes"]), pick=PICK, at=PICK)
     def one_goes_on(self, what, pick, at) -> None:
-        """One message arrives, one side turns, a run lands, or another request begins or ends."""
+        """One message arrives, one side turns, or a run lands."""
         ways, able = self.world.ways(), self.world.able()
         reads = [(n.engine, t) for n in self.world.decodes if n.alive for t in n.engine.transfers]
         if what == "message" and ways:
@@ -270,12 +270,6 @@ class Protocol(RuleBasedStateMachine):
             engine.land(transfer, 1 + at % 3, at)
         elif what == "turn" and able:
             able[pick % len(able)].turn()
-        elif what == "request" and able:
-            node, tokens = able[pick % len(able)], 1 + at % 6
-            if len(node.others) > 1:
-                node.vacate()
-            elif node.alloc.free_pages >= tokens:
-                node.occupy(tokens)
 
     @precondition(lambda self: "repeat" in self.network)
     @rule(pick=PICK, at=PICK, way=st.sampled_from(["up", "down"]))
