@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
 from kvpool.render.chart import COLOURS, Chart, ChartRow, Kind, Mark, Panel, linear_axis
@@ -60,11 +61,8 @@ def seconds_of(seconds: float, like: float | None = None) -> str:
 
 def _chunks(reads: Sequence[ReadTimes]) -> Iterator[list[ReadTimes]]:
     """Reads of one chunk each, by rank and position."""
-
-    def chunk(read: ReadTimes) -> tuple[int, int, int]:
-        return read.source, read.start, read.stop
-
-    for _, of_chunk in groupby(sorted(reads, key=lambda read: (*chunk(read), read.ready)), chunk):
+    in_order = sorted(reads, key=attrgetter("source", "start", "stop", "ready"))
+    for _, of_chunk in groupby(in_order, attrgetter("source", "start", "stop")):
         yield list(of_chunk)
 
 

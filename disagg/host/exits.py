@@ -23,21 +23,21 @@ class Droppable(Protocol):
     """What may be left open."""
 
     def drop(self) -> None:
-        """Closes it, in a thread that its owner knows nothing of. May be called again."""
+        """Closes it, in a thread of which its owner knows nothing. May be called again."""
 
 
 def close_at_exit(owner: Droppable) -> None:
-    """Drops something when the process ends, if it is still there."""
+    """Closes it when the process ends, if it is still there."""
     _open.add(owner)
 
 
 def do_not_close_at_exit(owner: Droppable) -> None:
-    """It has been closed."""
+    """It was closed."""
     _open.discard(owner)
 
 
 def close_aside(owner: Droppable) -> threading.Thread:
-    """Drops something in a thread of its own, since that may take time."""
+    """Closes it in a thread, since that may take time."""
     _open.add(owner)  # a destructor may run when weak references are gone already
     thread = threading.Thread(target=_close, args=(owner,), name="Closing", daemon=True)
     try:
@@ -47,18 +47,18 @@ def close_aside(owner: Droppable) -> threading.Thread:
     return thread
 
 
-def _close(owner: Droppable) -> None:
-    try:
-        owner.drop()
-    except Exception:
-        log.exception("%s: it could not be closed", type(owner).__name__)
-
-
 def _close_all() -> None:
     until = time.monotonic() + EXIT_SECONDS
     for thread in [close_aside(owner) for owner in list(_open)]:
         if thread.ident is not None:
             thread.join(max(0.0, until - time.monotonic()))
+
+
+def _close(owner: Droppable) -> None:
+    try:
+        owner.drop()
+    except Exception:
+        log.exception("%s: it could not be closed", type(owner).__name__)
 
 
 _open: WeakSet[Droppable] = WeakSet()

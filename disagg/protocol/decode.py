@@ -69,7 +69,7 @@ class DecodeMachine(Machine[DecodeRoom]):
                 for name, reason in self._rooms.stuck(now):
                     self._fail(name, Failure("decode", reason, "timeout"))
             case events.Received(int(number), message):
-                if rank := self.peers.rank(number):
+                if rank := self.peers.by_number.get(number):
                     self._receive(rank, message)
             case events.ReadBegun(read, begun, seconds, shares):
                 room = self.room(read.room)
@@ -85,10 +85,10 @@ class DecodeMachine(Machine[DecodeRoom]):
             case events.RequestRoom():
                 self._request(event)
             case events.Malformed(int(number), reason):
-                if rank := self.peers.rank(number):
+                if rank := self.peers.by_number.get(number):
                     self._link_changed(self.peers.refuse(rank, reason, now))
             case events.Unreachable(int(number), reason):
-                if rank := self.peers.rank(number):
+                if rank := self.peers.by_number.get(number):
                     self._link_changed(self.peers.mark_dead(rank, reason, now))
             case events.EngineConnected(link, source):
                 link.unconnected.discard(source)

@@ -18,13 +18,12 @@ from disagg.digest.digester import Verification, differences
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine
 from disagg.plan import plan
-from disagg.protocol import aux_values, codec, messages
-from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.events import ConnectLink, Received, RequestRoom
-from disagg.protocol.peers.link import Link
+from disagg.protocol import aux_values, messages
+from disagg.protocol.events import Received
 from disagg.protocol.peers.prefill_peers import MAX_PEERS
 from disagg.protocol.prefill import MAX_REQUESTED, PrefillMachine
 from kvpool.layout import LayoutError, PoolLayout
+from tests.disagg.protocol.pair import Pair
 from tests.fuzz import build, local, machines, planning, samples, wide
 from tests.fuzz.guard import Tally, guarded
 from tests.fuzz.targets import TARGETS
@@ -76,10 +75,6 @@ def request(room, attempt="a"):
     )
 
 
-def abort(room, attempt, reason="aborted"):
-    return messages.Abort(generation="g1", room=room, attempt=attempt, reason=reason)
-
-
 def test_a_hundred_thousand_hellos_leave_no_more_peers_than_allowed():
     hello = machines.hello(samples.LAYOUTS[0], "d")
     rooms = flood((b"%d" % number, hello) for number in range(100_000))
@@ -90,21 +85,6 @@ def test_a_peer_opens_no_more_rooms_than_allowed():
     hello = machines.hello(samples.LAYOUTS[0], "d")
     rooms = flood([(b"a", hello), *((b"a", request(n)) for n in range(MAX_REQUESTED + 5000))])
     assert len(rooms.open_rooms()) == MAX_REQUESTED
-
-
-def test_rooms_that_were_requested_and_aborted_are_forgotten(monkeypatch):
-    monkeypatch.setattr("disagg.protocol.rooms.prefill_rooms.MAX_FAILED_UNSENT", 2000)
-    hello = machines.hello(samples.LAYOUTS[0], "d")
-
-    def flooding():
-        yield b"a", hello
-        for number in range(5000):
-            yield b"a", request(number, f"{number}")
-            yield b"a", abort(number, f"{number}")
-
-    rooms = flood(flooding())
-    assert not rooms.open_rooms()
-    assert sorted(rooms.rooms()) == list(range(3000, 5000))
 
 
 # layouts that did harm
@@ -266,7 +246,7 @@ def test_reasons_of_a_peer_are_kept_shortened():
             yield peer, hello
             yield peer, request(number, f"{number}")
             long = "y" * (messages.MAX_TEXT - 3) + str(number)
-            yield peer, abort(number, "a", long)
+            yield peer, messages.Abort(generation="g1", room=number, attempt="a", reason=long)
             yield peer, messages.Refuse([long] * 4)
 
     rooms = flood(flooding())
@@ -287,15 +267,9 @@ def test_many_peers_together_open_no_more_rooms_than_allowed(monkeypatch):
 
 
 def test_aux_values_before_the_last_chunk_fail_the_room():
-    own, peer = samples.CASES[0].own, samples.CASES[0].peers[0][0]
-    machine = DecodeMachine(machines.hello(own, "d"), own, 1, now=0.0)
-    machine.handle(ConnectLink(link := Link(("x",))), 0.0)
-    machine.handle(Received(0, machines.hello(peer, "g1")), 0.0)
-    machine.handle(RequestRoom(room="r", address=samples.address(own), start=0, link=link), 0.0)
-    attempt = machine.rooms()["r"].attempt
-    about = {"room": "r", "attempt": attempt, "generation": "g1"}
-    for start, stop, aux in ((0, 5, b"\x80"), (5, 9, b"\x81\xa1x\x07")):
-        assert machine.failure("r") is None
-        ready = planning.ready(peer, start, stop, {**about, "aux": aux})
-        machine.handle(Received(0, codec.decode(ready)), 0.0)
-    assert "with the last chunk" in str(machine.failure("r"))
+    pair = Pair()
+    pair.ask()
+    pair.offer(range(16), last=False)
+    (ready,) = pair.lose(pair.prefill)
+    pair.tell(pair.decode, Received(0, msgspec.structs.replace(ready, aux=b"\x81\xa1x\x07")))
+    assert "with the last chunk" in str(pair.decode.failure("r"))

@@ -71,7 +71,8 @@ class DecodePeers:
         self.plans = PlanCache(allow_missing)
         self.liveness: Liveness[int] = Liveness(hello.timeout, now)
         self._effects = effects
-        self._by_number: dict[int, PrefillRank] = {}
+        self.by_number: dict[int, PrefillRank] = {}
+        """Ranks that are not disconnected."""
         self._numbers = count()
         self._alike: Latest[_Inside, PoolLayout] = Latest(KEPT_SHAPES)
         self._shortest, self._next_check = hello.timeout, 0.0
@@ -81,12 +82,12 @@ class DecodePeers:
         self.links.append(link)
         for rank in link.ranks:
             rank.number = next(self._numbers)
-            self._by_number[rank.number] = rank
+            self.by_number[rank.number] = rank
             self._dial(rank, now)
 
     def check(self, link: Link) -> None:
         """Raises RoomError for a link that is not one of these."""
-        if self.rank(link.ranks[0].number) is not link.ranks[0]:
+        if self.by_number.get(link.ranks[0].number) is not link.ranks[0]:
             raise RoomError("the link is another endpoint's, or it was disconnected.")
 
     def disconnect(self, link: Link) -> None:
@@ -95,7 +96,7 @@ class DecodePeers:
         self._drop(link)
         self.links.remove(link)
         for rank in link.ranks:
-            del self._by_number[rank.number]
+            del self.by_number[rank.number]
             self._effects.append(Connect(rank.number, None))
 
     def notify_shutdown(self) -> None:
@@ -103,17 +104,9 @@ class DecodePeers:
         for link in self.links:
             self._say_goodbye(link)
 
-    def rank(self, number: int) -> PrefillRank | None:
-        """A rank by its number; None once it is disconnected."""
-        return self._by_number.get(number)
-
-    def ranks(self) -> set[int]:
-        """Numbers of the ranks of all links."""
-        return set(self._by_number)
-
     def live(self) -> int:
         """Ranks that have answered and are not lost."""
-        return sum(rank.hello is not None for rank in self._by_number.values())
+        return sum(rank.hello is not None for rank in self.by_number.values())
 
     def receive(self, rank: PrefillRank, message: Message, now: float) -> LinkChange | None:
         """Handles a hello, or one of the messages that concern no room."""
@@ -138,11 +131,11 @@ class DecodePeers:
         self._next_check = now + self._shortest / CHECKS_PER_TIMEOUT
         failures = []
         for number in self.liveness.dead(now):
-            rank = self._by_number[number]
+            rank = self.by_number[number]
             how = "has not answered" if rank.hello is None else "was silent"
             reason = f"it {how} for more than {self.hello.timeout:g} s."
             failures.append(self.mark_dead(rank, reason, now))
-        for rank in self._by_number.values():
+        for rank in self.by_number.values():
             if rank.link.refusal is not None:
                 continue
             if rank.redial is not None and rank.redial <= now:

@@ -44,19 +44,15 @@ class Liveness(Generic[PeerId]):
 
     def __init__(self, timeout: float, now: float) -> None:
         self.timeout, self._checked = timeout, now
-        self._heard: dict[PeerId, float] = {}
+        self.last_heard: dict[PeerId, float] = {}
 
     def heard(self, peer: PeerId, now: float) -> None:
         """Notes a sign of life, or the beginning of a wait for one."""
-        self._heard[peer] = now
+        self.last_heard[peer] = now
 
     def forget(self, peer: PeerId) -> None:
         """Stops to wait for a peer."""
-        self._heard.pop(peer, None)
-
-    def peers(self) -> set[PeerId]:
-        """Peers that are waited for."""
-        return set(self._heard)
+        self.last_heard.pop(peer, None)
 
     def dead(self, now: float) -> list[PeerId]:
         """Peers that have been silent for longer than the timeout. To be called often."""
@@ -64,5 +60,7 @@ class Liveness(Generic[PeerId]):
         self._checked = now
         # if both sides were stopped, both go on where they were
         if gap > 0:
-            self._heard = {peer: min(heard + gap, now) for peer, heard in self._heard.items()}
-        return [peer for peer, heard in self._heard.items() if now - heard > self.timeout]
+            self.last_heard = {
+                peer: min(heard + gap, now) for peer, heard in self.last_heard.items()
+            }
+        return [peer for peer, heard in self.last_heard.items() if now - heard > self.timeout]

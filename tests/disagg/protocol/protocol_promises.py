@@ -168,7 +168,7 @@ def forget(node: Node) -> None:
 def left_behind(node: Node) -> list[str]:
     """What a node that has nothing to do any more still keeps, and should not."""
     machine, endpoint = node.machine, node.endpoint
-    peers, waited = machine.peers, machine.peers.liveness.peers()
+    peers, waited = machine.peers, {*machine.peers.liveness.last_heard}
     kept = {
         "rooms": {*machine.rooms()},
         "open rooms": machine.open_rooms(),
@@ -190,8 +190,8 @@ def left_behind(node: Node) -> list[str]:
             else (),
             "links": {id(link) for link in peers.links}
             ^ {id(link) for link in node.links.values()},
-            "connections": peers.ranks() ^ node.transport.connections.keys(),
-            "silent peers": waited - peers.ranks(),
+            "connections": peers.by_number.keys() ^ node.transport.connections.keys(),
+            "silent peers": waited - peers.by_number.keys(),
             "reads": reader._reads(),
             "fences": [lane for lane in (*reader._lanes.values(), *reader._dropped) if lane.fences],
             "lanes at work": list(reader._active),
