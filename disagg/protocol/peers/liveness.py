@@ -60,7 +60,6 @@ class Liveness(Generic[PeerId]):
         self._checked = now
         # if both sides were stopped, both go on where they were
         if gap > 0:
-            self.last_heard = {
-                peer: min(heard + gap, now) for peer, heard in self.last_heard.items()
-            }
+            for peer, heard in self.last_heard.items():
+                self.last_heard[peer] = min(heard + gap, now)
         return [peer for peer, heard in self.last_heard.items() if now - heard > self.timeout]
