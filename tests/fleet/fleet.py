@@ -22,7 +22,7 @@ import numpy as np
 
 from disagg.plan import Group
 from disagg.protocol import messages
-from disagg.protocol.rooms.decode_room import DecodeRoom
+from disagg.protocol.rooms.decode_rooms import DecodeRoom
 from disagg.protocol.status import Failure, KVPoll
 from tests.fleet.network import FIRST_SECOND, FleetNetwork, Line, Timeline
 from tests.fleet.ranks import DecodeRank, FleetRoom, Part, PrefillRank, Rank
@@ -266,7 +266,7 @@ class Fleet:
         """Of the ranks that have the most peers now."""
         for side in SIDES:
             mine = [r.endpoint.machine.peers for r in self.alive.values() if r.side == side]
-            counts = [len(p.alive if side == "prefill" else p.ranks()) for p in mine]
+            counts = [len(p.alive if side == "prefill" else p.by_number) for p in mine]
             most = int(np.argmax(counts))
             more = footprint(mine[most]) - self._alone[side]
             self.memory[f"{side}_peer"] = more // max(1, counts[most])
