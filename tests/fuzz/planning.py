@@ -1,6 +1,4 @@
-"""A peer's layouts and block table against one's own: no run of a batch leaves either's memory, or
-covers a byte of it that nobody described.
-"""
+"""A peer's layouts and block table against one's own: no run of a batch leaves either's items."""
 
 from __future__ import annotations
 

@@ -76,17 +76,6 @@ def test_a_run_outside_the_requests_items_is_reported(column, by, whose):
         planning.check(twice, peer, ends[0], case.own, ends[1])
 
 
-@pytest.mark.parametrize(("column", "whose"), [(0, "source"), (1, "destination")])
-def test_a_run_over_bytes_that_nobody_described_is_reported(column, whose):
-    padded = [samples.padded(4, base) for base in (samples.THERE, samples.HERE)]
-    layouts = [*padded]
-    layouts[column] = samples.padded(4, layouts[column].buffers[0].base, padding=False)
-    ends = [samples.address(layout) for layout in padded]
-    batch = planning.plan([padded[0]], padded[1]).bind(0, *ends)
-    with pytest.raises(Finding, match=f"bytes of the {whose} that nobody described"):
-        planning.check(batch, layouts[0], ends[0], layouts[1], ends[1])
-
-
 def test_edits_are_bounded_and_repeatable():
     data = samples.LAYOUTS[0].to_msgpack()
     for name in DOCUMENTS:
