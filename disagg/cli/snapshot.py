@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from disagg.snapshot import SnapshotRefused, check, inspect
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from disagg.snapshot import Header
+from disagg.snapshot import Header, SnapshotRefused, check, inspect
 
 
 class Action(str, Enum):
@@ -45,10 +40,7 @@ def snapshot(
     Example:
       kvpool snapshot check request.kv
     """
-    from rich.console import Console
-
-    console, refused = Console(), False
-    headers: list[dict[str, Any]] = []
+    headers, refused = list[dict[str, Any]](), False
     for path in files:
         try:
             header = check(path) if action is Action.check else inspect(path)
@@ -60,9 +52,9 @@ def snapshot(
         if as_json:
             headers.append(_as_dict(path, header))
         elif action is Action.check:
-            _line(console, f"{path}: sound, {_summary(header)}")
+            typer.echo(f"{path}: sound, {_summary(header)}")
         else:
-            _show(console, path, header)
+            _show(path, header)
     if as_json:
         typer.echo(json.dumps(headers))
     if refused:
@@ -70,14 +62,14 @@ def snapshot(
 
 
 def _as_dict(path: Path, header: Header) -> dict[str, Any]:
-    sizes = {"request": header.request, "tokens": header.tokens, "data_bytes": header.data_bytes}
-    described = {"conventions": dict(header.conventions)}
-    layout = json.loads(header.layout.to_json())
-    return {"file": str(path), **sizes, **described, "layout": layout}
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return {
+        "file": str(path),
+        "request": header.request,
+        "tokens": header.tokens,
+        "data_bytes": header.data_bytes,
+        "conventions": dict(header.conventions),
+        "layout": json.loads(header.layout.to_json()),
+    }
 
 
 def _summary(header: Header) -> str:
@@ -86,12 +78,14 @@ def _summary(header: Header) -> str:
     return f"{header.tokens:,} tokens{request}{model}, {header.data_bytes:,} bytes of state"
 
 
-def _show(console: Console, path: Path, header: Header) -> None:
+def _show(path: Path, header: Header) -> None:
+    from rich.console import Console
+
     from kvpool.render.text import layout_table, space_words
 
-    _line(console, f"{path}: {_summary(header)}")
+    typer.echo(f"{path}: {_summary(header)}")
     for space in header.layout.spaces:
-        _line(console, f"  {space_words(space)}")
+        typer.echo(f"  {space_words(space)}")
     for name, value in header.conventions.items():
-        _line(console, f"  {name}: {value}")
-    console.print(layout_table(header.layout, "tensors, as they lie in the file"), crop=False)
+        typer.echo(f"  {name}: {value}")
+    Console().print(layout_table(header.layout, "tensors, as they lie in the file"), crop=False)

@@ -9,6 +9,7 @@ import select
 import threading
 import time
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from statistics import median
 
@@ -152,42 +153,34 @@ def test_one_from_send_to_success(engine, timed):
 
 
 def test_threads_that_wait(paired, timed):
-    """A thread for each room, beside one for all."""
+    """A thread for each room, beside one for all and as many that do nothing: threads take time to
+    start, whatever they do.
+    """
     number, rooms = OPEN if timed else 20, count(0, 1_000_000)
     with decode_with("local") as (decode, [peer], _):
 
-        def by_thread():
-            first, into = next(rooms), tables(number)
-            for room, table in enumerate(into):
-                decode.receive(first + room, table)
-            waits = [
-                threading.Thread(target=decode.wait, args=(first + room, 60))
-                for room in range(number)
+        def hand_over(by_thread):
+            first = next(rooms)
+            names = range(first, first + number)
+            for room, table in zip(names, tables(number)):
+                decode.receive(room, table)
+            calls = [
+                (decode.wait, (room, 60)) if by_thread else (time.sleep, (0,)) for room in names
             ]
-            for each in waits:
-                each.start()
+            threads = [threading.Thread(target=call, args=arguments) for call, arguments in calls]
+            for thread in threads:
+                thread.start()
             peer.pipe.send(("rooms", first, number))
-            for each in waits:
-                each.join()
-            for room in range(number):
-                assert decode.poll(first + room) is KVPoll.Success
-                decode.forget(first + room)
+            if not by_thread:
+                for room in names:
+                    decode.wait(room, 60)
+            for thread in threads:
+                thread.join()
+            for room in names:
+                assert decode.poll(room) is KVPoll.Success
+                decode.forget(room)
 
-        def one_thread():
-            first, into = next(rooms), tables(number)
-            for room, table in enumerate(into):
-                decode.receive(first + room, table)
-            idle = [threading.Thread(target=time.sleep, args=(0,)) for _ in range(number)]
-            for each in idle:  # threads take time to start, whatever they do
-                each.start()
-            peer.pipe.send(("rooms", first, number))
-            for room in range(number):
-                assert decode.wait(first + room, 60) is KVPoll.Success
-                decode.forget(first + room)
-            for each in idle:
-                each.join()
-
-        paired(by_thread, one_thread, rounds=10)
+        paired(partial(hand_over, True), partial(hand_over, False), rounds=10)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

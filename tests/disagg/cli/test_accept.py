@@ -66,24 +66,20 @@ def words_of(page):
     return found
 
 
-OTHERS = [pytest.param(each, marks=pytest.mark.long) for each in ("interpret", "npu-reference")]
-"""Which .ci/run tries by `make accept`."""
-
-
-@pytest.mark.parametrize("device", ["cpu", *OTHERS])
-def test_a_device_of_this_machine_passes(folder, device):
-    status, said, report, page = accepted(folder, device, "--quick")
+def test_a_device_of_this_machine_passes(folder):
+    """Others are tried by `make accept` in .ci/run."""
+    status, said, report, page = accepted(folder, "cpu", "--quick")
     assert status == 0 and report.passed and "FAIL" not in said, said
     assert report.quick and report.complete
     names = [section.name for section in sections.SECTIONS]
     assert [each.name for each in report.sections] == names
-    assert [line.split()[0] for line in said.splitlines()] == [*names, device]
+    assert [line.split()[0] for line in said.splitlines()] == [*names, "cpu"]
     for name in ("conformance", "engines", "models", "bench"):
         assert any(row.state == "passed" for row in rows_of(report, name).values()), name
     for name in ("streams", "graphs", "ipc"):
         (row,) = rows_of(report, name).values()
         assert row.state == "not here" and row.sentence.startswith("not for this device: ")
-    assert report.machine["device"] == device and report.versions["torch"] == torch.__version__
+    assert report.machine["device"] == "cpu" and report.versions["torch"] == torch.__version__
     moved = rows_of(report, "engines")
     for engine in ENGINES:
         for runs in ("large runs", "small runs"):
@@ -252,18 +248,6 @@ def test_an_error_of_a_section_is_a_row_and_the_others_run(in_place, tmp_path):
     assert "graphs       1 not here" in done.output
 
 
-def test_what_is_known_is_kept_if_a_section_ends_the_process(in_place, tmp_path):
-    def gone(scope):
-        raise SystemExit(9)
-
-    in_place(graphs=nothing_here, ipc=gone)
-    assert CliRunner().invoke(app, ["--out", str(tmp_path)]).exit_code == 9
-    report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)
-    assert [each.name for each in report.sections] == ["graphs"] and not report.complete
-    assert report.interrupted == "ipc" and not report.passed
-    assert f"kvpool accept: {report.verdict}" in words_of((tmp_path / "accept.html").read_text())
-
-
 def test_an_interrupted_run_has_not_passed_and_keeps_the_sections_that_have_ended(tmp_path):
     command = [sys.executable, "-m", "kvpool", "accept", "--only=streams", "--only=engines"]
     command += ["--out", str(tmp_path)]
@@ -272,6 +256,7 @@ def test_an_interrupted_run_has_not_passed_and_keeps_the_sections_that_have_ende
         while b'"interrupted": "engines"' not in (tmp_path / "accept.json").read_bytes():
             assert process.poll() is None
             time.sleep(0.01)
+        assert "interrupted in engines" in (tmp_path / "accept.html").read_text()
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C of a terminal does
         text = process.stdout.read()
     report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)
