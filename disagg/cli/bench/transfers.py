@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -120,29 +121,35 @@ def handoff_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
     family; the reference reads that chunk's runs, and bytes are theirs, with spare bytes in them.
     """
     most = max(sizes.handoff_tokens)
-    for family in FAMILIES:
+    for engine, family in product(engines, FAMILIES):
         layout = pool_of(family, most, "meta").layout
         moves = plan([layout], layout)
         for tokens in sizes.handoff_tokens:
             table = block_table(layout, tokens, DEST_SEED)
             for chunk in sorted({tokens, min(tokens, sizes.handoff_chunk)}, reverse=True):
-                name = f"{tokens:,} token{'s' * (tokens > 1)}"
+                name = f"{engine}, {family}, {tokens:,} token{'s' * (tokens > 1)}"
                 name += f" in chunks of {chunk:,}" if chunk < tokens else ""
                 last = range((tokens - 1) // chunk * chunk, tokens)
-                for engine in engines:
-                    yield BenchCase(
-                        group="handoff",
-                        name=f"{engine}, {family}, {name}",
-                        nbytes=moves.bind(0, table, table, tokens=last).total,
-                        open=partial(open_handoff, engine, family, most, tokens, chunk),
-                        bound=BARE,
-                        calls=1,
+                yield BenchCase(
+                    group="handoff",
+                    name=name,
+                    nbytes=moves.bind(0, table, table, tokens=last).total,
+                    open=partial(
+                        open_handoff,
                         engine=engine,
-                    )
+                        family=family,
+                        most=most,
+                        tokens=tokens,
+                        chunk=chunk,
+                    ),
+                    bound=BARE,
+                    calls=1,
+                    engine=engine,
+                )
 
 
 def open_handoff(
-    engine: str, family: str, most: int, tokens: int, chunk: int, context: BenchContext
+    context: BenchContext, *, engine: str, family: str, most: int, tokens: int, chunk: int
 ) -> Work:
     """See handoff_cases; the pools have room for `most` tokens."""
     hand_offs: TimedHandOffs = context.opened(TimedHandOffs, engine, family, most)
