@@ -233,14 +233,6 @@ def test_the_reserved_item_may_be_listed_for_all_spaces():
         made.bind(0, there, here)  # nothing is read or written there
 
 
-def test_spaces_of_two_block_pools_may_list_the_same_ids():
-    spaces = Space("kv", block_pool="one"), Space("swa", window=4, block_pool="two")
-    rows = [(0, "kv", 6, Cell("k", 4, "bf16")), (1, "swa", 6, Cell("latent", 8, "bf16"))]
-    side = built(rows, spaces)
-    made = plan([side.layout], side.layout)
-    assert made.bind(0, table([1, 2], [1, 2]), table([3, 4], [3, 4])).total == 2 * 8 + 2 * 16
-
-
 @settings(max_examples=300)
 @given(st.data())
 def test_the_blocks_of_any_number_of_spaces_are_compared(data):
@@ -271,20 +263,3 @@ def test_the_blocks_of_any_number_of_spaces_are_compared(data):
             f"block {twice[0]} of block pool blocks is listed in spaces {one} (item {first}) and "
             f"{two} (item {second}), but"
         )
-
-
-def cut_pair(cut, items=10):
-    """`pair()`, but a block is `cut` pages of keys beside one of latents."""
-    parts = {"kv": [(0, Cell("k", 4, "bf16"))], "swa": [(1, Cell("latent", 8, "bf16"))]}
-    kv = Space("kv", reserved=cut, block_pool=POOL, items_per_block=cut)
-    return overlaid(parts, (kv, Space("swa", window=4, block_pool=POOL)), items)
-
-
-def test_items_of_one_number_are_no_clash_and_items_of_one_block_are():
-    """Of two items a block, item 4 is in block 2, and block 4 is items 8 and 9."""
-    made = plan([cut_pair(2).layout], cut_pair(2).layout)
-    made.bind(0, table([4, 5], [4, 3]), table([8, 9], [5, 3]))
-    for item in (8, 9):
-        says = rf"block 4 of block pool blocks .*spaces kv \(item {item}\) and swa \(item 4\), but"
-        with pytest.raises(ValueError, match=says):
-            made.bind(0, table([4, item], [4, 3]), table([8, 9], [5, 3]))

@@ -163,52 +163,6 @@ def pages(*ids, tokens=None):
     return RequestAddress(4 * len(ids) if tokens is None else tokens, {"kv": Span(list(ids))})
 
 
-LATENT, ROPE = Cell("latent", 8, "bf16"), Cell("rope", 4, "bf16")
-
-
-def with_gap(where, page, gap):
-    """A page of latent and rope rows with 8 other bytes in or between them."""
-    row, gaps = Seq(LATENT, ROPE), Repeat("entry", page, gap) if isinstance(gap, Cell) else gap
-    rows = Repeat("entry", page, row)
-    if isinstance(gap, Skip):
-        gaps = Skip(gap.nbytes * page)
-    return {
-        "in the row": Repeat("entry", page, Seq(LATENT, gap, ROPE)),
-        "behind the row": Repeat("entry", page, Seq(row, gap)),
-        "before the row": Repeat("entry", page, Seq(gap, row)),
-        "behind the page": Seq(rows, gaps),
-        "before the page": Seq(gaps, rows),
-    }[where]
-
-
-GAPS = ["in the row", "behind the row", "before the row", "behind the page", "before the page"]
-INDEX, NOTHING = Cell("index_key", 4, "bf16"), Skip(8)
-
-
-@pytest.mark.parametrize("seed", [0, None])
-@pytest.mark.parametrize("page", [1, 4])
-@pytest.mark.parametrize("where", GAPS)
-def test_live_bytes_of_decode_are_not_padding(where, page, seed):
-    template = with_gap(where, page, NOTHING)
-    source = built([(layer, "kv", 14, template) for layer in range(3)], page=page)
-    kinds = (NOTHING, INDEX, NOTHING)  # index keys on a subset of layers
-    dest = built(
-        [(layer, "kv", 14, with_gap(where, page, kind)) for layer, kind in enumerate(kinds)],
-        page=page,
-    )
-    hand_off([source], dest, 11, seed=seed, allow_missing={"index_key"})
-
-
-@pytest.mark.parametrize("seed", [0, None])
-@pytest.mark.parametrize("page", [1, 4])
-@pytest.mark.parametrize("where", GAPS)
-def test_live_bytes_of_prefill_are_not_sent_as_padding(where, page, seed):
-    source, dest = (
-        built([(0, "kv", 14, with_gap(where, page, gap))], page=page) for gap in (INDEX, NOTHING)
-    )
-    assert hand_off([source], dest, 11, seed=seed)[1] == [11 * 24]
-
-
 def test_layers_that_another_replica_sends_are_not_sent_between_pages():
     replicas = [mla(range(4), shard=Shard(rank, 2), placement="page") for rank in range(2)]
     dest = mla(range(4), placement="page")
@@ -253,18 +207,6 @@ def test_equal_padding_is_part_of_a_run():
     batch = plan([sides[0].layout], sides[1].layout).bind(0, pages(2, 3, 4), pages(7, 8, 9))
     assert batch.runs == 1
     hand_off(sides[:1], sides[1], 30)
-
-
-@pytest.mark.parametrize("declared", [(True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("where", GAPS)
-def test_what_one_side_does_not_declare_padding_is_not_moved(where, declared):
-    template = with_gap(where, 4, NOTHING)
-    sides = [
-        built([(layer, "kv", 14, template) for layer in range(2)], page=4, padding=padding)
-        for padding in declared
-    ]
-    for seed in (0, None):
-        assert hand_off(sides[:1], sides[1], 11, seed=seed)[1] == [2 * 11 * 24]
 
 
 def test_unequal_padding_is_not_moved():
