@@ -126,24 +126,6 @@ def test_an_overlap_of_two_spaces_is_refused_with_the_way_out():
     layout(buffer("kv"), buffer("swa", 16))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        buffer("swa", 48),  # into the next item
-        buffer("swa", stride=96),
-        buffer("swa", 16, 64),
-        buffer("swa", 64),  # item 0 over item 1
-    ],
-)
-def test_items_of_a_block_pool_lie_over_one_another_one_over_one_only(other):
-    says = (
-        r"of one block pool lie over one another block b over block b only: at one stride, .* "
-        rf"blocks are 64 bytes apart there, {other.item_stride} here\."
-    )
-    with pytest.raises(LayoutError, match=says):
-        layout(buffer("kv"), other)
-
-
 # blocks of several items
 
 CUT = Space("kv", reserved=4, block_pool="blocks", items_per_block=4)
@@ -213,17 +195,6 @@ def test_a_block_is_a_number_of_items(size):
 def test_only_blocks_of_a_pool_are_several_items(more):
     with pytest.raises(LayoutError, match=r"space kv: items_per_block 2 without a block_pool"):
         Space("kv", items_per_block=2, **more)
-
-
-def test_buffers_whose_items_an_id_has_both_of_do_not_overlap():
-    shares = Space("c4", ids="kv")
-    for space in ("kv", "c4"):
-        with pytest.raises(LayoutError, match=r"lies inside.*An id of kv is an item of both"):
-            layout(buffer("kv"), buffer(space, 16), buffer("swa"), spaces=(*SPACES, shares))
-        # also where a buffer of another space lies over both
-        with pytest.raises(LayoutError, match="An id of kv is an item of both"):
-            layout(buffer("kv"), buffer("swa", 0, 64), buffer(space, 31), spaces=(*SPACES, shares))
-    layout(buffer("kv"), buffer("c4", 32), buffer("swa", 0, 64), spaces=(*SPACES, shares))
 
 
 @pytest.mark.parametrize(

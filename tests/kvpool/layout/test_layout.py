@@ -318,19 +318,6 @@ def test_a_layout_that_contradicts_itself_is_refused(wrong, says):
         PoolLayout(**{**right, **wrong})
 
 
-def test_the_same_role_of_another_owner_or_layer_is_another_region():
-    held = layout(
-        region(offset=0), region(offset=16, owner="draft"), region(offset=32, layer=1), total=2
-    )
-    assert set(held.region_by_key) == {("target", 0, "k"), ("draft", 0, "k"), ("target", 1, "k")}
-
-
-def test_owner_and_role_with_spaces_in_them_do_not_run_into_one_another():
-    one = region(owner="t", layer=1, role="k layer 2 v", offset=0)
-    two = region(owner="t layer 1 k", layer=2, role="v", offset=16)
-    assert len(layout(one, two, total=3).region_by_key) == 2
-
-
 def test_regions_that_overlap_are_refused_with_both_ranges():
     says = (
         r"target layer 0 k: overlaps draft layer 3 v in an item of buffer b: bytes 0 to 33 and "
