@@ -34,27 +34,21 @@ class PlanCache:
         """As `disagg.plan.plan`. A refusal is computed and raised each time."""
         began = time.perf_counter()
         try:
-            return self._plan(sources, dest, group)
+            shapes = tuple([layout.fingerprint() for layout in (*sources, dest)])
+            key = shapes, group.shape if group else None
+            if key not in self._plans:
+                self.misses += 1
+                fresh = plan(sources, dest, allow_missing=self.allow_missing, group=group)
+                uncut = all(map(operator.is_, (*fresh.sources, fresh.dest), (*sources, dest)))
+                self._plans[key] = fresh, uncut
+                if len(self._plans) > self.capacity:
+                    self._plans.popitem(last=False)
+                return fresh
+            self.hits += 1
+            self._plans.move_to_end(key)
+            planned, uncut = self._plans[key]
+            if not uncut:
+                sources, dest, _ = pair(sources, dest)
+            return planned.between(sources, dest)
         finally:
             self.seconds += time.perf_counter() - began
-
-    def _plan(
-        self, sources: Sequence[PoolLayout], dest: PoolLayout, group: Group | None
-    ) -> TransferPlan:
-        shapes = tuple([layout.fingerprint() for layout in (*sources, dest)])
-        key = shapes, group.shape if group else None
-        cached = self._plans.get(key)
-        if cached is None:
-            self.misses += 1
-            fresh = plan(sources, dest, allow_missing=self.allow_missing, group=group)
-            uncut = all(map(operator.is_, (*fresh.sources, fresh.dest), (*sources, dest)))
-            self._plans[key] = fresh, uncut
-            if len(self._plans) > self.capacity:
-                self._plans.popitem(last=False)
-            return fresh
-        self.hits += 1
-        self._plans.move_to_end(key)
-        planned, uncut = cached
-        if not uncut:
-            sources, dest, _ = pair(sources, dest)
-        return planned.between(sources, dest)

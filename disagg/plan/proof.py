@@ -51,7 +51,9 @@ def prove(records: Sequence[Records], parts: Iterable[Part], routes: Sequence[Ro
                 fact = name, id(route.runs), *ends[2:], end.item, begins, encoded(moved)
                 if fact not in proved:
                     proved.add(fact)
-                    side = _RecordSide(name, ends, route.runs, keys, end, moved)
+                    side = _RecordSide(
+                        name=name, side=ends, runs=route.runs, keys=keys, record=end, moved=moved
+                    )
                     if not begins:
                         side.refuse(0, ends.stride, "are those of another buffer")
                     side.check()
