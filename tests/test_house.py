@@ -88,7 +88,11 @@ def tuples(function: ast.AST) -> set[str]:
                     names.add(target.id)
                 elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                     pairs = zip(target.elts, node.value.elts)
-                    names |= {t.id for t, v in pairs if isinstance(v, ast.Tuple)}
+                    names |= {
+                        t.id
+                        for t, v in pairs
+                        if isinstance(t, ast.Name) and isinstance(v, ast.Tuple)
+                    }
     return names
 
 

@@ -195,13 +195,14 @@ def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
         if count > most:
             raise ValueError(f"{count} {what}: at most {most} are digested at once.")
     parts = [
-        (range(s.start, s.stop), tuple([Interleave(*numbers) for numbers in s.held]))
+        (range(s.start, s.stop), tuple([Interleave(n, rank, ranks) for n, rank, ranks in s.held]))
         for s in sent.shapes
     ]
     moved = []
     for number, layer in zip(sent.which, sent.layers):
         shape = sent.shapes[number]
-        moved.append(Piece((shape.owner, layer, shape.role), shape.box, *parts[number]))
+        entries, held = parts[number]
+        moved.append(Piece((shape.owner, layer, shape.role), shape.box, entries, held))
     return moved
 
 

@@ -271,7 +271,10 @@ def _grid(array: Array, options: RegionOptions, subject: str) -> tuple[int, tupl
     unknown = set(options.shards) - set(dims)
     if unknown:
         raise LayoutError(f"{subject}: shards names {sorted(unknown)}, the axes are {dims}.")
-    axes = (Axis(dim, sizes[dim], strides[dim], *options.shards.get(dim, ())) for dim in dims)
+    axes = []
+    for dim in dims:
+        start, total = options.shards.get(dim, (0, sizes[dim]))
+        axes.append(Axis(dim, sizes[dim], strides[dim], start, total))
     return width, tuple(axes)
 
 
