@@ -8,11 +8,13 @@ from itertools import pairwise
 from types import MappingProxyType
 
 import msgspec
+import numpy as np
 
 from disagg.plan import CopyBatch, IncompatibleLayouts, IncompleteTransfer, plan
 from disagg.plan.cache import PlanCache
 from disagg.protocol import aux_values, codec, messages
 from kvpool.layout import LayoutError, PoolLayout, RequestAddress
+from kvpool.layout.grid import Ints, merge_intervals, region_runs
 from tests.fuzz import build, edits, samples
 from tests.fuzz.guard import Finding
 from tests.fuzz.stretch import stretched
@@ -74,10 +76,20 @@ def check(
     own: PoolLayout,
     dest: RequestAddress,
 ) -> None:
-    """Raises Finding if a run leaves the request's items on either side or overlaps another."""
+    """Raises Finding if a run leaves the request's items on either side, covers bytes of them that
+    nobody described, or overlaps another.
+    """
     runs = list(zip(*(column.tolist() for column in batch)))
     _inside([(src, src + size) for src, _, size in runs], items(theirs, source), "the source's")
     _inside([(dst, dst + size) for _, dst, size in runs], items(own, dest), "the destination's")
+    for whose, layout, address, first in (
+        ("source", theirs, source, batch.src),
+        ("destination", own, dest, batch.dst),
+    ):
+        starts, ends = described(layout, address)
+        place = np.searchsorted(starts, first, side="right") - 1
+        if ((place < 0) | (first + batch.nbytes > ends[place])).any():
+            raise Finding(f"a run covers bytes of the {whose} that nobody described.")
     ordered = sorted((dst, dst + size) for _, dst, size in runs)
     if any(one[1] > two[0] for one, two in pairwise(ordered)):
         raise Finding("a byte of the destination is written twice.")
@@ -99,6 +111,28 @@ def items(layout: PoolLayout, address: RequestAddress) -> list[tuple[int, int]]:
         else:
             joined.append((start, start + size))
     return joined
+
+
+def described(layout: PoolLayout, address: RequestAddress) -> tuple[Ints, Ints]:
+    """Pointers from and to which bytes of the request's items are in regions or declared padding,
+    joined where adjacent.
+    """
+    starts, ends = [np.array([-1])], [np.array([-1])]  # before all pointers
+    inside: dict[str, list[tuple[Ints, int]]] = {}
+    for region in layout.regions:
+        inside.setdefault(region.buffer, []).append(region_runs(region))
+    for buffer in layout.buffers:
+        ids = address.spans.get(layout.space_by_name[buffer.space].id_list)
+        if ids is None:
+            continue
+        bases = buffer.base + ids.ids[ids.ids < buffer.items] * buffer.item_stride
+        runs = inside.get(buffer.name, [])
+        if buffer.padding:
+            runs = [(np.zeros(1, dtype=np.int64), buffer.item_bytes)]
+        for offsets, width in runs:
+            starts.append((bases[:, None] + offsets).ravel())
+            ends.append(starts[-1] + width)
+    return merge_intervals(np.concatenate(starts), np.concatenate(ends))
 
 
 def _inside(runs: Iterable[tuple[int, int]], allowed: list[tuple[int, int]], whose: str) -> None:
