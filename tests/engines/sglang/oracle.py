@@ -125,10 +125,10 @@ def read(side: Side, pool: Any, owner: str, layers: Sequence[int] | None) -> Ite
         yield from mha(side, pool, owner, named, every, rest, ask.at)
     elif kind == "NPUMLATokenToKVPool":
         for n, layer in numbers:
-            parts = [("latent", pool.k_buffer[n]), ("rope", pool.v_buffer[n])]
+            parts = {"latent": pool.k_buffer[n], "rope": pool.v_buffer[n]}
             if start + n in pool.indexer_layer_id_to_slot:
-                parts.append(("index", pool.get_index_k_buffer(start + n)))
-            for what, tensor in parts:
+                parts["index"] = pool.get_index_k_buffer(start + n)
+            for what, tensor in parts.items():
                 yield (owner, layer, what), Rows(raw(tensor), every, paged(ask.at, page), 0, rest)
     else:
         for n, layer in numbers:
@@ -137,12 +137,14 @@ def read(side: Side, pool: Any, owner: str, layers: Sequence[int] | None) -> Ite
         if kind == "DSATokenToKVPool":
             for n, layer in numbers:
                 pages = pool.get_index_k_with_scale_buffer(start + n)
-                if not len(pages):
-                    continue
-                keys = pages[:, : page * 128].view(len(pages), page, 1, 128)
-                scales = pages[:, page * 128 :].view(len(pages), page, 1, 4)
-                for what, tensor in (("index", keys), ("index scale", scales)):
+                for what, tensor in index_keys(pages, page) if len(pages) else ():
                     yield (owner, layer, what), Rows(tensor, every, paged(ask.at, page), 0, rest)
+
+
+def index_keys(pages: torch.Tensor, page: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Keys of 128 bytes and their scales, of pages that have first all keys."""
+    yield "index", pages[:, : page * 128].view(len(pages), page, 1, 128)
+    yield "index scale", pages[:, page * 128 :].view(len(pages), page, 1, 4)
 
 
 def mha(side, pool, owner, layers, every, rest, at):
@@ -232,10 +234,7 @@ def dsv4(side, pool, owner):
         ):
             yield (owner, layer, f"c{ratio} {what}"), Rows(raw(tensor), entries, index, 0, dead)
         if ratio == 4:
-            pages = pool.get_index_k_with_scale_buffer(layer)
-            keys = pages[:, : per * 128].view(len(pages), per, 1, 128)
-            scales = pages[:, per * 128 :].view(len(pages), per, 1, 4)
-            for what, tensor in (("index", keys), ("index scale", scales)):
+            for what, tensor in index_keys(pool.get_index_k_with_scale_buffer(layer), per):
                 yield (owner, layer, what), Rows(tensor, entries, index, 0, dead)
         for what, ring in (
             ("state", pool.compress_state_pools[layer]),
@@ -269,14 +268,12 @@ def tensors(pool: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     if isinstance(pool, torch.Tensor):
         if pool.dtype not in (torch.uint64, torch.int64, torch.int32):
             yield pool
-    elif isinstance(pool, dict):
-        for each in pool.values():
-            yield from tensors(each, seen)
-    elif isinstance(pool, (list, tuple)):
-        for each in pool:
-            yield from tensors(each, seen)
-    elif type(pool).__module__.startswith("sglang") and hasattr(pool, "__dict__"):
-        yield from tensors(vars(pool), seen)
+        return
+    if type(pool).__module__.startswith("sglang") and hasattr(pool, "__dict__"):
+        pool = vars(pool)
+    parts = pool.values() if isinstance(pool, dict) else pool
+    for part in parts if isinstance(pool, (dict, list, tuple)) else ():
+        yield from tensors(part, seen)
 
 
 def memory(side: Side) -> list[torch.Tensor]:

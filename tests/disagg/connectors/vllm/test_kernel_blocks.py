@@ -41,9 +41,8 @@ class Memory:
             view = tensor.view(torch.bfloat16).view(BLOCKS * cut.ratio, *inner, 2 * D)
             view = view if cut.heads_first else view.transpose(1, 2)
             self.views |= dict.fromkeys((engines.name(FULL[n]), engines.name(SHORT[n])), view)
-            self.views[engines.name(STATES[n])] = tensor.view(torch.int8)[
-                :, None, None, : engines.GDN_BYTES
-            ]
+            slots = tensor.view(torch.int8)[:, None, None, : engines.GDN_BYTES]
+            self.views[engines.name(STATES[n])] = slots
         full, short, state = blocks
         split = [
             [b * cut.ratio + j for b in ids for j in range(cut.ratio)] for ids in (full, short)
@@ -66,15 +65,15 @@ class Memory:
 
     def dead(self, entries: int) -> torch.Tensor:
         """Which bytes are of positions behind the request's, in its last item of `entries`."""
-        was, found = self.raw.clone(), torch.zeros_like(self.raw)
+        before = self.raw.clone()
         self.raw.zero_()
         for kernel, _ in self.kernels[:4]:
             for token in range(TOKENS, -(-TOKENS // entries) * entries):
                 for _, _, cell in kernel.cells(token):
                     cell.view(torch.uint8).fill_(1)
-        found.copy_(self.raw)
-        self.raw.copy_(was)
-        return found.bool()
+        marks = self.raw.bool()
+        self.raw.copy_(before)
+        return marks
 
 
 class Side(engines.WorkerSide):
