@@ -85,7 +85,8 @@ def test_a_variable_that_cannot_be_is_refused_by_name(text, monkeypatch):
 
 
 def endpoint(kind, **options):
-    return kind(MLAPool(layers=range(1), **MLA).layout, create_engine("local"), **options)
+    pool = MLAPool(layers=range(1), **MLA)
+    return kind(pool.layout, create_engine("local"), **options)
 
 
 OPTIONS = {
