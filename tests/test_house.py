@@ -36,7 +36,6 @@ EXCEPTIONS = {  # by rule: the place, and why it is better so
     "file": {},
     "function": {},
     "positional": {
-        "disagg/engines/local/host.py read_process: readv": "a function of libc",
         "kvpool/_native/rows.py move: call": "a function of C",
         "kvpool_cuda/access.py _rows: move_part": KERNEL,
         "kvpool_cuda/memory.py copy_bytes: copy_units": KERNEL,

@@ -2,8 +2,8 @@
 
 A peer offers its memory over a unix socket (`offer`). Shared host memory (pools on the CPU device)
 comes as open files, is mapped read-only and copied. Other host memory is read by
-`process_vm_readv`, if the kernel permits it, from the process that serves the socket. Device memory
-is mapped and copied by its device. Anything else is refused.
+`process_vm_readv`, if kvpool's C code is here and the kernel permits it, from the process that
+serves the socket. Device memory is mapped and copied by its device. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.engines.base import Engine, TransferError, wait_until
-from disagg.engines.local.copies import HostCopies, finished
 from disagg.engines.local.device import DeviceSegment, attach, share
 from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
 from disagg.engines.local.offer import IncomingOffer, Offer, dial
-from disagg.engines.local.peer import BY_DEVICE, BY_KERNEL, BY_MAPPING, LocalPeer
+from disagg.engines.local.peer import (
+    BY_DEVICE,
+    BY_KERNEL,
+    BY_MAPPING,
+    HostCopies,
+    LocalPeer,
+    finished,
+)
 from disagg.engines.local.server import OfferServer
 from disagg.host.prefault import Prefault
 from disagg.plan.bind import CopyBatch

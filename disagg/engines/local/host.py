@@ -1,13 +1,12 @@
-"""Host memory of another process of this host: mapped if it is shared, else read by the kernel."""
+"""Host memory that processes of this host share: what backs it, and mappings of a peer's."""
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,15 +15,10 @@ import numpy as np
 
 from disagg.engines.base import TransferError
 from kvpool.layout import Slab
-from kvpool.layout.grid import Ints
 
-IOV_MAX = 1024
 F_GET_SEALS = 1034
 F_SEAL_SHRINK = 0x2
 PRIVATE = -1
-
-_VECTOR = (ctypes.c_void_p, ctypes.c_ulong)
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -183,33 +177,6 @@ def _map(handle: int, parts: Sequence[Segment]) -> tuple[int, object]:
         raise TransferError(f"the peer's shared memory cannot be mapped: {error}.") from None
     memory = np.frombuffer(mapping, dtype=np.uint8)
     return memory.ctypes.data - start, memory
-
-
-def read_process(pid: int, check: Callable[[], None], src: Ints, dst: Ints, nbytes: Ints) -> None:
-    """`process_vm_readv` in calls of at most IOV_MAX runs. Before and after each, `check` raises if
-    `pid` may be another process by now.
-    """
-    readv = _libc.process_vm_readv
-    readv.restype = ctypes.c_ssize_t
-    readv.argtypes = (ctypes.c_int, *_VECTOR, *_VECTOR, ctypes.c_ulong)
-    local, remote = (np.stack([column, nbytes], axis=1) for column in (dst, src))
-    for start in range(0, src.size, IOV_MAX):
-        count = min(IOV_MAX, src.size - start)
-        wanted = int(nbytes[start : start + count].sum())
-        check()
-        got = readv(pid, local[start:].ctypes.data, count, remote[start:].ctypes.data, count, 0)
-        check()
-        if got != wanted:
-            reason = os.strerror(ctypes.get_errno()) if got < 0 else f"{got} of {wanted} bytes"
-            raise TransferError(unreadable(pid, reason))
-
-
-def unreadable(pid: int, reason: str) -> str:
-    """A sentence about private memory that the kernel did not read."""
-    return (
-        f"the memory of process {pid} cannot be read ({reason}). Allocate the peer's pool on "
-        "kvpool's CPU device, which shares its memory, or use engine nixl."
-    )
 
 
 def this_host() -> str:

@@ -1,23 +1,28 @@
-"""A peer of engine local: where its memory is here, and how it is read."""
+"""A peer of engine local: where its memory is here, how it is read, and copies of host memory: by a
+thread outside Python (`kvpool._native`), or in the call where that was not compiled.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from disagg.engines.base import TransferError
 from disagg.engines.local.device import Attached
-from disagg.engines.local.offer import IncomingOffer, PeerConnection
+from disagg.engines.local.offer import ENDED, IncomingOffer, PeerConnection
+from disagg.host.waker import Waker
 from disagg.plan.bind import CopyBatch
+from kvpool import _native
+from kvpool.device.host_copy import copy_runs
 from kvpool.layout.grid import Ints
-
-if TYPE_CHECKING:
-    from kvpool._native import Job
 
 BY_MAPPING, BY_KERNEL, BY_DEVICE = range(3)
 """How a segment is read."""
+SMALL_RUNS, SMALL_BYTES = 1024, 64 << 10
+"""Of at most so much, runs are copied in the call."""
 
 
 def _none() -> Ints:
@@ -38,7 +43,7 @@ class LocalPeer:
     ways: Ints = field(default_factory=_none)
     mappings: list[object] = field(default_factory=list)
     attached: Attached | None = None
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[_native.Job] = field(default_factory=list)
 
     def by_way(self, batch: CopyBatch) -> list[tuple[int, tuple[Ints, Ints, Ints]]]:
         """Runs of pointers here, by how they are read. Raises TransferError for a run that does not
@@ -74,3 +79,68 @@ class LocalPeer:
             self.incoming.close()
             self.incoming = None
         self.connection.close()
+
+
+class HostCopies:
+    """Copies runs in order; used by one thread. A copy that goes on after the call is a job."""
+
+    def __init__(self) -> None:
+        self.native = _native.availability() is None
+        self._worker: _native.Worker | None = None
+        self._waker = Waker()
+
+    def notify(self, descriptor: int) -> None:
+        """See Engine.notify."""
+        if self.native and self._worker is None:
+            self._waker.set(descriptor)
+
+    def start(
+        self, runs: tuple[Ints, Ints, Ints], keep: Any, source: PeerConnection | None = None
+    ) -> _native.Job | None:
+        """Copies runs from memory of this process that `keep` keeps mapped, or of the process at
+        the other end of a connection, which stays open until the job has ended.
+        """
+        src, dst, nbytes = runs
+        if not self.native:
+            if source is not None:
+                raise TransferError(
+                    f"the private memory of process {source.pid} cannot be read: kvpool's C code "
+                    f"{_native.availability()} Or allocate its pool on kvpool's CPU device."
+                )
+            copy_runs(src, dst, nbytes)
+            return None
+        if self._worker is None:
+            self._worker = _native.Worker(self._waker.descriptor)
+        small = nbytes.size <= SMALL_RUNS and int(nbytes.sum()) <= SMALL_BYTES
+        if not small:  # the caller may use its columns again; one number for all never changes
+            dst = dst.copy()
+            nbytes = nbytes if nbytes.strides == (0,) else np.array(nbytes, dtype=np.int64)
+        pid, peer = (0, -1) if source is None else (source.pid, source.link.fileno())
+        return self._worker.post(
+            src, dst, nbytes, pid=pid, peer=peer, keep=(keep, source), at_once=small
+        )
+
+    def close(self) -> None:
+        """Ends the thread, once all jobs have ended."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        self._waker.close()
+
+
+def finished(job: _native.Job, pid: int) -> bool:
+    """Whether a job has copied everything. Raises TransferError if it ended before; `pid` is the
+    process that it read.
+    """
+    if not job.ended:
+        return False
+    if job.done:
+        return True
+    if job.error == _native.PEER_ENDED:
+        raise TransferError(ENDED)
+    if job.cancelled:
+        raise TransferError("the peer was given up.")
+    raise TransferError(
+        f"the memory of process {pid} cannot be read ({os.strerror(job.error)}). Allocate the "
+        "peer's pool on kvpool's CPU device, which shares its memory, or use engine nixl."
+    )

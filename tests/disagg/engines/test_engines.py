@@ -19,7 +19,6 @@ from disagg.engines.base import (
 )
 from disagg.engines.local import LocalEngine
 from disagg.plan.bind import CopyBatch
-from kvpool.device.host_copy import LARGE
 from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import metadata
 from tests.disagg.engines.owners import Owner, batch_of, engine_of, memory_of, pattern, read
@@ -33,11 +32,10 @@ CASES = [(name, "shared") for name in ENGINES] + [
 ]
 
 
-@pytest.mark.usefixtures("copies")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_runs_of_every_length_arrive_and_nothing_else_changes(name, kind):
     random = np.random.default_rng(0)
-    lengths = random.permutation([1, 2, 3, 7, 64, 64, 64, 1000, 4096, LARGE - 1, LARGE, 100_003])
+    lengths = random.permutation([1, 2, 3, 7, 64, 64, 64, 1000, 4096, 16383, 16384, 100_003])
     gaps = random.integers(0, 50, (2, lengths.size))
     src, dst = (np.cumsum(lengths + gap) - lengths for gap in gaps)
     memory, truth = memory_of("shared", SIZE), pattern(SIZE)
@@ -52,6 +50,19 @@ def test_runs_of_every_length_arrive_and_nothing_else_changes(name, kind):
         engine.fence(peer)
         assert other.close() == 0
     assert np.array_equal(memory, expected)
+
+
+def test_without_compiled_code_shared_memory_is_copied_and_private_memory_refused(monkeypatch):
+    monkeypatch.setenv("KVPOOL_NATIVE", "0")
+    memory, shared, private = (memory_of(kind, SIZE) for kind in ("shared", "shared", "private"))
+    shared[:] = pattern(SIZE)
+    with engine_of("local", shared, private) as other, engine_of("local", memory) as engine:
+        peer = engine.connect(other.metadata())
+        read(engine, peer, batch_of((shared.ctypes.data, memory.ctypes.data, SIZE)))
+        assert np.array_equal(memory, shared)
+        with pytest.raises(TransferError, match="private memory of .* turned off by KVPOOL_NATIVE"):
+            read(engine, peer, batch_of((private.ctypes.data, memory.ctypes.data, 8)))
+    assert np.array_equal(memory, shared)
 
 
 @pytest.mark.parametrize("name", ENGINES)

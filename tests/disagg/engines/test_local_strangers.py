@@ -42,8 +42,6 @@ from tests.disagg.engines.local_peers import (
 from tests.disagg.engines.owners import batch_of, memory_of, read
 from tests.processes import Child, forked
 
-pytestmark = pytest.mark.usefixtures("copies")
-
 NOBODY = 65534
 PAGE = {"layers": [0], "kv_lora_rank": 192, "qk_rope_head_dim": 64, "dtype": "f32", "page_size": 1}
 ITEM = 1024
@@ -109,16 +107,6 @@ def holder(whose):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         yield process.pid, int(process.stdout.readline())
         process.stdin.close()
-
-
-@pytest.mark.parametrize("whose", ["own", "another's"])
-def test_a_prefill_that_names_a_process_and_a_pointer_gets_nothing_read(whose):
-    with holder(whose) as (pid, base), offering(blank()) as (_, told):
-        host = msgspec.msgpack.decode(told)["host"]
-        began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-        segments = [[base, ITEM, -1, 0, 0, 0]]
-        lie = {"host": host, "pid": pid, "started": began, "segments": segments, "devices": []}
-        page_after_a_room_with(msgspec.msgpack.encode(lie), base)
 
 
 def serve_offer(pipe):

@@ -86,15 +86,6 @@ def test_errors_are_within_the_bound(scale, dtype, spread):
 
 
 @both
-@pytest.mark.parametrize("exponent", [-149, -140, -127, -126, -120, -100, -20, 0, 20, 100, 118])
-def test_errors_are_within_the_bound_at_any_magnitude(scale, exponent):
-    values = torch.randn(20, 64, generator=torch.Generator().manual_seed(1)).double()
-    values = (values.clamp(-4, 4) * 2.0**exponent).float()
-    assert values.isfinite().all()
-    check(values, 2, scale)
-
-
-@both
 def test_the_largest_float32_is_within_the_bound(scale):
     check(block(MOST, -MOST, MOST / 2, 1.0), 1, scale)
 
@@ -187,16 +178,6 @@ def test_blocks_have_scales_of_their_own():
     assert stored.view(torch.uint8).tolist() == [[127, 128, 129]]
 
 
-@both
-def test_the_largest_element_of_a_block_uses_the_range(scale):
-    random = torch.Generator().manual_seed(7)
-    values = torch.randn(400, 16, generator=random)
-    held, _ = quantise(values, 1, scale)
-    largest = held.float().abs().amax(-1)
-    assert (largest <= 448).all()
-    assert (largest >= (448 if scale is F32 else 224)).all()
-
-
 # exact round trips
 
 
@@ -212,29 +193,11 @@ def test_values_of_the_format_at_a_power_of_two_come_back_exactly(scale, exponen
 
 
 @both
-@pytest.mark.parametrize("exponent", range(-117, 128, 6))
-def test_powers_of_two_come_back_exactly(scale, exponent):
-    values = block(2.0**exponent, -(2.0**exponent), 2.0 ** (exponent - 7), 0.0)
-    for dtype in (torch.bfloat16, torch.float32):
-        held, stored = quantise(values.to(dtype), 1, scale)
-        error = dequantise(held, stored, dtype).double() - values.double()
-        # 1/448 is no float32: its multiples come back to within a unit in the last place
-        allowed = 0 if scale is UE8M0 else values.abs().double() * 2.0**-22 + TINY
-        assert (error.abs() <= allowed).all()
-
-
-@both
 def test_zeros_come_back_as_zeros_with_their_sign(scale):
     held, stored = quantise(block(0.0, -0.0, 0.0, -0.0), 2, scale)
     assert held.view(torch.uint8).tolist() == [[0, 0x80, 0, 0x80]]
     assert (scale_values(stored) == 2.0**-126).all()
     assert (dequantise(held, stored, F32) == 0).all()
-
-
-@both
-def test_a_zero_beside_a_value_stays_zero(scale):
-    held, stored = quantise(block(0.0, 3.0), 1, scale)
-    assert dequantise(held, stored, F32)[0, 0] == 0
 
 
 @both
