@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpool_cuda.memory import words_at
+from kvpool_cuda.launch import words_at
 
 FLOAT_IDS = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """Floats that can be quantised, by the constant that kernels know them by."""

@@ -1,4 +1,7 @@
-"""Common parts of launches: device, constants, upload of host arrays, argument checks."""
+# mypy: disable-error-code="untyped-decorator,no-untyped-def"
+"""Common parts of launches and kernels: device, constants, upload of host arrays, argument checks,
+pointers given as integers.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from importlib import import_module
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 import triton.language as tl
 
 from kvpool_cuda.availability import interpreted
@@ -51,6 +55,14 @@ def _patching_once() -> Iterator[None]:
         yield
     finally:
         interpreter._patch_lang = patch
+
+
+class LaunchPart(NamedTuple):
+    """One row of a launch: the kernel's constants and arguments, and how many programs it takes."""
+
+    constants: tuple[int, ...]
+    arguments: tuple[int, ...]
+    programs: int
 
 
 @lru_cache(maxsize=4096)
@@ -103,3 +115,19 @@ def checked(
             f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected "
             f"{list(shape)} {dtype or 'floats'} on {view.device}. Convert them first."
         )
+
+
+@triton.jit
+def words_at(address, WORD: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to integer words of `WORD` bytes; the address is a multiple of `ALIGNED` bytes. The
+    compiler merges two adjacent words of 8 bytes into one access of 16.
+    """
+    if WORD == 8:
+        pointer = address.to(tl.pointer_type(tl.int64))
+    elif WORD == 4:
+        pointer = address.to(tl.pointer_type(tl.int32))
+    elif WORD == 2:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(pointer, ALIGNED)

@@ -18,8 +18,7 @@ import triton.language as tl
 
 from kvpool.layout.grid import ragged
 from kvpool_cuda.geometry import WIDEST
-from kvpool_cuda.launch import checked, on, upload_for_all
-from kvpool_cuda.memory import copy_bytes, words_at
+from kvpool_cuda.launch import checked, on, upload_for_all, words_at
 
 PIECE = 16 << 10
 """Bytes that a program of eight warps moves: four accesses of 16 bytes a lane."""
@@ -154,3 +153,29 @@ def _move(
     else:
         to = base + tl.load(words_at(dst, 8, 8) + number) * stride
     copy_bytes(from_, to, nbytes, WORDS)
+
+
+@triton.jit
+def copy_units(src, dst, nbytes, UNIT: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr):
+    """Copies `nbytes` bytes, `WORDS` words at a time; pointers and length are multiples of
+    `UNIT` bytes.
+    """
+    first = nbytes * 0
+    while first < nbytes // WORD:
+        word = first + tl.arange(0, WORDS)
+        inside = word // (UNIT // WORD) < nbytes // UNIT
+        values = tl.load(words_at(src, WORD, UNIT) + word, mask=inside)
+        tl.store(words_at(dst, WORD, UNIT) + word, values, mask=inside)
+        first += WORDS
+
+
+@triton.jit
+def copy_bytes(src, dst, nbytes, WORDS: tl.constexpr):
+    """Copies `nbytes` bytes with the widest accesses that pointers and length allow."""
+    low = src | dst | nbytes
+    if low % 16 == 0:
+        copy_units(src, dst, nbytes, 16, 8, WORDS)
+    elif low % 4 == 0:
+        copy_units(src, dst, nbytes, 4, 4, WORDS)
+    else:
+        copy_units(src, dst, nbytes, 1, 1, WORDS)

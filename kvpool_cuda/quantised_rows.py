@@ -30,8 +30,7 @@ from kvpool_cuda.formats import (
     store_scales,
 )
 from kvpool_cuda.geometry import WIDEST, Dim, divisor, fused, power_of_two
-from kvpool_cuda.memory import words_at
-from kvpool_cuda.plain_rows import LaunchPart
+from kvpool_cuda.launch import LaunchPart, words_at
 
 TILE_FLOATS = 2048
 """Elements that a program of four warps quantises at once: two accesses of 16 bytes a lane."""

@@ -16,8 +16,7 @@ import triton.language as tl
 
 from kvpool.layout.grid import Ints, ragged
 from kvpool_cuda.geometry import power_of_two
-from kvpool_cuda.launch import on, upload
-from kvpool_cuda.memory import words_at
+from kvpool_cuda.launch import on, upload, words_at
 
 TILE_BYTES = 8 << 10
 """Bytes that a program of four warps moves: four accesses of 16 bytes a lane."""

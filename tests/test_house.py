@@ -37,9 +37,9 @@ EXCEPTIONS = {  # by rule: the place, and why it is better so
     "function": {},
     "positional": {
         "kvpool/_native/rows.py move: call": "a function of C",
-        "kvpool_cuda/access.py _rows: move_part": KERNEL,
-        "kvpool_cuda/memory.py copy_bytes: copy_units": KERNEL,
+        "kvpool_cuda/access.py _rows: _move_part": KERNEL,
         "kvpool_cuda/move.py _launch: ": KERNEL,
+        "kvpool_cuda/move.py copy_bytes: copy_units": KERNEL,
         "kvpool_cuda/quantised_rows.py dequantise_part: store_floats": KERNEL,
         "kvpool_cuda/quantised_rows.py scaled: _geometry": "lru_cache: one form of each call",
         "kvpool_cuda/runs.py _runs: _numbers": KERNEL,

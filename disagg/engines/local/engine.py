@@ -21,7 +21,7 @@ import numpy.typing as npt
 from disagg.engines.base import Engine, TransferError, wait_until
 from disagg.engines.local.device import DeviceSegment, attach, share
 from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
-from disagg.engines.local.offer import IncomingOffer, Offer, dial
+from disagg.engines.local.offer import IncomingOffer, Offer, OfferServer, dial
 from disagg.engines.local.peer import (
     BY_DEVICE,
     BY_KERNEL,
@@ -30,7 +30,6 @@ from disagg.engines.local.peer import (
     LocalPeer,
     finished,
 )
-from disagg.engines.local.server import OfferServer
 from disagg.host.prefault import Prefault
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints

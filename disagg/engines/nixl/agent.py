@@ -14,17 +14,19 @@ import os
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from disagg.engines.base import TransferError
-from disagg.engines.nixl.memory import NixlMemory
 from disagg.plan.bind import CopyBatch
+from kvpool.layout import Slab
+from kvpool.layout.types import HOST
 
 WHEELS = ("nixl_cu12", "nixl_cu13", "nixl")
 TELEMETRY = ("reads", "bytes", "descriptors", "post_seconds", "transfer_seconds")
@@ -33,8 +35,18 @@ WITHOUT_ERRORS = {"posix", "sysv", "xpmem", "sm", "shm"}
 NEED_PROGRESS = {"tcp", "posix", "sysv"}
 """UCX transports over which no byte lands here unless this side makes progress."""
 
+SEGMENTS = {HOST: "DRAM", "cuda": "VRAM"}
+MAX_DEVICE = 1 << 16
 MAX_UNUSED_PEERS = 64
 """Peers that nothing is connected to any more and that are kept; beyond, the oldest is removed."""
+
+
+class NixlMemory(NamedTuple):
+    """The name that layouts use, NIXL's segment type, and the device number."""
+
+    name: str
+    segment: str
+    device: int
 
 
 class Agent:
@@ -205,3 +217,44 @@ def nixl_api() -> Any:
         except ImportError as error:
             reason = error
     raise ImportError(f"none of {', '.join(WHEELS)} can be imported ({reason})")
+
+
+class NixlMetadata(msgspec.Struct, frozen=True):
+    """What a peer needs to read from this side: the memory's name, and the agent's metadata."""
+
+    memory: str
+    agent: bytes
+
+
+def memory_of(name: str) -> NixlMemory:
+    """The memory that layouts name `cpu` or `cuda:1`. Raises TransferError for others."""
+    kind, _, number = name.partition(":")
+    whole = number.isascii() and number.isdigit() and int(number[:9]) < MAX_DEVICE
+    if kind not in SEGMENTS or (number and (not whole or kind == HOST)):
+        raise TransferError(
+            f"memory {name[:100]!r}: engine nixl moves {' and '.join(SEGMENTS)} memory. Use engine "
+            "ascend for an NPU."
+        )
+    return NixlMemory(name, SEGMENTS[kind], int(number or 0))
+
+
+def one_memory(slabs: Sequence[Slab], registered: str = "") -> str:
+    """The memory that all slabs share, with what is registered. Raises TransferError."""
+    for slab in slabs:
+        if registered not in ("", slab.memory):
+            raise TransferError(
+                f"slab of {slab.nbytes} bytes on {slab.memory}, others on {registered}: an engine "
+                "serves one memory. Create an endpoint with an engine for each."
+            )
+        registered = slab.memory
+    return registered
+
+
+def decode_metadata(metadata: bytes) -> NixlMetadata:
+    """Decodes a peer's metadata (untrusted). Raises TransferError."""
+    try:
+        owner = msgspec.msgpack.decode(metadata, type=NixlMetadata)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TransferError(f"malformed metadata: {error}") from None
+    memory_of(owner.memory)
+    return owner

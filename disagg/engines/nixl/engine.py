@@ -14,8 +14,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from disagg.engines.base import Engine, TransferError, wait_until
-from disagg.engines.nixl.agent import NEED_PROGRESS, TELEMETRY, Agent, backend_options, nixl_api
-from disagg.engines.nixl.memory import NixlMetadata, decode_metadata, memory_of, one_memory
+from disagg.engines.nixl.agent import (
+    NEED_PROGRESS,
+    TELEMETRY,
+    Agent,
+    NixlMetadata,
+    backend_options,
+    decode_metadata,
+    memory_of,
+    nixl_api,
+    one_memory,
+)
 from disagg.plan.bind import CopyBatch
 from kvpool.extras import install
 from kvpool.layout import Slab

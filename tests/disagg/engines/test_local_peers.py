@@ -18,8 +18,7 @@ import pytest
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine, offer as offers
 from disagg.engines.local.host import Segment
-from disagg.engines.local.offer import Offer
-from disagg.engines.local.server import OfferServer
+from disagg.engines.local.offer import Offer, OfferServer
 from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import (
     SIZE,

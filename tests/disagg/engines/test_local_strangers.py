@@ -19,10 +19,9 @@ import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError
-from disagg.engines.local import LocalEngine, offer as offers, server as servers
+from disagg.engines.local import LocalEngine, offer as offers
 from disagg.engines.local.host import Segment
-from disagg.engines.local.offer import IncomingOffer, Offer, dial
-from disagg.engines.local.server import OfferServer
+from disagg.engines.local.offer import IncomingOffer, Offer, OfferServer, dial
 from disagg.host.unix_sockets import Credentials, new_path
 from kvpool import MLAPool, RequestAddress, Span
 from kvpool.layout import Slab
@@ -243,7 +242,7 @@ def ask(path):
 def test_another_user_is_offered_nothing_even_where_it_can_dial(monkeypatch, caplog):
     folder = Path(tempfile.mkdtemp())
     path = folder / "s"
-    monkeypatch.setattr(servers, "new_path", lambda: path)
+    monkeypatch.setattr(offers, "new_path", lambda: path)
     handle, memory = memory_file(SIZE), blank()
     with caplog.at_level(logging.WARNING):
         server = OfferServer(Offer([Segment(4096, SIZE, 0, 0)], []), [handle])

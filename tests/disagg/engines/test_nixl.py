@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from disagg.engines.base import TransferError, create_engine
-from disagg.engines.nixl import memory as nixl_memory
+from disagg.engines.nixl import agent as nixl_agent
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from tests.disagg.engines.owners import Owner, batch_of, finish, pattern, read
@@ -315,11 +315,11 @@ def test_transports_that_ucx_would_not_use_are_refused(given, monkeypatch):
 
 
 def test_memory_names_are_those_of_layouts():
-    assert nixl_memory.memory_of("cpu") == ("cpu", "DRAM", 0)
-    assert nixl_memory.memory_of("cuda:3") == ("cuda:3", "VRAM", 3)
+    assert nixl_agent.memory_of("cpu") == ("cpu", "DRAM", 0)
+    assert nixl_agent.memory_of("cuda:3") == ("cuda:3", "VRAM", 3)
     for other in ("npu:0", "meta", "cpu:0", "cuda:x", "cuda:-1", f"cuda:{1 << 16}", "cuda:²"):
         with pytest.raises(TransferError, match=re.escape(repr(other))):
-            nixl_memory.memory_of(other)
+            nixl_agent.memory_of(other)
 
 
 def test_slabs_of_two_memories_are_refused():
