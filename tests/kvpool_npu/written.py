@@ -28,10 +28,11 @@ def write_everything(pool) -> list[torch.Tensor]:
             )
             size = (len(slots), *view.shape[2:-1], view.shape[-1] * view.element_size())
             stored = torch.from_numpy(random.integers(0, 255, size, dtype=np.uint8))
-            spaces.setdefault(space.name, {})[role] = stored.view(view.dtype)
+            spaces.setdefault(space.name, {})[role] = stored.view(view.dtype).to(view.device)
             if ("target", layer, f"{role}.scale") in regions:
                 given = torch.from_numpy(random.standard_normal((len(slots), *view.shape[2:])))
-                floats.setdefault(space.name, {})[role] = given.to(getattr(torch, pool.dtype))
+                given = given.to(view.device, getattr(torch, pool.dtype))
+                floats.setdefault(space.name, {})[role] = given
         for space, values in spaces.items():
             pool.scatter(layer, where[space], values)
             read += [pool.gather(role, layer, where[space]) for role in values]
@@ -50,6 +51,7 @@ def same_bytes(one, other, work) -> None:
     pools' items must be equal.
     """
     for mine, theirs in zip(work(one), work(other), strict=True):
+        mine, theirs = mine.cpu(), theirs.cpu()
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
         if mine.dtype.is_floating_point and mine.element_size() > 1:  # not codes
             assert torch.equal(mine.isnan(), theirs.isnan())
@@ -59,6 +61,6 @@ def same_bytes(one, other, work) -> None:
     assert buffers[0].keys() == buffers[1].keys()
     for name in buffers[0]:
         pair = one.item_bytes_view(buffers[0][name]), other.item_bytes_view(buffers[1][name])
-        assert torch.equal(*pair), name
+        assert torch.equal(*(items.cpu() for items in pair)), name
     # and no byte outside of items
     assert one._slab.count_nonzero() == other._slab.count_nonzero()

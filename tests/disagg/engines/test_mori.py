@@ -344,22 +344,6 @@ def test_malformed_metadata_is_refused_before_a_call(pair, changes):
     assert len(recorder.CALLS) == calls
 
 
-@pytest.mark.parametrize(("host", "warnings"), [("127.0.0.1", 0), ("10.0.0.1", 2)])
-def test_each_side_warns_once_of_an_address_beyond_loopback(
-    network, monkeypatch, caplog, host, warnings
-):
-    monkeypatch.setattr("disagg.engines.mori.engine._check_host", lambda hostname: None)
-    serving, reading = (engine_of(np.zeros(8, np.uint8), hostname=host) for _ in range(2))
-    for _ in range(2):
-        reading.connect(serving.metadata())
-    until(lambda: len(called("register_remote_engine")) == 2)
-    messages = [text for text in caplog.messages if "can read and overwrite" in text]
-    assert len(messages) == warnings
-    assert all(f"engine mori at {host}: " in text for text in messages)
-    reading.close()
-    serving.close()
-
-
 def test_a_room_of_endpoints(network):
     model = {"layers": range(3), "num_kv_heads": 2, "head_dim": 16, "dtype": "f32"}
     source, dest = (MHAPool(**model, num_pages=9, page_size=size) for size in (4, 8))
