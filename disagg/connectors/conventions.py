@@ -93,9 +93,7 @@ def _fields(config: Any) -> Mapping[str, Any]:
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary embedding under the same names, whether a configuration has it in
-    `rope_parameters` or in fields of its own.
-    """
+    """The rotary embedding in one form, from `rope_parameters` or fields of its own."""
     rope = dict(fields.get("rope_scaling") or {}) | dict(fields.get("rope_parameters") or {})
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.pop("type", None)

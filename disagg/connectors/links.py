@@ -55,9 +55,7 @@ class Links:
         return used is not None and not used.dead
 
     def close_unused(self, reading: Collection[Link]) -> None:
-        """Closes links that no room reads from (`reading`: those of open rooms), once they are dead
-        or old.
-        """
+        """Closes links, dead or old, but those that open rooms use (`reading`)."""
         now = self._clock()
         for addresses, used in list(self._links.items()):
             if used.link in reading:

@@ -57,9 +57,7 @@ class Results:
 
 @dataclass(slots=True)
 class _Sending:
-    """A room of prefill: whether it has ended, or cannot be offered, and whether the engine has
-    `finished` the request.
-    """
+    """A room of prefill, and whether the engine has `finished` its request."""
 
     request: str
     ended: bool = False

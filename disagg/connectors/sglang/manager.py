@@ -179,9 +179,7 @@ class KvpoolManager(CommonKVManager):
             self.fail(room, why)
 
     def forget_lost(self, bootstrap_addr: str) -> None:
-        """Asks the bootstrap server again where prefills were that are gone: others may have their
-        place.
-        """
+        """Asks the bootstrap server again where prefills are gone: others may have their place."""
         if not all(self.rank.links.alive(peers) for peers in self.known[bootstrap_addr]):
             del self.known[bootstrap_addr]
             self.prefill_info_table.pop(bootstrap_addr, None)

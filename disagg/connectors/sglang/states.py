@@ -41,9 +41,7 @@ PoolReader = Callable[[Any, LayerSet], Iterator[PlacedTensor]]
 def read_heads(
     pool: Any, layers: LayerSet, buffers: Sequence[torch.Tensor], cell: Cell, order: str
 ) -> Iterator[PlacedTensor]:
-    """A cell for each token and head. `order`: that of both, or the name of one that only a kernel
-    knows.
-    """
+    """A cell a token and head. `order`: that of both, or the name of one that a kernel knows."""
     ranks = layers.ranks
     heads = head_shard(pool.head_num, ranks.total_kv_heads, ranks.tp_rank, ranks.tp_size)
     if order == "nhd":

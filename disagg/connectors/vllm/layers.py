@@ -274,9 +274,7 @@ def keys_and_values(layer: RegisteredLayer) -> Parts:
 
 
 def transposed_keys(layer: RegisteredLayer) -> Parts:
-    """On a CPU: of a head K as `[dim, token]`, then V as `[token, dim]`, or as an instruction set
-    packs them.
-    """
+    """On a CPU: of a head K `[dim, token]`, V `[token, dim]`, or as its isa packs them."""
     key, value, tokens = layer.spec.head_size, layer.spec.head_size_v, layer.view.shape[2]
     dtype, isa = layer.element, getattr(layer.module, "isa", "")
     if isa in ("vec", "vec16"):  # csrc/cpu/cpu_attn_vec.hpp, which vec16 inherits from

@@ -24,9 +24,7 @@ DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendTask:
-    """Positions `start` to `stop` are computed in `blocks`; `following` is the token after the
-    `last`.
-    """
+    """Positions `start` to `stop` are in `blocks`; `following` is the token after the `last`."""
 
     request: str
     room: Room
@@ -115,9 +113,7 @@ class ConnectorScheduler:
         return step
 
     def arrived(self, request: Any) -> None:
-        """A new request: what its parameters ask of this engine. One whose state cannot be had is
-        computed here.
-        """
+        """A new request. One whose state cannot be had as its parameters ask is computed here."""
         params: dict[str, Any] = request.kv_transfer_params or {}
         name = request.request_id
         try:
@@ -198,9 +194,7 @@ class ConnectorScheduler:
         source.check_prompt(request.prompt_token_ids)
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        """How many tokens beyond the `computed` ones will come from prefill, and whether the
-        request waits for them before it is scheduled.
-        """
+        """How many tokens behind `computed` prefill has; whether the request waits for them."""
         more = request.num_prompt_tokens - 1 - computed
         if more < 1 or request.request_id not in self._wanted:
             return 0, False
