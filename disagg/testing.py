@@ -7,9 +7,6 @@ size or an order on either side changes where it lies and not what it is.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,13 +25,13 @@ from kvpool.layout import Region, Slab
 from kvpool.layout.formats import Shard
 from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
+from kvpool.process import OtherProcess
 from kvpool.testing.case import Case, Inapplicable, fail, random_of
 from kvpool.testing.checks.layout import capacity, place
 from kvpool.testing.memory import DeviceMemory, PoolMemory, settle
 from kvpool.testing.values import Bytes
 
 PEER_BYTES = 1 << 20
-PREFIX = "kvpool-peer"
 
 Move = Callable[[Sequence["TransferSide"], "TransferSide", Sequence[CopyBatch]], None]
 
@@ -145,29 +142,11 @@ def digests_do_not_depend_on_where_bytes_lie(case: Case) -> None:
 
 def engine_local_reads_another_process(device: Device) -> None:
     """Runs of many lengths from this device's memory in another process."""
-    code = f"from disagg.testing import serve_peer; serve_peer({device.name!r})"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    peer = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        lines = (line.strip().split(" ", 2) for line in peer.stdout or ())
-        answer = next((line for line in lines if line[0] == PREFIX), None)
-        if answer is None:
-            fail("the other process ended without output.")
-        if answer[1] == "refused":
-            raise Inapplicable(answer[2])
-        _read_peer(device, int(answer[1]), bytes.fromhex(answer[2]))
-    finally:
-        try:
-            peer.communicate(timeout=20)  # closes its input, which ends it
-        except subprocess.TimeoutExpired:
-            peer.kill()
-            peer.wait()
+    with OtherProcess(Peer, device.name) as process:
+        base, metadata, refusal = process.call("serve")
+        if refusal is not None:
+            raise Inapplicable(refusal)
+        _read_peer(device, base, metadata)
 
 
 def _read_peer(device: Device, base: int, metadata: bytes) -> None:
@@ -197,19 +176,23 @@ def _read_peer(device: Device, base: int, metadata: bytes) -> None:
         engine.close()
 
 
-def serve_peer(name: str) -> None:
-    """The other process: fills memory, prints its pointer and the engine's metadata, and waits."""
-    device, engine = get_device(name), create_engine("local")
-    memory = device.allocate(PEER_BYTES)
-    memory.copy_(torch.from_numpy(_peer_bytes()))
-    settle(device)
-    try:
-        engine.register([Slab(memory.data_ptr(), PEER_BYTES, str(memory.device))])
-        print(PREFIX, memory.data_ptr(), engine.metadata().hex(), flush=True)
-    except TransferError as refusal:
-        print(PREFIX, "refused", str(refusal).replace("\n", " "), flush=True)
-    sys.stdin.read()
-    engine.close()
+class Peer:
+    """Called by the other process: memory that engine `local` serves."""
+
+    def __init__(self, name: str) -> None:
+        device, self._engine = get_device(name), create_engine("local")
+        self._memory = device.allocate(PEER_BYTES)
+        self._memory.copy_(torch.from_numpy(_peer_bytes()))
+        settle(device)
+
+    def serve(self) -> tuple[int, bytes, str | None]:
+        """The memory's pointer and the engine's metadata, or why the engine refuses it."""
+        base = self._memory.data_ptr()
+        try:
+            self._engine.register([Slab(base, PEER_BYTES, str(self._memory.device))])
+        except TransferError as refusal:
+            return base, b"", str(refusal)
+        return base, self._engine.metadata(), None
 
 
 def _peer_bytes() -> Bytes:
