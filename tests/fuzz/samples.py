@@ -1,6 +1,6 @@
 """Layouts of one's own, and of peers that fit them, from which hostile layouts are made.
 
-Nothing is allocated: base pointers are numbers.
+Base pointers are numbers, behind which there is no memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, Template, item_bytes, item_regions
 from kvpool.layout import Buffer, Interleave, PoolLayout, RequestAddress, Space, Span
+from tests import oracle
 
 TOKENS = 21
 Part = tuple[int, str, int, Template]
@@ -23,31 +24,26 @@ class Case:
     peers: Sequence[Sequence[PoolLayout]]
 
 
-def laid_out(
-    parts: Sequence[Part],
-    spaces: Sequence[Space],
-    base: int,
-    *,
-    side_by_side: bool = False,
-    padding: bool = True,
-) -> PoolLayout:
-    """A buffer for each (layer, space, items, template): one after another, or interleaved."""
-    buffers, regions = [], []
-    total = sum(item_bytes(template) for *_, template in parts)
-    for number, (layer, space, items, template) in enumerate(parts):
-        size = item_bytes(template)
-        stride = total if side_by_side else size
-        buffers.append(Buffer(f"b{number}", space, base, stride, size, items, padding=padding))
-        regions.extend(item_regions(template, owner="target", layer=layer, buffer=f"b{number}"))
-        base += size if side_by_side else stride * items + 64
-    return PoolLayout(tuple(buffers), tuple(regions), tuple(spaces), 4, "model", "g1")
+def moved(layout: PoolLayout, by: int) -> PoolLayout:
+    buffers = tuple(replace(buffer, base=buffer.base + by) for buffer in layout.buffers)
+    return replace(layout, buffers=buffers)
+
+
+def at(base: int, state: oracle.State) -> PoolLayout:
+    """The layout as if its memory began at `base`."""
+    layout = replace(state.layout, model="model", generation="g1")
+    return moved(layout, base - min(buffer.base for buffer in layout.buffers))
 
 
 def rows(page: int, base: int, side_by_side: bool = False) -> PoolLayout:
     """Latent and rope in one row, three layers."""
     row = Repeat("entry", page, Seq(Cell("latent", 8, "bf16"), Cell("rope", 4, "bf16")))
-    parts = [(layer, "kv", 12, row) for layer in range(3)]
-    return laid_out(parts, [Space("kv", "paged", page)], base, side_by_side=side_by_side)
+    spaces = [Space("kv", "paged", page)]
+    if side_by_side:
+        return at(
+            base, oracle.overlaid({"kv": [(n, row) for n in range(3)]}, spaces, 12, padding=True)
+        )
+    return at(base, oracle.built([(layer, "kv", 12, row) for layer in range(3)], spaces))
 
 
 def heads(page: int, base: int, start: int, size: int, order: str = "nhd") -> PoolLayout:
@@ -56,12 +52,13 @@ def heads(page: int, base: int, start: int, size: int, order: str = "nhd") -> Po
     rows_of = [Repeat("head", size, cell, start, 8) for cell in cells]
     spaces = [Space("kv", "paged", page)]
     if order == "one row":
-        return laid_out([(0, "kv", 12, Repeat("entry", page, Seq(*rows_of)))], spaces, base)
+        row = Repeat("entry", page, Seq(*rows_of))
+        return at(base, oracle.built([(0, "kv", 12, row)], spaces))
     if order == "nhd":
         items = [Repeat("entry", page, heads_row) for heads_row in rows_of]
     else:
         items = [Repeat("head", size, Repeat("entry", page, cell), start, 8) for cell in cells]
-    return laid_out([(0, "kv", 12, item) for item in items], spaces, base)
+    return at(base, oracle.built([(0, "kv", 12, item) for item in items], spaces))
 
 
 def states(page: int, ring: int, window: int, base: int) -> PoolLayout:
@@ -85,7 +82,7 @@ def states(page: int, ring: int, window: int, base: int) -> PoolLayout:
         (0, "ring", 3, Repeat("entry", ring, Cell("c4.state", 2, "f32"))),
         (1, "state", 3, conv),
     ]
-    return laid_out(parts, spaces, base)
+    return at(base, oracle.built(parts, spaces))
 
 
 def hybrid(
@@ -101,24 +98,12 @@ def hybrid(
     ]
     row = Repeat("entry", page, Seq(Cell("k", 4, "bf16"), Cell("v", 4, "bf16"), Skip(4)))
     state = Repeat("tap", 3, Cell("conv.q", 5, "f32"))
-    parts: list[Part] = [
-        (0, "kv", 30, row),
-        (2, "kv", 30, row),
-        (1, "swa", 30, Repeat("entry", 4, Cell("swa.latent", 12, "bf16"))),
-        (3, "state", 30, state),
-    ]
-    bare = [replace(space, block_pool=None, items_per_block=1) for space in spaces]
-    apart = laid_out(parts, bare, base, padding=padding)
-    if pool is None:
-        return apart
-    pages = sum(item_bytes(template) for _, space, _, template in parts if space == "kv")
-    starts = (0, item_bytes(row), 0, 0)
-    cuts = (cut, cut, 1, 1)
-    buffers = tuple(
-        replace(b, base=base + start, item_stride=cut * pages // of, items=30 * of)
-        for b, start, of in zip(apart.buffers, starts, cuts)
-    )
-    return replace(apart, buffers=buffers, spaces=tuple(spaces))
+    swa = Repeat("entry", 4, Cell("swa.latent", 12, "bf16"))
+    groups = {"kv": [(0, row), (2, row)], "swa": [(1, swa)], "state": [(3, state)]}
+    if pool is not None:
+        return at(base, oracle.overlaid(groups, spaces, 30))
+    parts = [(layer, name, 30, item) for name, items in groups.items() for layer, item in items]
+    return at(base, oracle.built(parts, spaces, padding=padding))
 
 
 def padded(page: int, base: int, multiple: int = 64, padding: bool = True) -> PoolLayout:
@@ -126,9 +111,9 @@ def padded(page: int, base: int, multiple: int = 64, padding: bool = True) -> Po
     row = Repeat("entry", page, Seq(Cell("latent", 7, "e4m3"), Cell("rope", 2, "bf16"), Skip(1)))
     scales = Repeat("entry", page, Seq(Cell("latent.scale", 3, "ue8m0"), Skip(1)))
     item = Pad(multiple, Seq(row, scales))
-    parts = [(layer, "kv", 12, item) for layer in range(2)]
+    groups = {"kv": [(layer, item) for layer in range(2)]}
     spaces = [Space("kv", "paged", page)]
-    return laid_out(parts, spaces, base, side_by_side=True, padding=padding)
+    return at(base, oracle.overlaid(groups, spaces, 12, padding=padding))
 
 
 def packed(page: int, base: int, start: int, size: int, packing: str = "amx") -> PoolLayout:
@@ -136,15 +121,14 @@ def packed(page: int, base: int, start: int, size: int, packing: str = "amx") ->
     keys = Cell("k", 24, "uint8")
     values = Repeat("entry", page, Cell("v", 4, "bf16"))
     item = Repeat("head", size, Seq(keys, values), start, 4)
-    space, buffers, regions = Space("kv", "paged", page), [], []
+    buffers, regions, step = [], [], item_bytes(item)
     for layer in range(2):
-        name, step = f"b{layer}", item_bytes(item)
-        buffers.append(Buffer(name, "kv", base, step, step, 12))
-        base += 12 * step
+        name = f"b{layer}"
+        buffers.append(Buffer(name, "kv", base + 12 * step * layer, step, step, 12))
         for region in item_regions(item, owner="target", layer=layer, buffer=name):
-            inside = packing if region.role == "k" else ""
-            regions.append(replace(region, packing=inside))
-    return PoolLayout(tuple(buffers), tuple(regions), (space,), 4, "model", "g1")
+            regions.append(replace(region, packing=packing if region.role == "k" else ""))
+    spaces = (Space("kv", "paged", page),)
+    return PoolLayout(tuple(buffers), tuple(regions), spaces, 4, "model", "g1")
 
 
 def shared_out(page: int, base: int, size: int, rank: int, ranks: int) -> PoolLayout:
@@ -160,7 +144,7 @@ def shared_out(page: int, base: int, size: int, rank: int, ranks: int) -> PoolLa
         (0, "c2", 12, Repeat("entry", page // 2, Cell("c2.latent", 3, "bf16"))),
         (0, "index", 12, Repeat("entry", page * ranks, Cell("index_key", 2, "bf16"))),
     ]
-    return laid_out(parts, spaces, base)
+    return at(base, oracle.built(parts, spaces))
 
 
 HERE, THERE, FAR = 1 << 30, 1 << 40, 1 << 46
@@ -205,11 +189,6 @@ CASES = (
     ),
 )
 LAYOUTS = [layout for case in CASES for peers in ([case.own], *case.peers) for layout in peers]
-
-
-def moved(layout: PoolLayout, by: int) -> PoolLayout:
-    buffers = tuple(replace(buffer, base=buffer.base + by) for buffer in layout.buffers)
-    return replace(layout, buffers=buffers)
 
 
 def address(layout: PoolLayout, tokens: int = TOKENS) -> RequestAddress:
