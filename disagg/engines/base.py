@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic
 from typing_extensions import TypeVar
 
 from disagg.errors import PeerError
-from disagg.host.forks import keep_for_ever
+from disagg.host.exits import keep_for_ever
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from kvpool.layout.sentences import nearest

@@ -20,8 +20,16 @@ from typing_extensions import Self
 from disagg.digest.digester import Digester
 from disagg.engines.base import Engine
 from disagg.errors import UsageError
-from disagg.host.exits import close_aside, close_at_exit, do_not_close_at_exit
-from disagg.host.forks import FORKED, Abandons, ForkedMachine, abandon_in_child, keep_for_ever
+from disagg.host.exits import (
+    FORKED,
+    Abandons,
+    ForkedMachine,
+    abandon_in_child,
+    close_aside,
+    close_at_exit,
+    do_not_close_at_exit,
+    keep_for_ever,
+)
 from disagg.host.prefault import Prefault
 from disagg.host.signals import deferred_signals
 from disagg.protocol import events
