@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import filter as matching, fnmatchcase
+from functools import wraps
 from importlib.metadata import entry_points
 from inspect import isfunction, signature
 from types import ModuleType
@@ -14,6 +15,7 @@ from kvpool.layout.formats import Shard
 from kvpool.testing.case import Build, Case, CheckFailure, ConformanceError, Inapplicable
 from kvpool.testing.checks import access, devices, layout
 from kvpool.testing.checks.hardware import HARDWARE_CHECKS
+from kvpool.testing.memory import Trial
 from kvpool.testing.pools import POOLS
 
 Check = Callable[[Any], None]
@@ -108,7 +110,10 @@ def device_checks(device: Device, hardware: bool = True) -> list[BoundCheck]:
 
 def pool_checks(case: Case) -> list[BoundCheck]:
     """The kit's checks of a pool, and `POOL_CHECKS` of those modules."""
-    checks = [*_checks_in(layout, "case"), *_checks_in(access, "case")]
+    checks = [*_checks_in(layout, "case")]
+    checks += [
+        _with_trial(check) for part in (layout, access) for check in _checks_in(part, "trial")
+    ]
     checks += _plugged_in("POOL_CHECKS")
     return [
         BoundCheck(check, case, case.device.name, case.pool)
@@ -117,11 +122,23 @@ def pool_checks(case: Case) -> list[BoundCheck]:
 
 
 def _checks_in(module: ModuleType, subject: str) -> Iterator[Check]:
-    """The checks that a module defines: its public functions of a `device`, or of a `case`."""
+    """The checks that a module defines: its public functions of a `device`, `case` or `trial`."""
     for name, value in vars(module).items():
         own = isfunction(value) and value.__module__ == module.__name__
         if own and not name.startswith("_") and [*signature(value).parameters] == [subject]:
             yield value
+
+
+def _with_trial(check: Callable[[Trial], None]) -> Check:
+    """A check of a case, after which all memory of its pool is compared."""
+
+    @wraps(check)
+    def checked(case: Case) -> None:
+        trial = Trial(case)
+        check(trial)
+        trial.check()
+
+    return checked
 
 
 def _plugged_in(name: str) -> Iterator[Check]:

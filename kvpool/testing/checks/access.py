@@ -16,7 +16,7 @@ from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
 from kvpool.layout.formats import scale_role
 from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
-from kvpool.testing.case import Case, equal, fail, raises
+from kvpool.testing.case import equal, fail, raises
 from kvpool.testing.memory import Trial, blocks, ids_on, off, shape
 from kvpool.testing.values import (
     Bytes,
@@ -32,17 +32,14 @@ from kvpool.testing.values import (
 FLOATS = ("float32", "bfloat16", "float16")
 
 
-def scatter_writes_these_bytes_and_no_others(case: Case) -> None:
+def scatter_writes_these_bytes_and_no_others(trial: Trial) -> None:
     """Every role, all roles of a layer in one call."""
-    trial = Trial(case)
     for group in trial.groups:
         trial.scatter(group, group.pick(trial.random))
-    trial.check()
 
 
-def gather_reads_these_bytes(case: Case) -> None:
+def gather_reads_these_bytes(trial: Trial) -> None:
     """Every role; results do not share memory with the pool."""
-    trial = Trial(case)
     for group in trial.groups:
         locations = group.pick(trial.random)
         for role, region in group.by_role.items():
@@ -51,12 +48,10 @@ def gather_reads_these_bytes(case: Case) -> None:
             equal(f"{region}: device", values.device, trial.tensors[0].device)
             trial.same(region, values, trial.bytes[trial.cells(region, locations)])
             values.zero_()
-    trial.check()
 
 
-def locations_may_be_any_integers(case: Case) -> None:
+def locations_may_be_any_integers(trial: Trial) -> None:
     """Lists, numpy and torch, 32 and 64 bits, host and device, strided."""
-    trial = Trial(case)
     for group in {group.space: group for group in trial.groups}.values():
         role, region = next(iter(group.by_role.items()))
         for name, form in _FORMS.items():
@@ -67,12 +62,10 @@ def locations_may_be_any_integers(case: Case) -> None:
             trial.pool.scatter(group.layer, passed, {role: trial.on_device(raw, region.dtype)})
             read = trial.pool.gather(role, group.layer, passed)
             trial.same(region, read, raw, f" (locations as {name})")
-    trial.check()
 
 
-def no_locations_are_no_write(case: Case) -> None:
+def no_locations_are_no_write(trial: Trial) -> None:
     """An empty list of locations writes and reads nothing."""
-    trial = Trial(case)
     for group in trial.groups:
         values: dict[str, torch.Tensor] = {}
         for region, scales in group.inputs():
@@ -86,32 +79,27 @@ def no_locations_are_no_write(case: Case) -> None:
             for read in (trial.pool.read, trial.pool.gather):
                 count = read(role, group.layer, []).shape[0]
                 equal(f"layer {group.layer} {role}: entries read", count, 0)
-    trial.check()
 
 
-def a_repeated_location_holds_one_of_its_values(case: Case) -> None:
+def a_repeated_location_holds_one_of_its_values(trial: Trial) -> None:
     """Padding: many rows go to one location, among others that are written once. Each byte may be
     from any of them.
     """
-    trial = Trial(case)
-    free = np.zeros(trial.bytes.shape, dtype=bool)
     for group in trial.groups:
         once = group.pick(trial.random)
         locations = np.concatenate([once[once != 0], np.zeros(5, dtype=np.int64)])
         locations = trial.random.permutation(locations)
         values = trial.scatter(group, locations)
         for role, region in group.by_role.items():
-            free[trial.cells(region, np.zeros(1, dtype=np.int64))] = True
-            read = off(case.device, trial.pool.gather(role, group.layer, [0]))
-            written = off(case.device, values[role])[locations == 0]
+            read = off(trial.device, trial.pool.gather(role, group.layer, [0]))
+            written = off(trial.device, values[role])[locations == 0]
             if not (written == read).any(axis=0).all():
                 fail(f"{region}: location 0 has bytes of none of its 5 values.")
-    trial.check(free=free)
+            trial.bytes[trial.cells(region, np.zeros(1, dtype=np.int64))] = read
 
 
-def invalid_writes_are_refused_and_change_nothing(case: Case) -> None:
+def invalid_writes_are_refused_and_change_nothing(trial: Trial) -> None:
     """Locations out of range, and values of another shape or dtype."""
-    trial = Trial(case)
     for group in trial.groups:
         role, region = next(iter(group.by_role.items()))
         raw = np.zeros(shape(region, 2), dtype=np.uint8)
@@ -124,32 +112,30 @@ def invalid_writes_are_refused_and_change_nothing(case: Case) -> None:
             (ValueError, "values of dtype uint8", [0, 1], of_bytes),
         ):
             raises(kind, f"{region}: {what}", partial(call, locations, {role: values}))
-    trial.check()
 
 
-def write_packs_as_the_formats_say(case: Case) -> None:
+def write_packs_as_the_formats_say(trial: Trial) -> None:
     """Floats of every dtype: quantised where the pool has scales, else unchanged."""
     for dtype in FLOATS:
-        _write(case, dtype, plain_floats)
+        _write(trial, dtype, plain_floats)
 
 
-def write_packs_extremes(case: Case) -> None:
+def write_packs_extremes(trial: Trial) -> None:
     """Where the pool has scales: ties, zeros of both signs, tiny and huge numbers, infinities and
     NaNs.
     """
     for dtype in ("float32", "bfloat16"):
-        _write(case, dtype, odd_floats)
+        _write(trial, dtype, odd_floats)
 
 
-def values_may_have_any_strides(case: Case) -> None:
+def values_may_have_any_strides(trial: Trial) -> None:
     """Slices of wider tensors, elements that are not adjacent, one row expanded to all."""
     for name in _LAYS:
-        _write(case, "bfloat16", plain_floats, name)
+        _write(trial, "bfloat16", plain_floats, name)
 
 
-def read_unpacks_as_the_formats_say(case: Case) -> None:
+def read_unpacks_as_the_formats_say(trial: Trial) -> None:
     """Floats from bytes set by the check: each role alone, and all of a layer in one call."""
-    trial = Trial(case)
     pool = trial.pool
     for group in trial.groups:  # one by one: those of a block pool lie over one another
         expected: list[tuple[Region, Bytes, str]] = []
@@ -172,14 +158,12 @@ def read_unpacks_as_the_formats_say(case: Case) -> None:
             for (region, floats, dtype), tensor in zip(expected, read, strict=True):
                 equal(f"{region}: dtype", tensor.dtype, getattr(torch, dtype))
                 trial.same(region, tensor, floats)
-    trial.check()
 
 
-def _write(case: Case, dtype: str, floats: Callable[..., Floats], lay: str = "") -> None:
+def _write(trial: Trial, dtype: str, floats: Callable[..., Floats], lay: str = "") -> None:
     """Writes floats of `dtype`, or stored values if the pool takes no such floats, laid out by
     one of `_LAYS`, if it is named.
     """
-    trial = Trial(case, dtype, lay)
     for group in trial.groups:
         locations, values = group.pick(trial.random), {}
         for region, scales in group.inputs():

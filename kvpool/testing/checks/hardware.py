@@ -73,49 +73,40 @@ def what_is_no_handle_is_refused(device: Device) -> None:
 
 
 class HardwareChecks(NamedTuple):
-    """Checks of what only some devices have: `unfit` says why a device has it not, or None."""
+    """Checks of what only some devices have; `otherwise` says why another has it not."""
 
     name: str
     title: str
-    unfit: Callable[[Device], str | None]
+    has: Callable[[Device], bool]
+    otherwise: str
     checks: tuple[Callable[[Device], None], ...]
 
-
-def _no_streams(device: Device) -> str | None:
-    on_host = device.allocate(1).device.type == "cpu"
-    return "not for this device: its calls end before they return." if on_host else None
-
-
-def _no_graphs(device: Device) -> str | None:
-    if device.memory_kind == "cuda":
-        return None
-    return "not for this device: kvpool captures CUDA graphs only."
-
-
-def _no_sharing(device: Device) -> str | None:
-    if isinstance(device, Sharing):
-        return None
-    return "not for this device: it has no `share` and no `attach`."
+    def unfit(self, device: Device) -> str | None:
+        """Why the checks are not for a device, or None."""
+        return None if self.has(device) else f"not for this device: {self.otherwise}"
 
 
 HARDWARE_CHECKS = (
     HardwareChecks(
-        "streams",
-        "work on streams is ordered by events and never waits",
-        _no_streams,
-        (no_call_waits_for_the_device, a_stream_that_waits_for_an_event_sees_earlier_writes),
+        name="streams",
+        title="work on streams is ordered by events and never waits",
+        has=lambda device: device.allocate(1).device.type != "cpu",
+        otherwise="its calls end before they return.",
+        checks=(no_call_waits_for_the_device, a_stream_that_waits_for_an_event_sees_earlier_writes),
     ),
     HardwareChecks(
-        "graphs",
-        "captured writes, reads and copies replay with new inputs",
-        _no_graphs,
-        (captured_writes_and_reads_replay, captured_copies_replay),
+        name="graphs",
+        title="captured writes, reads and copies replay with new inputs",
+        has=lambda device: device.memory_kind == "cuda",
+        otherwise="kvpool captures CUDA graphs only.",
+        checks=(captured_writes_and_reads_replay, captured_copies_replay),
     ),
     HardwareChecks(
-        "ipc",
-        "another process maps the device's memory",
-        _no_sharing,
-        (
+        name="ipc",
+        title="another process maps the device's memory",
+        has=lambda device: isinstance(device, Sharing),
+        otherwise="it has no `share` and no `attach`.",
+        checks=(
             another_process_maps_an_allocation,
             another_process_maps_a_part,
             what_is_no_handle_is_refused,

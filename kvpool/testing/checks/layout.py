@@ -42,11 +42,10 @@ def views_described_back_are_the_layout(case: Case) -> None:
     case.make().check_integrity()
 
 
-def views_show_the_bytes_of_the_layout(case: Case) -> None:
+def views_show_the_bytes_of_the_layout(trial: Trial) -> None:
     """Every byte of every region is the same through its view and by the layout's formula."""
-    trial = Trial(case)
     for region in trial.layout.regions:
-        raw = off(case.device, trial.pool.view(region.role, region.layer))
+        raw = off(trial.device, trial.pool.view(region.role, region.layer))
         if region.axis("entry") is not None:
             raw = raw.reshape(-1, *raw.shape[2:])
         same(f"view of {region}", raw, trial.bytes[trial.cells(region)])
@@ -94,21 +93,20 @@ def sizes_without_memory_are_the_same(case: Case) -> None:
         equal(f"buffer {sized.name} on meta", same, placed)
 
 
-def copied_items_arrive_whole(case: Case) -> None:
+def copied_items_arrive_whole(trial: Trial) -> None:
     """Disjoint items of every id list: all bytes of an item, padding too, and no others."""
-    _copies(case, chains=False)
+    _copies(trial, chains=False)
 
 
-def chained_copies_read_before_they_write(case: Case) -> None:
+def chained_copies_read_before_they_write(trial: Trial) -> None:
     """Items that are both source and destination: chains and swaps."""
-    _copies(case, chains=True)
+    _copies(trial, chains=True)
 
 
-def saved_items_come_back_elsewhere(case: Case) -> None:
+def saved_items_come_back_elsewhere(trial: Trial) -> None:
     """A request's items are saved to host memory, and loaded into other items after the pool is
     overwritten.
     """
-    trial = Trial(case)
     layout, most = trial.layout, capacity(trial.layout)
     for tokens in sorted({1, most // 2 + 1, most}):
         before, after = (place(layout, tokens, trial.random) for _ in range(2))
@@ -167,8 +165,7 @@ def chain(random: np.random.Generator, ids: Ints) -> tuple[Ints, Ints]:
     return ids[order], np.roll(ids, 1)[order]
 
 
-def _copies(case: Case, chains: bool) -> None:
-    trial = Trial(case, chains)
+def _copies(trial: Trial, chains: bool) -> None:
     for id_list, ids in _all_items(trial.layout).items():
         for on_device in (False, True):
             mixed = trial.random.permutation(ids)
@@ -180,7 +177,6 @@ def _copies(case: Case, chains: bool) -> None:
         if chains and ids.size > 1:
             _move(trial, id_list, ids[:2], ids[1::-1])
         _move(trial, id_list, ids[:0], ids[:0])
-    trial.check()
 
 
 def _move(trial: Trial, id_list: str, src: Ints, dst: Ints, on_device: bool = False) -> None:
