@@ -12,6 +12,8 @@ from kvpool.cli.budget import draft_of, model_names, storage
 from kvpool.cli.output import check_output, write_output
 from kvpool.layout import PoolLayout
 from kvpool.layout.codec import read_file
+from kvpool.render.html import html as map_page
+from kvpool.render.svg import svg as map_svg
 from kvpool.render.text import layout_table, space_words
 
 DTYPE_HELP = "How entries are stored: bf16, fp16, fp32, ..., or fp8, mxfp8. Default: bf16."
@@ -91,14 +93,9 @@ def describe(
         typer.echo(layout.to_json())
     else:
         print_layout(layout, title)
-    if svg is not None:
-        from kvpool.render.svg import svg as map_svg
-
-        write_output("--svg", svg, map_svg(layout, title))
-    if html is not None:
-        from kvpool.render.html import html as map_page
-
-        write_output("--html", html, map_page(layout, title))
+    for option, path, draw in (("--svg", svg, map_svg), ("--html", html, map_page)):
+        if path is not None:
+            write_output(option, path, draw(layout, title))
 
 
 def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]:

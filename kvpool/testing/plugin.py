@@ -13,7 +13,7 @@ import pytest
 
 KIT = Path(__file__).parent
 DEVICE, POOLS = "kvpool_device", "kvpool_pools"
-_ASKED = pytest.StashKey[bool]()
+_ASKED, _HEADER = pytest.StashKey[bool](), pytest.StashKey[str]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -26,18 +26,12 @@ def pytest_load_initial_conftests(
     if not early_config.stash[_ASKED]:
         return
     group = parser.getgroup("kvpool", "conformance kit of kvpool")
-    if not _has(parser, "--device"):
-        group.addoption(
-            "--device", dest=DEVICE, metavar="NAME", help="device to check (default: cpu)"
-        )
-    if not _has(parser, "--pool"):
-        group.addoption(
-            "--pool",
-            dest=POOLS,
-            metavar="NAME",
-            action="append",
-            help="only the pool of this name (or 'mla *'); may be repeated",
-        )
+    for option, name, action, words in (
+        ("--device", DEVICE, "store", "device to check (default: cpu)"),
+        ("--pool", POOLS, "append", "only the pool of this name (or 'mla *'); may be repeated"),
+    ):
+        if not _has(parser, option):
+            group.addoption(option, dest=name, metavar="NAME", action=action, help=words)
 
 
 @pytest.hookimpl(trylast=True)
@@ -48,23 +42,20 @@ def pytest_configure(config: pytest.Config) -> None:
         from kvpool.testing.run import all_checks
 
         try:
-            all_checks(get_device(device_name(config)), pool_names(config))
+            device = get_device(device_name(config))
+            all_checks(device, pool_names(config))
         except (DeviceUnavailable, ValueError) as error:
             raise pytest.UsageError(str(error)) from None
+        limit = device.registration_limit
+        config.stash[_HEADER] = (
+            f"kvpool: device {device.name}, memory {device.memory_kind}, alignment "
+            f"{device.alignment:,} bytes, {limit or 'any number'} of registrations"
+        )
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """The device that is checked."""
-    if not config.stash.get(_ASKED, False):
-        return None
-    from kvpool.device import get_device
-
-    device = get_device(device_name(config))
-    limit = device.registration_limit
-    return (
-        f"kvpool: device {device.name}, memory {device.memory_kind}, alignment "
-        f"{device.alignment:,} bytes, {'any number' if limit is None else limit} of registrations"
-    )
+    return config.stash.get(_HEADER, None)
 
 
 def device_name(config: pytest.Config) -> str:
@@ -91,8 +82,7 @@ def _is_kit(argument: str) -> bool:
     name = argument.partition("::")[0]
     if name.startswith("-") or "\n" in name:
         return False
-    module = name.removesuffix(".py")
-    if module == __package__ or module.startswith(f"{__package__}."):
+    if f"{name.removesuffix('.py')}.".startswith(f"{__package__}."):
         return True
     try:
         path = Path(name).resolve()
