@@ -100,7 +100,7 @@ def test_a_run_whose_tests_leave_processes_fails_and_names_them(tmp_path, worker
     assert "4 passed" in text and "failed" not in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_ended_leaves_no_process(tmp_path, number):
     (tmp_path / "stay").touch()
     run = Run(tmp_path, "-n", "1")

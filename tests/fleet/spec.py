@@ -10,14 +10,11 @@ from typing import Any
 from kvpool import MHAPool, PoolLayout, Shard
 from kvpool.models import declare
 
-PAGE = 64
-"""Tokens of a page."""
-SPARE = 4
-"""Pages of a rank, as a multiple of what its rooms hold on average."""
+PAGE = 64  # tokens
+SPARE = 4  # pages of a rank, as a multiple of what its rooms hold on average
+# how long a rank that died is away, in peer time-outs: shorter and longer than its peers wait
 RESTART = 0.1, 3.0
-"""How long a rank that died is away, in peer time-outs: shorter and longer than its peers wait."""
-MOST_TOKENS = 8
-"""The longest request, as a multiple of the mean."""
+MOST_TOKENS = 8  # of the longest request, as a multiple of the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,34 +28,22 @@ class Spec:
     prefill_tp: int = 2
     decode_tp: int = 2
     rooms: int = 10_000
-    in_flight: int = 16
-    """Rooms of a decode engine at a time: when one ends, the next begins."""
-    tokens: int = 1024
-    """Mean length of a request; lengths are exponential, whole pages."""
-    chunks: int = 1
-    """In which prefill offers a request, at most."""
-    compute: float = 0.1
-    """Mean time of a prefill; times are exponential."""
-    latency: float = 200e-6
-    """Mean time of a message, and of a read beside its bytes."""
-    rate: float = 50e9
-    """Bytes a second of a rank's port, into it and out of it."""
-    turn: float = 20e-6
-    """What a rank's thread needs for a message."""
-    loss: float = 0.0
-    """Part of the messages that get lost."""
-    deaths: int = 0
-    """Ranks that die without a word, one after another, and restart."""
+    in_flight: int = 16  # rooms of a decode engine at a time: when one ends, the next begins
+    tokens: int = 1024  # mean length of a request; lengths are exponential, whole pages
+    chunks: int = 1  # in which prefill offers a request, at most
+    compute: float = 0.1  # mean time of a prefill; times are exponential
+    latency: float = 200e-6  # mean time of a message, and of a read beside its bytes
+    rate: float = 50e9  # bytes a second of a rank's port, into it and out of it
+    turn: float = 20e-6  # what a rank's thread needs for a message
+    loss: float = 0.0  # part of the messages that get lost
+    deaths: int = 0  # ranks that die without a word, one after another, and restart
     peer_timeout: float = 10.0
     lease: float = 60.0
     offer_timeout: float = 60.0
-    unused: float = 120.0
-    """After this time without a room, decode disconnects from a prefill engine."""
-    model: str = ""
-    """Whose layouts the ranks have: a shipped config or a config.json."""
+    unused: float = 120.0  # after this time without a room, decode disconnects from prefill
+    model: str = ""  # whose layouts the ranks have: a shipped config or a config.json
     seed: int = 0
-    groups: bool = True
-    """Whether a decode rank has its Group, and asks a part of the prefill ranks."""
+    groups: bool = True  # whether a decode rank has its Group, and asks a part of prefill
 
     def __post_init__(self) -> None:
         for side in ("prefill", "decode"):

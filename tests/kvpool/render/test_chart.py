@@ -35,12 +35,9 @@ def places(chart, tag):
     return [each.attrib for each in panel.iter(f"{SVG}{tag}") if "class" not in each.attrib]
 
 
-def test_a_bar_reaches_from_its_start_to_its_end():
+def test_a_bar_reaches_from_its_start_to_its_end_where_a_dot_and_a_tick_are():
     (bar,) = places(one(Mark("bar", 25.0, 75.0, "#abc")), "rect")
     assert (bar["x"], bar["width"], bar["fill"]) == ("23.00%", "42.00%", "#abc")
-
-
-def test_a_dot_and_a_tick_are_at_the_end():
     (dot,) = places(one(Mark("dot", 0.0, 50.0, "#abc")), "circle")
     (tick,) = places(one(Mark("tick", 0.0, 100.0, "#abc")), "line")
     assert (dot["cx"], tick["x1"], tick["x2"]) == ("44.00%", "86.00%", "86.00%")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kvpool import HybridLinearPool, MHAPool, MLAPool, NSAPool, Shard
+from kvpool import HybridLinearPool, MHAPool, MLAPool, Shard
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip, item_regions
 from kvpool.layout import Buffer, PoolLayout, Space
 from kvpool.layout.formats import MHA, gated_delta_net
@@ -93,12 +93,6 @@ FORMATS = {
             Repeat("tap", 64, Seq(Cell("latent.scale", 7, "ue8m0"), Skip(1))),
         ),
     ),
-    "conv": Seq(
-        *(
-            Repeat("head", n, Repeat("dim", 128, Repeat("tap", 3, Cell(f"conv.{r}", 1, "bf16"))))
-            for r, n in (("q", 4), ("k", 4), ("v", 8))
-        )
-    ),
     "one long cell": Cell("temporal", 1 << 14, "f32"),
     "nothing": Skip(1000),
 }
@@ -118,12 +112,6 @@ def test_a_page_of_64_rows_shows_the_first_three_and_the_last():
     assert {"0", "512", "528", "656", "1,312", "41,328", "entry 63"} <= texts
     (title,) = [t for from_, *_, t in boxes(group) if from_ == 512]
     assert title == "latent.scale, entry 0: bytes 512 to 527 of the item"
-
-
-def test_a_scale_of_an_index_key_is_a_cell_of_its_own():
-    layout = NSAPool(layers=[0], packing="fp8", **COMMON).layout
-    titles = [box[-1] for group in drawing(layout)[1] for box in boxes(group)]
-    assert "index_key.scale, entry 63: bytes 8,444 to 8,447 of the item" in titles
 
 
 def test_rows_beyond_what_can_be_read_are_said_to_be_left_out():

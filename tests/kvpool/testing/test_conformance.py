@@ -46,7 +46,7 @@ CODE = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.S | re.M)
 @pytest.mark.parametrize(
     "pool", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in POOLS]
 )
-def test_every_pool_conforms_on_the_cpu(pool, copies):
+def test_every_pool_conforms_on_the_cpu(pool):
     assert check_pool(POOLS[pool], "cpu", others=POOLS[pool].others) == []
 
 
@@ -68,17 +68,13 @@ def dense(tensor):
     return tensor.as_strided(tensor.shape, strides, tensor.storage_offset())
 
 
-class Shifted(CPUDevice):
-    """Stores one entry too far."""
-
+class Shifted(CPUDevice):  # stores one entry too far
     def store_rows(self, rows, locations):
         entries = rows[0].view.shape[0] * rows[0].view.shape[1]
         torch_ops.store_rows(rows, (locations + 1) % entries)
 
 
-class Padder(CPUDevice):
-    """Rounds rows of 7 bytes up to 8."""
-
+class Padder(CPUDevice):  # rounds rows of 7 bytes up to 8
     def store_rows(self, rows, locations):
         torch_ops.store_rows(rows, locations)
         parts = [part for row in rows for part in (row.view, row.scales) if part is not None]
@@ -89,48 +85,36 @@ class Padder(CPUDevice):
             wide[locations // part.shape[1], locations % part.shape[1], 7] = 0
 
 
-class Partly(CPUDevice):
-    """Stores the first of several roles only."""
-
+class Partly(CPUDevice):  # stores the first of several roles only
     def store_rows(self, rows, locations):
         torch_ops.store_rows(rows[:1], locations)
 
 
-class Dense(CPUDevice):
-    """Reads as if there were no gaps between the entries."""
-
+class Dense(CPUDevice):  # reads as if there were no gaps between the entries
     def load_rows(self, rows, locations):
         rows = [row._replace(view=dense(row.view)) for row in rows]
         return torch_ops.load_rows(rows, locations)
 
 
-class Halved(CPUDevice):
-    """Reads quantised values as bfloat16, whatever dtype is requested."""
-
+class Halved(CPUDevice):  # reads quantised values as bfloat16, whatever dtype is requested
     def load_rows(self, rows, locations):
         values = torch_ops.load_rows([ReadRow(*row[:2]) for row in rows], locations)
         return [v if r.scales is None else v.to(r.dtype) for r, v in zip(rows, values)]
 
 
-class Repeating(CPUDevice):
-    """Reads the first role of each dtype for all of that dtype."""
-
+class Repeating(CPUDevice):  # reads the first role of each dtype for all of that dtype
     def load_rows(self, rows, locations):
         first = {}
         rows = [first.setdefault(row.view.dtype, row) for row in rows]
         return torch_ops.load_rows(rows, locations)
 
 
-class Straight(CPUDevice):
-    """Ignores the strides of values."""
-
+class Straight(CPUDevice):  # ignores the strides of values
     def store_rows(self, rows, locations):
         torch_ops.store_rows([row._replace(values=dense(row.values)) for row in rows], locations)
 
 
-class Truncating(CPUDevice):
-    """Quantises towards zero."""
-
+class Truncating(CPUDevice):  # quantises towards zero
     def store_rows(self, rows, locations):
         for view, values, scales in rows:
             if scales is None:
@@ -144,9 +128,7 @@ class Truncating(CPUDevice):
             torch_ops.store_rows([WriteRow(view, codes), WriteRow(scales, factors)], locations)
 
 
-class Blind(CPUDevice):
-    """Quantises an infinity as a large number."""
-
+class Blind(CPUDevice):  # quantises an infinity as a large number
     def store_rows(self, rows, locations):
         rows = [
             row._replace(values=row.values.nan_to_num()) if row.scales is not None else row
@@ -155,9 +137,7 @@ class Blind(CPUDevice):
         torch_ops.store_rows(rows, locations)
 
 
-class Away(CPUDevice):
-    """Rounds int8 ties away from zero."""
-
+class Away(CPUDevice):  # rounds int8 ties away from zero
     def store_rows(self, rows, locations):
         torch_ops.store_rows(rows, locations)
         for view, values, scales in rows:
@@ -171,63 +151,47 @@ class Away(CPUDevice):
             torch_ops.store_rows([WriteRow(view, codes.view(values.shape))], locations)
 
 
-class Eager(CPUDevice):
-    """Writes an item before it has read the next."""
-
+class Eager(CPUDevice):  # writes an item before it has read the next
     def copy_items(self, views, src, dst, disjoint=False):
         for source, dest in zip(src.split(1), dst.split(1)):
             torch_ops.copy_items(views, source, dest)
 
 
-class Short(CPUDevice):
-    """Copies items without their last byte."""
-
+class Short(CPUDevice):  # copies items without their last byte
     def copy_items(self, views, src, dst, disjoint=False):
         torch_ops.copy_items([view[:, :-1] for view in views], src, dst)
 
 
-class Runaway(CPUDevice):
-    """Copies a byte more than a run has."""
-
+class Runaway(CPUDevice):  # copies a byte more than a run has
     def copy_runs(self, src, dst, nbytes):
         CPUDevice.copy_runs(src, dst, nbytes + (nbytes > 0))
 
 
-class Dirty(CPUDevice):
-    """Does not zero memory."""
-
+class Dirty(CPUDevice):  # does not zero memory
     def allocate(self, nbytes, alignment=None):
         return super().allocate(nbytes, alignment).fill_(0x55)
 
 
-class Askew(CPUDevice):
-    """Aligns to 64 bytes, whatever is requested."""
-
+class Askew(CPUDevice):  # aligns to 64 bytes, whatever is requested
     def allocate(self, nbytes, alignment=None):
         return super().allocate(nbytes + 64)[64:]
 
 
-class Twice(CPUDevice):
-    """Gives the same memory to all."""
-
+class Twice(CPUDevice):  # gives the same memory to all
     memory = CPUDevice().allocate(8 << 20, 2 << 20)
 
     def allocate(self, nbytes, alignment=None):
         return self.memory[:nbytes].zero_()
 
 
-class Nameless(CPUDevice):
-    """Has no second device, but fails only in allocate."""
-
+class Nameless(CPUDevice):  # has no second device, but fails only in allocate
     def allocate(self, nbytes, alignment=None):
         if ":" in self.name:
             raise RuntimeError("no such device")
         return super().allocate(nbytes, alignment)
 
 
-class Late(CPUDevice):
-    """Works asynchronously, in order, which is correct."""
-
+class Late(CPUDevice):  # works asynchronously, in order, which is correct
     pause = 2e-4
 
     def __init__(self, name):
@@ -271,9 +235,7 @@ class Ended:
         self.query, self.synchronize = future.done, future.result
 
 
-class Hasty(Late):
-    """The same, but its events end before the work does."""
-
+class Hasty(Late):  # the same, but its events end before the work does
     pause = 0.01
 
     def record(self):
@@ -361,32 +323,24 @@ def test_an_unavailable_device_cannot_be_checked():
 # pools of third parties
 
 
-class Flags(MHAPool):
-    """A third party's pool, small unless it is told otherwise."""
-
+class Flags(MHAPool):  # a third party's pool, small unless it is told otherwise
     def __init__(self, **more):
         shape = {"num_kv_heads": 2, "head_dim": 8, "layers": (0, 2), "total_kv_layers": 3}
         super().__init__(**{**shape, "num_pages": 5, "page_size": 4, "dtype": "bf16", **more})
 
 
-class Swapped(Flags):
-    """Lists its buffers wrongly."""
-
+class Swapped(Flags):  # lists its buffers wrongly
     def get_contiguous_buf_infos(self):
         infos = super().get_contiguous_buf_infos()
         return infos._replace(layer_ids=infos.layer_ids[::-1])
 
 
-class Elsewhere(Flags):
-    """Its views are misplaced."""
-
+class Elsewhere(Flags):  # its views are misplaced
     def view(self, role, layer):
         return super().view("k" if role == "v" else role, layer)
 
 
-class Other(Flags):
-    """Depends on its device."""
-
+class Other(Flags):  # depends on its device
     def __init__(self, **more):
         self.on_meta = more.get("device") == "meta"
         super().__init__(**more)
