@@ -12,8 +12,8 @@ import torch
 
 from kvpool.device import Device, DeviceUnavailable, IpcHandle, Sharing, get_device
 from kvpool.process import OtherProcess
-from kvpool.testing.case import fail, raises, random_of
-from kvpool.testing.memory import DeviceMemory, same, settle
+from kvpool.testing.case import Case, fail, raises, random_of
+from kvpool.testing.memory import DeviceMemory, Trial, ids_on, same, settle
 from kvpool.testing.pools import POOLS
 
 Work = Callable[[], object]
@@ -236,23 +236,19 @@ def rows_replay(device: Device, name: str, capture: Callable[[Work], Work]) -> N
 
 
 def copies_replay(device: Device, capture: Callable[[Work], Work]) -> None:
-    """A captured copy of two items, all bytes of the pool against the bytes before it."""
-    pool = POOLS["nsa bf16"](device=device.name)
-    views = [pool.item_bytes_view(buffer) for buffer in pool.layout.buffers]
-    src, dst = (torch.tensor(ids, device=views[0].device) for ids in ([1, 2], [2, 3]))
-    replay = capture(lambda: pool.copy_items("kv", src, dst))
-    random = torch.Generator().manual_seed(0)
+    """A captured copy of two items, of other items, against all bytes of the pool."""
+    trial = Trial(Case(device, "nsa bf16", POOLS["nsa bf16"]))
+    src, dst = (ids_on(trial.tensors[0].device, ids) for ids in ([1, 2], [2, 3]))
+    replay = capture(lambda: trial.pool.copy_items("kv", src, dst))
     for ids in ([4, 5], [5, 4], [1, 6]):
-        for view in views:
-            view.copy_(torch.randint(0, 256, view.shape, dtype=torch.uint8, generator=random))
-        expected = [view.cpu().clone() for view in views]
+        trial.fill(trial.random)
         src.copy_(torch.tensor(ids))
         dst.copy_(torch.tensor(ids[::-1]))
         replay()
-        for before, view in zip(expected, views):
-            before[ids[::-1]] = before[ids]
-            if not torch.equal(view.cpu(), before):
-                fail(f"a replay that copies items {ids} to {ids[::-1]}: other bytes.")
+        for buffer in trial.layout.buffers:
+            items = trial.items(buffer, np.array(ids))
+            trial.bytes[items[::-1]] = trial.bytes[items]
+        trial.check(f"a replay that copies items {ids} to {ids[::-1]}")
 
 
 def _mapped(device: Device, start: int, nbytes: int) -> None:
