@@ -32,18 +32,13 @@ def greet(who: str = "world") -> None:
 '''
 
 
-def run(*arguments, **environment):
-    return subprocess.run(
-        [KVPOOL, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "80", **environment},
-    )
+def run(*arguments, width=80, **environment):
+    terminal = CliRunner(env={"COLUMNS": str(width), **environment})
+    return terminal.invoke(app, arguments, prog_name="kvpool")
 
 
 @pytest.fixture
-def plugins(tmp_path):
+def plugins(tmp_path, monkeypatch):
     """Commands of another package, of which one works, one raises, and two have no module; and
     an engine that raises.
     """
@@ -54,12 +49,12 @@ def plugins(tmp_path):
     lines += ["needing = needing:run", "inside = raising.needing:run"]
     lines += ["[disagg.engines]", "pigeon = raising:Engine"]
     package(tmp_path, "vendor-tools", "\n".join(["[kvpool.commands]", *lines]))
-    return {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 def test_a_list_of_commands_imports_none_and_cuts_no_sentence(plugins):
-    done = run("--help", **plugins)
-    assert done.returncode == 0, done.stderr
+    done = run("--help")
+    assert done.exit_code == 0, done.stderr
     assert "imported" not in done.stdout and "undefined symbol" not in done.stderr
     said = " ".join(done.stdout.split())
     assert "greet Greet someone, who may be far away, in a " in said
@@ -68,33 +63,34 @@ def test_a_list_of_commands_imports_none_and_cuts_no_sentence(plugins):
 
 
 def test_a_broken_command_is_named_with_its_package_and_error(plugins):
-    listed = " ".join(run("--help", **plugins).stdout.split())
+    listed = " ".join(run("--help").stdout.split())
     for name, module in (("gone", "nowhere"), ("inside", "raising.needing")):
         error = f"ModuleNotFoundError: No module named {module!r}"
         assert f"command {name!r} of package vendor-tools is broken: {error}" in listed
     errors = {"raising": "OSError: libvendor.so: undefined", "gone": "ModuleNotFound"}
     for name, error in errors.items():
-        done = run(name, "--help", **plugins)
-        assert done.returncode == 1 and done.stdout == ""
+        done = run(name, "--help")
+        assert done.exit_code == 1 and done.stdout == ""
         assert f"command {name!r} of package vendor-tools is broken: {error}" in done.stderr
 
 
 def test_a_command_that_lacks_a_package_says_which(plugins):
-    done = run("needing", **plugins)
+    done = run("needing")
     reason = "needs not_installed_anywhere, which is not installed."
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert done.stderr == f"command 'needing' of package vendor-tools {reason}\n"
 
 
 def test_others_work_beside_a_broken_command(plugins):
-    assert run("greet", "--who", "you", **plugins).stdout == "imported\nhello you\n"
-    assert run("--version", **plugins).stdout.startswith("kvpool ")
+    assert run("greet", "--who", "you").stdout == "imported\nhello you\n"
+    version = subprocess.run([KVPOOL, "--version"], capture_output=True, text=True, timeout=120)
+    assert version.stdout.startswith("kvpool ")
 
 
 def test_doctor_shows_what_is_broken_beside_what_works(plugins):
     """A command and an engine, of which the modules raise."""
-    done = run("doctor", **plugins)
-    assert done.returncode == 1
+    done = run("doctor")
+    assert done.exit_code == 1
     said = " ".join(done.stdout.split())
     error = "broken of package vendor-tools. OSError: libvendor.so: undefined symbol"
     assert f"command raising {error}" in said and f"engine pigeon {error}" in said
@@ -103,8 +99,7 @@ def test_doctor_shows_what_is_broken_beside_what_works(plugins):
     assert needing in said and "greet" not in said
 
 
-def test_engines_work_beside_a_broken_one(plugins, monkeypatch):
-    monkeypatch.syspath_prepend(plugins["PYTHONPATH"].partition(os.pathsep)[0])
+def test_engines_work_beside_a_broken_one(plugins):
     reason = "engine 'pigeon' of package vendor-tools cannot be loaded: OSError: libvendor.so"
     with pytest.raises(EngineUnavailable, match=reason):
         create_engine("pigeon")
@@ -114,20 +109,21 @@ def test_engines_work_beside_a_broken_one(plugins, monkeypatch):
 
 @every_command
 def test_every_help_has_an_example_and_a_first_sentence_that_fits(name):
-    terminal = CliRunner(env={"COLUMNS": "80"})
-    done = terminal.invoke(app, [name, "--help"], prog_name="kvpool")
+    done = run(name, "--help")
     assert done.exit_code == 0, done.output
     assert re.search(rf"Examples?:\n    kvpool {name} ", done.output), done.output
     assert max(map(len, done.output.splitlines())) <= 80
     assert "--json " in done.output
-    listed = terminal.invoke(app, ["--help"]).output
+    listed = run("--help").output
     (line,) = [each for each in listed.splitlines() if each.startswith(f"  {name} ")]
     assert line.endswith(".") and len(line) <= 80
 
 
 def test_completion_is_shown_for_a_shell():
-    done = run("--show-completion", "fish", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert done.returncode == 0 and "_KVPOOL_COMPLETE" in done.stdout
+    environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [KVPOOL, "--show-completion", "fish"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert "_KVPOOL_COMPLETE" in shown.stdout, shown.stderr
 
 
 @pytest.mark.parametrize(
@@ -142,7 +138,7 @@ def test_completion_is_shown_for_a_shell():
 )
 def test_commands_options_and_models_are_completed(plugins, words, completed):
     asked = {"_KVPOOL_COMPLETE": "complete_bash", "COMP_WORDS": words}
-    done = run(**asked, COMP_CWORD=str(words.count(" ")), **plugins)
+    done = run(**asked, COMP_CWORD=str(words.count(" ")))
     assert (done.stdout.split(), done.stderr) == (completed, "")
 
 
@@ -162,7 +158,7 @@ def test_commands_options_and_models_are_completed(plugins, words, completed):
     ],
 )
 def test_an_unknown_name_gets_the_nearest_known(arguments, meant):
-    done = CliRunner().invoke(app, arguments)
+    done = run(*arguments)
     assert done.exit_code == 2
     assert meant in " ".join(done.output.split())
 
@@ -192,7 +188,7 @@ def test_the_library_says_the_nearest_too():
 )
 def test_an_error_of_a_file_says_its_path_once(tmp_path, command, reason):
     path = str(tmp_path / "none")
-    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, command.format(path).split())
+    done = run(*command.format(path).split(), width=300)
     assert done.exit_code in (1, 2) and reason in done.stderr
     assert done.stderr.count(path) == 1
 
@@ -214,6 +210,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, comm
         (tmp_path / "no/such.html", "there is no such directory"),
         (folder, "that is a directory"),
     ):
-        done = CliRunner(env={"COLUMNS": "300"}).invoke(app, [*command.split(), str(path)])
+        done = run(*command.split(), str(path), width=300)
         assert done.exit_code == 2 and done.stdout == ""
         assert f"{command.split()[-1]} {path}: {problem}" in done.stderr
