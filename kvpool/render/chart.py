@@ -27,6 +27,7 @@ LINE, ROW, BAR = 18, 34, 10  # pixels
 LETTER = 7.0  # pixels of a character
 NAME = 42  # characters of a line of a name: beside its figure it fits on a phone
 MAX_TICKS = 6  # with words
+MAX_STEPS = 5  # of a linear axis
 FIRST, SPAN, END = 2.0, 84.0, 98.0  # percent: where an axis begins, its length, figures
 STYLE = f"""
 svg {{ color: var(--ink); }} svg text {{ font: 12px {FONT}; fill: var(--ink); }}
@@ -67,13 +68,14 @@ class ChartRow:
 
 @dataclass(frozen=True, slots=True)
 class ChartAxis:
-    """From `low` to `high`. `ticks` are values and their words; a line in ink is at `bound`."""
+    """From `low` to `high`. `ticks` are values and their words; where it is logarithmic, a line in
+    ink is at 1.
+    """
 
     low: float
     high: float
     ticks: Sequence[tuple[float, str]]
     log: bool = False
-    bound: float | None = None
 
     def at(self, value: float) -> float:
         """Where a value is, in percent of the picture's width."""
@@ -85,12 +87,11 @@ class ChartAxis:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Rows, and headings between them. `better` says what the right end of the axis means."""
+    """Rows, and headings between them."""
 
     heading: str
     axis: ChartAxis
     rows: Sequence[ChartRow | str]
-    better: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Chart:
     notes: Sequence[str] = ()
 
 
-def log_axis(low: float, high: float, *, bound: float = 1.0) -> ChartAxis:
+def log_axis(low: float, high: float) -> ChartAxis:
     """An axis with a tick at each power of ten from `low` to `high`, some without words."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = math.ceil((last - first + 1) / MAX_TICKS)
@@ -112,14 +113,14 @@ def log_axis(low: float, high: float, *, bound: float = 1.0) -> ChartAxis:
         (10.0**power, "" if power % every else f"{10.0**power:,g}")
         for power in range(first, last + 1)
     ]
-    return ChartAxis(low, high, ticks, log=True, bound=bound)
+    return ChartAxis(low, high, ticks, log=True)
 
 
-def linear_axis(high: float, words: Callable[[float], str], *, at_most: int = 5) -> ChartAxis:
+def linear_axis(high: float, words: Callable[[float], str]) -> ChartAxis:
     """An axis from 0 with a few round ticks."""
     high = high or 1.0
-    power = 10.0 ** math.floor(math.log10(high / at_most))
-    step = next(n * power for n in (1, 2, 5, 10) if high / (n * power) <= at_most)
+    power = 10.0 ** math.floor(math.log10(high / MAX_STEPS))
+    step = next(n * power for n in (1, 2, 5, 10) if high / (n * power) <= MAX_STEPS)
     many = math.floor(high / step + 1e-9)
     return ChartAxis(0.0, high, [(n * step, words(n * step)) for n in range(many + 1)])
 
@@ -192,12 +193,7 @@ def _key(kind: Kind, colour: str) -> Element:
 
 def _drawn(panel: Panel) -> tuple[Element, float]:
     """A panel without its heading, and its height in pixels."""
-    root, axis, y = Element("svg", width="100%"), panel.axis, 0.0
-    if panel.better:
-        place = {"x": f"{FIRST + SPAN:g}%", "y": 12.0, "text_anchor": "end"}
-        add(root, "text", f"{panel.better} →", class_="quiet", **place)
-        y += LINE
-    top = y + LINE
+    root, axis, top = Element("svg", width="100%"), panel.axis, float(LINE)
     names = [wrap(row.name, NAME) if isinstance(row, ChartRow) else [row] for row in panel.rows]
     starts = list(accumulate((ROW + LINE * (len(name) - 1) for name in names), initial=top))
     _grid(root, axis, top, starts[-1])
@@ -214,7 +210,7 @@ def _drawn(panel: Panel) -> tuple[Element, float]:
 def _grid(root: Element, axis: ChartAxis, top: float, bottom: float) -> None:
     """Lines at the ticks and at the bound, and words above and below."""
     lines = [("rule", axis.at(value)) for value, _ in axis.ticks]
-    lines += [] if axis.bound is None else [("bound", axis.at(axis.bound))]
+    lines += [("bound", axis.at(1.0))] if axis.log else []
     for name, x in lines:
         add(root, "line", class_=name, x1=f"{x:.2f}%", x2=f"{x:.2f}%", y1=top - 4, y2=bottom)
     for value, words in axis.ticks:

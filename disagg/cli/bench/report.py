@@ -120,7 +120,7 @@ class BenchReport:
         """
         rows = [row for row in self.rows if row.ratio is not None]
         panels = [
-            Panel(heading, _axis(of_kind), list(_chart_rows(of_kind)), "right is better")
+            Panel(f"{heading}, right is better", _axis(of_kind), list(_chart_rows(of_kind)))
             for moves, heading in HEADINGS.items()
             if (of_kind := [row for row in rows if row.moves is moves])
         ]
