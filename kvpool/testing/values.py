@@ -147,6 +147,7 @@ def odd_floats(random: np.random.Generator, shape: tuple[int, ...], dtype: str) 
         np.resize([448.0, -448.0, 1.0, 2.0**-9, 2.0**-10, 3 * 2.0**-11], shape[-1]),
         np.resize([448 * (1 + 2.0**-7), 1.0], shape[-1]),
         random.standard_normal(shape[-1]) * 2.0**-120,
+        np.resize([2.0**-121, -(2.0**-123)], shape[-1]),  # of a scale below the smallest
         np.resize([most, -most, 1.0], shape[-1]),
         np.where(np.arange(shape[-1]) == shape[-1] // 2, np.inf, ties),
         np.where(np.arange(shape[-1]) == 0, np.nan, ties),
