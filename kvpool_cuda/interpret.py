@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import torch
 
-from kvpool.device import Event
-from kvpool.device.cpu import CPUDevice
+from kvpool.device.cpu import CPUDevice, HostDevice
 from kvpool_cuda.availability import missing_interpreter
 from kvpool_cuda.device import KernelDevice
 
 
-class InterpretedDevice(KernelDevice):
+class InterpretedDevice(KernelDevice, HostDevice):
     """The kernels on memory of the CPU device."""
 
     memory_kind = "cpu"
@@ -27,11 +26,3 @@ class InterpretedDevice(KernelDevice):
     def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
         """See CPUDevice.allocate."""
         return self._host.allocate(nbytes, alignment or self.alignment)
-
-    def record(self) -> Event:
-        """See CPUDevice.record."""
-        return self._host.record()
-
-    def wait(self, event: Event) -> None:
-        """See CPUDevice.wait."""
-        self._host.wait(event)

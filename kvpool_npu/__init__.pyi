@@ -1,3 +1,8 @@
 from .device import NPUDevice as NPUDevice
-from .kinds import NPUMLA as NPUMLA, NPUIndexKey as NPUIndexKey, npu_order as npu_order
-from .pools import NPUMHAPool as NPUMHAPool, NPUMLAPool as NPUMLAPool
+from .pools import (
+    NPUMLA as NPUMLA,
+    NPUIndexKey as NPUIndexKey,
+    NPUMHAPool as NPUMHAPool,
+    NPUMLAPool as NPUMLAPool,
+    npu_order as npu_order,
+)

@@ -29,20 +29,34 @@ class CompletedEvent:
         """Returns at once."""
 
 
-class CPUDevice:
-    """Host memory, in a sealed memfd that other processes of the same user can map (on Linux)."""
+class HostDevice:
+    """What the devices without hardware of their own have in common."""
 
-    memory_kind = "cpu"
+    memory_kind: str
     alignment = 64
-    registration_limit = None
+    registration_limit: int | None = None
     emulated = False
 
-    def __init__(self, name: str = "cpu") -> None:
-        self.name = name
+    def __init__(self, name: str = "") -> None:
+        self.name = name or self.memory_kind
 
     def availability(self) -> str | None:
         """Always available."""
         return None
+
+    def record(self) -> Event:
+        """An event that has ended."""
+        return CompletedEvent()
+
+    def wait(self, event: Event) -> None:
+        """Blocks the host until the event has ended."""
+        event.synchronize()
+
+
+class CPUDevice(HostDevice):
+    """Host memory, in a sealed memfd that other processes of the same user can map (on Linux)."""
+
+    memory_kind = "cpu"
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
         """A zeroed uint8 tensor in its own mapping, which lives as long as its last view."""
@@ -89,14 +103,6 @@ class CPUDevice:
         start, to = (base + stride * ids.numpy() for ids in (src, dst))
         copy_runs(start.ravel(), to.ravel(), np.broadcast_to(nbytes, start.shape).ravel())
 
-    def record(self) -> Event:
-        """An event that has ended."""
-        return CompletedEvent()
-
-    def wait(self, event: Event) -> None:
-        """Blocks the host until the event has ended."""
-        event.synchronize()
-
 
 def _populated(handle: int, nbytes: int) -> mmap.mmap:
     """A mapping of a file whose pages are all there, and not to be found one by one in the first
@@ -112,20 +118,10 @@ def _populated(handle: int, nbytes: int) -> mmap.mmap:
         return mmap.mmap(handle, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
-class MetaDevice:
+class MetaDevice(HostDevice):
     """Sizes and strides without memory, for budgets and offline checks."""
 
     memory_kind = "meta"
-    alignment = 64
-    registration_limit = None
-    emulated = False
-
-    def __init__(self, name: str = "meta") -> None:
-        self.name = name
-
-    def availability(self) -> str | None:
-        """Always available."""
-        return None
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
         """A uint8 tensor without memory."""
@@ -138,10 +134,3 @@ class MetaDevice:
         )
 
     store_rows = load_rows = copy_items = copy_runs = _refuse
-
-    def record(self) -> Event:
-        """An event that has ended."""
-        return CompletedEvent()
-
-    def wait(self, event: Event) -> None:
-        """Does nothing: there is no work."""
