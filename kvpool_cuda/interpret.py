@@ -7,8 +7,7 @@ from __future__ import annotations
 import torch
 
 from kvpool.device.cpu import CPUDevice, HostDevice
-from kvpool_cuda.availability import missing_interpreter
-from kvpool_cuda.device import KernelDevice
+from kvpool_cuda.device import KernelDevice, missing_interpreter
 
 
 class InterpretedDevice(KernelDevice, HostDevice):

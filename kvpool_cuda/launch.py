@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvpool_cuda.availability import interpreted
+from kvpool_cuda.device import interpreted
 
 _interpreter = Lock()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvpool.device import DeviceUnavailable, get_device
-from kvpool_cuda import availability
+from kvpool_cuda import device as cuda
 from kvpool_cuda.device import CUDADevice
 from kvpool_cuda.interpret import InterpretedDevice
 
@@ -74,9 +74,9 @@ def test_a_triton_that_is_too_old_is_named(monkeypatch, two_gpus):
 
 
 def test_interpreted_kernels_are_refused_gpu_memory(monkeypatch, two_gpus):
-    monkeypatch.setattr(availability, "interpreted", lambda: True)
+    monkeypatch.setattr(cuda, "interpreted", lambda: True)
     assert "TRITON_INTERPRET=1 was set" in CUDADevice("cuda:1").availability()
-    monkeypatch.setattr(availability, "interpreted", lambda: False)
+    monkeypatch.setattr(cuda, "interpreted", lambda: False)
     assert CUDADevice("cuda:1").availability() is None
 
 
