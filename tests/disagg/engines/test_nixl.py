@@ -246,15 +246,15 @@ def come_and_go(pipe, metadata: bytes, base: int, size: int, options: dict, cycl
 def test_created_and_closed_engines_leave_nothing_behind(transports, friends):
     """Files, threads and memory of the reading process, over cycles."""
     other, options = friends(transports), TRANSPORTS[transports]
-    with Child(come_and_go, other.metadata, other.base, MIB, options, 14) as child:
-        seen = [child.answer() for _ in range(14)]
+    with Child(come_and_go, other.metadata, other.base, MIB, options, 9) as child:
+        seen = [child.answer() for _ in range(9)]
         assert child.close() == 0
     for before, after in pairwise(seen[3:]):
         assert after[:2] == before[:2]
     assert seen[-1][2] - seen[3][2] < 256, "pages of 4 KiB"
 
 
-CYCLES = 30
+CYCLES = 15
 
 
 def read_over_a_new_connection(engine, other, memory):
