@@ -16,6 +16,7 @@ from disagg.plan import plan
 from disagg.plan.positions import id_clash
 from disagg.plan.proof import prove
 from disagg.plan.routes import records_of
+from disagg.runtime.staging import coalesce
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from tests.oracle import (
@@ -177,6 +178,26 @@ def test_any_spaces_of_a_block_pool_pair_with_any_others_to_the_byte(transfer, d
     assert (source.memory[0] == before).all()
 
 
+@settings(max_examples=200)
+@given(transfers())
+def test_a_read_through_a_buffer_reads_what_some_space_describes(transfer):
+    source, dest, there, here, other = transfer
+    fill(source, there)
+    blank(dest)
+    write(dest, other, range(other.num_tokens))
+    batch = plan([source.layout], dest.layout).bind(0, there, here)
+    found = coalesce(batch, source.layout, 1 << 20)
+    if found is None:
+        return
+    items = {b.space: np.arange(b.items) for b in source.layout.buffers}
+    described = theirs(source, RequestAddress(0, {s: Span(ids) for s, ids in items.items()}))
+    assert not (covered(source, found.read.src, found.read.nbytes) & ~described).any()
+    buffer = np.zeros(found.read.total, dtype=np.uint8)
+    copy(replace(found.read, dst=found.read.dst + buffer.ctypes.data))
+    copy(replace(found.scatter, src=found.scatter.src + buffer.ctypes.data))
+    assert_holds(dest, here, also=[other])
+
+
 # one page of keys, one of a window's, over one another
 
 
@@ -233,6 +254,14 @@ def test_the_reserved_item_may_be_listed_for_all_spaces():
         made.bind(0, there, here)  # nothing is read or written there
 
 
+def test_spaces_of_two_block_pools_may_list_the_same_ids():
+    spaces = Space("kv", block_pool="one"), Space("swa", window=4, block_pool="two")
+    rows = [(0, "kv", 6, Cell("k", 4, "bf16")), (1, "swa", 6, Cell("latent", 8, "bf16"))]
+    side = built(rows, spaces)
+    made = plan([side.layout], side.layout)
+    assert made.bind(0, table([1, 2], [1, 2]), table([3, 4], [3, 4])).total == 2 * 8 + 2 * 16
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_the_blocks_of_any_number_of_spaces_are_compared(data):
@@ -263,3 +292,30 @@ def test_the_blocks_of_any_number_of_spaces_are_compared(data):
             f"block {twice[0]} of block pool blocks is listed in spaces {one} (item {first}) and "
             f"{two} (item {second}), but"
         )
+
+
+def cut_pair(cut, items=10):
+    """`pair()`, but a block is `cut` pages of keys beside one of latents."""
+    parts = {"kv": [(0, Cell("k", 4, "bf16"))], "swa": [(1, Cell("latent", 8, "bf16"))]}
+    kv = Space("kv", reserved=cut, block_pool=POOL, items_per_block=cut)
+    return overlaid(parts, (kv, Space("swa", window=4, block_pool=POOL)), items)
+
+
+@pytest.mark.parametrize("cuts", [(2, 1), (1, 2), (2, 3), (33, 1)])
+def test_spaces_of_other_items_a_block_pair(cuts):
+    source, dest = map(cut_pair, cuts)
+    fill(source, there := place(source, 4, 1))
+    blank(dest)
+    made = plan([source.layout], dest.layout)
+    copy(made.bind(0, there, here := place(dest, 4, 2)))
+    assert_holds(dest, here)
+
+
+def test_items_of_one_number_are_no_clash_and_items_of_one_block_are():
+    """Of two items a block, item 4 is in block 2, and block 4 is items 8 and 9."""
+    made = plan([cut_pair(2).layout], cut_pair(2).layout)
+    made.bind(0, table([4, 5], [4, 3]), table([8, 9], [5, 3]))
+    for item in (8, 9):
+        says = rf"block 4 of block pool blocks .*spaces kv \(item {item}\) and swa \(item 4\), but"
+        with pytest.raises(ValueError, match=says):
+            made.bind(0, table([4, item], [4, 3]), table([8, 9], [5, 3]))

@@ -6,14 +6,16 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from disagg.plan import IncompatibleLayouts, plan
 from disagg.plan.cache import PlanCache
 from kvpool import PoolLayout
 from kvpool.item import Cell, Repeat
-from tests.disagg.digest.test_digest import CASES, ranks
-from tests.oracle import built
+from tests.disagg.digest.test_digest import CASES, TOKENS, ranks
+from tests.disagg.plan.test_geometry import geometries
+from tests.disagg.plan.test_plan import npu_style
+from tests.oracle import apply, assert_holds, blank, built, fill, place
 from tests.pools import mha, mla
 
 
@@ -57,6 +59,49 @@ def test_restarts_of_any_two_pools_hit_with_an_equal_plan(case):
     made = cache.plan(layouts(first[0]), first[1].layout)
     assert same(made, plan(layouts(first[0]), first[1].layout))
     assert same(hit(cache, *second), plan(layouts(second[0]), second[1].layout))
+
+
+@settings(max_examples=60)
+@given(geometries(layers=6, pp=3, page=20))
+def test_restarts_of_any_geometry_hit_with_an_equal_plan(geometry):
+    model, source, dest, where = geometry
+    cache = PlanCache()
+    first, second = restarts(
+        lambda: (
+            [source.pool(model, *rank, 1) for rank in source.ranks()],
+            dest.pool(model, *where, 1),
+        )
+    )
+    cache.plan(layouts(first[0]), first[1].layout)
+    assert same(hit(cache, *second), plan(layouts(second[0]), second[1].layout))
+
+
+def test_restarts_of_stacked_tensors_hit_with_an_equal_plan():
+    def stacked(page):
+        return npu_style([0, 1, 2], 12, page, (16, 8))
+
+    cache = PlanCache()
+    first, second = restarts(lambda: ([stacked(4)], stacked(6)))
+    cache.plan(layouts(first[0]), first[1].layout)
+    assert same(hit(cache, *second), plan(layouts(second[0]), second[1].layout))
+
+
+@pytest.mark.parametrize("case", ["mha: order and tp", "dsv4: page placement", "hybrid: taps"])
+def test_bytes_are_exact_after_restarts(case):
+    build, source, dest = CASES[case]
+    cache = PlanCache()
+    for life in range(5):
+        sources, into = ranks(build, **source), ranks(build, **dest)[0]
+        made = cache.plan(layouts(sources), into.layout)
+        assert (cache.hits, cache.misses) == (life, 1)
+        there = [place(each, TOKENS, 10 * life + n) for n, each in enumerate(sources, 1)]
+        here = place(into, TOKENS, 10 * life)
+        for each, address in zip(sources, there):
+            fill(each, address)
+        blank(into)
+        for batch in made.bind_all(there, here):
+            apply(batch, sources, into)
+        assert_holds(into, here)
 
 
 def moved(layout: PoolLayout, bases: dict[str, int]) -> PoolLayout:

@@ -96,6 +96,19 @@ def test_members_take_replicas_in_turn(sources, dests, table):
     assert asked(plans) == [each.contributors() for each in plans] == table
 
 
+@pytest.mark.parametrize(
+    ("sources", "dests", "table"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (4, 4, [[0], [1], [2], [3]]),
+        (8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ],
+)
+def test_members_ask_those_that_hold_their_heads(sources, dests, table):
+    assert asked(members(sharded(sources, num_kv_heads=4), sharded(dests, num_kv_heads=4))) == table
+
+
 def test_replicas_of_a_head_are_shared_among_the_members_that_need_it_and_not_among_all():
     """Of 4 ranks that hold 2 heads, each member reads from both that hold its head."""
     plans = members(sharded(4, num_kv_heads=2), sharded(2, num_kv_heads=2))
@@ -116,6 +129,14 @@ def test_a_group_of_one_reads_as_a_destination_alone_does():
     assert same(replace(grouped, asks={}), alone)
     assert grouped.asks == {0: 1, 1: 1, 2: 1}
     assert alone.asks == {}
+
+
+def test_stages_of_decode_ask_their_stages():
+    whole = {"layers": range(4), "device": "meta"}
+    halves = tuple(mla(**whole | {"layers": part}).layout for part in (range(2), range(2, 4)))
+    plans = members(tuple(mla(**whole).layout for _ in range(2)), halves)
+    assert asked(plans) == [[0], [1]]
+    assert asked(members(halves, halves)) == [[0], [1]]
 
 
 @pytest.mark.parametrize(

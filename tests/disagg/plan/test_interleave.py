@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from disagg.digest.digest import Piece, digests, from_wire, pieces, to_wire
 from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
+from disagg.plan.cache import PlanCache
 from kvpool.item import Cell, Repeat, Seq
 from kvpool.layout import Interleave, RequestAddress, Space, Span
 from tests.oracle import (
@@ -215,6 +216,19 @@ def test_ranks_that_hold_nothing_of_it_need_not_be_there():
         plan([both[0].layout], dest.layout)
 
 
+def test_replicas_are_ranks_of_equal_stretches():
+    """MLA on two shards of heads: each of two ranks has a replica, and the layers are shared."""
+    side = Side(tp=2, cp=2)
+    sources = [side.state("mla", 8, 60, *rank) for rank in side.ranks()]
+    dest = Side().state("mla", 8, 60)
+    made = plan([source.layout for source in sources], dest.layout)
+    assert made.contributors() == [0, 1, 2, 3]
+    for layer in range(LAYERS):
+        key = "target", layer, "latent"
+        chosen = [part.source for part in made.parts if key in part.keys]
+        assert sorted(n % 2 for n in chosen) == [0, 1]
+
+
 def test_equal_stretches_are_moved_page_by_page():
     """Interleaved alike, both sides' pages hold the same positions: they travel whole."""
     (source,), (dest,) = layouts([(1, 1, 4)], page=16), layouts([(1, 1, 4)], page=16)
@@ -224,6 +238,15 @@ def test_equal_stretches_are_moved_page_by_page():
     rows = {key[2]: runs for route, runs, _ in batch.shares for key in route.keys}
     assert rows["latent"] == LAYERS  # 100 positions of a layer, side by side: one run
     assert {row.how for row in made.explain(400).rows} == {"direct"}
+
+
+def test_pages_of_whole_stretches_are_moved_whole():
+    """Stretches of a page: rank r's pages are every second one of decode's."""
+    sources, (dest,) = layouts([(16, 0, 2), (16, 1, 2)], page=16), layouts([(1, 0, 1)], page=16)
+    made = plan([source.layout for source in sources], dest.layout)
+    rows = [row for row in made.explain(320).rows if row.roles == ("latent", "rope")]
+    assert [row.runs for row in rows] == [LAYERS * 10, LAYERS * 10]
+    assert [row.nbytes for row in rows] == 2 * [LAYERS * 160 * 8]
 
 
 def test_explain_says_who_holds_which_positions():
@@ -260,6 +283,17 @@ def test_items_that_are_passed_over_are_not_taken_for_their_neighbours():
     """Decode's rank holds entries of some items of prefill's only, and several of one of them."""
     (source,), (dest,) = layouts([(1, 0, 1)], page=4), layouts([(3, 0, 3)], page=1)
     hand_off([source], dest, 60)
+
+
+def test_plans_of_other_stretches_are_not_confused_by_the_cache():
+    cache = PlanCache()
+    (dest,) = layouts([(2, 0, 2)])
+    for number in (0, 1):
+        sources = layouts([(2, rank, 2) for rank in ((0, 1), (1, 0))[number]])
+        made = cache.plan([source.layout for source in sources], dest.layout)
+        kv = [route.source for route in made.routes if route.src.space.name == KV]
+        assert kv == [number] * len(kv)
+    assert (cache.hits, cache.misses) == (0, 2)
 
 
 def test_many_pieces_of_few_entries_cost_as_much_as_all_of_them():

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from disagg.plan import plan
+from disagg.plan.cache import PlanCache
 from kvpool import PoolLayout, RequestAddress, Span
 from kvpool.describe import describe, describe_buffer
 from kvpool.layout import Space
@@ -24,10 +25,12 @@ SHAPES = {
     "equal": ([{}], {}),
     "by page": ([{"placement": "page"}], {"placement": "page"}),
     "by page to by layer": ([{"placement": "page"}], {}),
+    "TP 2 to 1": ([{"shard": Shard(rank, 2)} for rank in range(2)], {}),
     "TP 2 to 1 by page": (
         [{"shard": Shard(rank, 2), "placement": "page"} for rank in range(2)],
         {"placement": "page"},
     ),
+    "PP 2 to 1": ([{**each, "total_kv_layers": 4} for each in STAGES], {}),
     "PP 2 to 1 by page": (
         [{**each, "total_kv_layers": 4, "placement": "page"} for each in STAGES],
         {"placement": "page"},
@@ -41,10 +44,8 @@ def cut(data, stop, what):
     return [range(low, high) for low, high in zip([0, *edges], [*edges, stop])]
 
 
-@pytest.mark.parametrize(
-    ("pool", "shape"),
-    [(pool, "by page") for pool in POOLS] + [(pool, s) for pool in ("mla", "dsv4") for s in SHAPES],
-)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("pool", POOLS)
 @settings(max_examples=8)
 @given(data=st.data())
 def test_any_parts_of_positions_and_layers_move_each_byte_once(pool, shape, data):
@@ -115,6 +116,22 @@ def test_all_layers_side_by_side_stay_one_run_and_each_layer_is_one():
     row = 4 * 24 * 2
     assert made.bind(0, table, address).nbytes.tolist() == [4 * row] * 3
     assert made.bind(0, table, address, layers=range(1, 2)).nbytes.tolist() == [row] * 3
+
+
+def test_a_cached_plan_binds_the_layers_of_other_memory():
+    build = mla.but(layers=range(4), placement="page", num_pages=12)
+    cache = PlanCache()
+    cache.plan([build().layout], build().layout)
+    source, dest = build(), build()
+    made = cache.plan([source.layout], dest.layout)
+    assert cache.hits == 1
+    table, address = oracle.place(source, TOKENS, 1), oracle.place(dest, TOKENS, 2)
+    oracle.fill(source, table)
+    oracle.blank(dest)
+    for layer in range(4):
+        batch = made.bind(0, table, address, layers=range(layer, layer + 1))
+        oracle.apply(batch, [source], dest)
+    oracle.assert_holds(dest, address)
 
 
 def test_layers_in_one_buffer_of_an_engine_are_moved_one_by_one():

@@ -281,6 +281,20 @@ def test_a_start_inside_a_packed_page_is_refused_and_says_where_to_start():
         decode.receive("r", table, start=12)  # nothing of the refused room is left
 
 
+def test_a_start_inside_a_page_that_is_dead_is_taken():
+    source, dest = cache(window=5), cache(window=5)
+    there, into = place(source, 22, 1), place(dest, 22, 2)
+    fill(source, there)
+    blank(dest)
+    prefill, decode = endpoints(source, dest)
+    with prefill, decode:
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("r", into, start=9)
+        prefill.send("r", there)
+        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+    assert_holds(dest, into)
+
+
 @pytest.mark.parametrize("side", ["offered", "received"])
 def test_a_pinned_request_may_not_go_on_in_its_packed_page(side):
     pool = MLAPool(

@@ -163,6 +163,52 @@ def pages(*ids, tokens=None):
     return RequestAddress(4 * len(ids) if tokens is None else tokens, {"kv": Span(list(ids))})
 
 
+LATENT, ROPE = Cell("latent", 8, "bf16"), Cell("rope", 4, "bf16")
+
+
+def with_gap(where, page, gap):
+    """A page of latent and rope rows with 8 other bytes in or between them."""
+    row, gaps = Seq(LATENT, ROPE), Repeat("entry", page, gap) if isinstance(gap, Cell) else gap
+    rows = Repeat("entry", page, row)
+    if isinstance(gap, Skip):
+        gaps = Skip(gap.nbytes * page)
+    return {
+        "in the row": Repeat("entry", page, Seq(LATENT, gap, ROPE)),
+        "behind the row": Repeat("entry", page, Seq(row, gap)),
+        "before the row": Repeat("entry", page, Seq(gap, row)),
+        "behind the page": Seq(rows, gaps),
+        "before the page": Seq(gaps, rows),
+    }[where]
+
+
+GAPS = ["in the row", "behind the row", "before the row", "behind the page", "before the page"]
+INDEX, NOTHING = Cell("index_key", 4, "bf16"), Skip(8)
+
+
+@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("where", GAPS)
+def test_live_bytes_of_decode_are_not_padding(where, page, seed):
+    template = with_gap(where, page, NOTHING)
+    source = built([(layer, "kv", 14, template) for layer in range(3)], page=page)
+    kinds = (NOTHING, INDEX, NOTHING)  # index keys on a subset of layers
+    dest = built(
+        [(layer, "kv", 14, with_gap(where, page, kind)) for layer, kind in enumerate(kinds)],
+        page=page,
+    )
+    hand_off([source], dest, 11, seed=seed, allow_missing={"index_key"})
+
+
+@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("where", GAPS)
+def test_live_bytes_of_prefill_are_not_sent_as_padding(where, page, seed):
+    source, dest = (
+        built([(0, "kv", 14, with_gap(where, page, gap))], page=page) for gap in (INDEX, NOTHING)
+    )
+    assert hand_off([source], dest, 11, seed=seed)[1] == [11 * 24]
+
+
 def test_layers_that_another_replica_sends_are_not_sent_between_pages():
     replicas = [mla(range(4), shard=Shard(rank, 2), placement="page") for rank in range(2)]
     dest = mla(range(4), placement="page")
@@ -180,6 +226,11 @@ def test_consecutive_pages_are_one_run_per_layer(tokens):
     there, here = pages(2, 3, 4, tokens=tokens), pages(7, 8, 9, tokens=tokens)
     batch = plan([source.layout], dest.layout).bind(0, there, here)
     assert batch.nbytes.tolist() == [tokens * 24] * 5
+
+
+def test_latent_and_rope_are_one_run_per_page():
+    batch = plan([mla().layout], mla().layout).bind(0, pages(2, 9, 4), pages(7, 3, 5))
+    assert batch.nbytes.tolist() == [4 * 24] * 6
 
 
 def test_adjacent_heads_of_a_token_are_one_run():
@@ -207,6 +258,18 @@ def test_equal_padding_is_part_of_a_run():
     batch = plan([sides[0].layout], sides[1].layout).bind(0, pages(2, 3, 4), pages(7, 8, 9))
     assert batch.runs == 1
     hand_off(sides[:1], sides[1], 30)
+
+
+@pytest.mark.parametrize("declared", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("where", GAPS)
+def test_what_one_side_does_not_declare_padding_is_not_moved(where, declared):
+    template = with_gap(where, 4, NOTHING)
+    sides = [
+        built([(layer, "kv", 14, template) for layer in range(2)], page=4, padding=padding)
+        for padding in declared
+    ]
+    for seed in (0, None):
+        assert hand_off(sides[:1], sides[1], 11, seed=seed)[1] == [2 * 11 * 24]
 
 
 def test_unequal_padding_is_not_moved():
@@ -240,6 +303,30 @@ def test_shares_are_runs_and_bytes_of_each_route():
         mine = [(runs, nbytes) for each, runs, nbytes in batch.shares if each is route]
         assert sum(runs for runs, _ in mine) == inside.sum()
         assert sum(nbytes for _, nbytes in mine) == batch.nbytes[inside].sum()
+
+
+def npu_style(layers, items, page, dims):
+    """Latent and rope in two tensors `[L, I, E, 1, D]`, each stacked over layers."""
+    parts, memory, views = [], [], {}
+    for role, dim in zip(("latent", "rope"), dims):
+        tensor = torch.zeros(len(layers), items, page, 1, dim, dtype=torch.bfloat16)
+        seen = describe(
+            tensor[:, :, :, 0], ("layer", "item", "entry", "dim"), role=role, layer=layers
+        )
+        parts.append(seen)
+        memory.append(tensor.view(torch.uint8).numpy().reshape(-1))
+        for number, layer in enumerate(layers):
+            views["target", layer, role] = tensor[number, :, :, 0].view(torch.uint8).numpy()
+    space = Space("kv", entries_per_item=page)
+    layout = PoolLayout.of(*parts, spaces=[space], total_kv_layers=max(layers) + 1)
+    return State(layout, memory, views)
+
+
+@pytest.mark.parametrize("page", [4, 6])
+def test_a_row_of_latent_and_rope_and_two_stacked_tensors_are_the_same_regions(page):
+    row, apart = mla(range(3)), npu_style([0, 1, 2], 12, page, (8, 4))
+    hand_off([row], apart, 30)
+    hand_off([apart], row, 30)
 
 
 def described(named, page, buffer=None):
@@ -278,6 +365,35 @@ def test_cells_adjacent_in_one_entry_only_are_no_run():
     hand_off([pool], engine, 19)
 
 
+ORDERS = [
+    ("item", "role", "head", "entry", "dim"),
+    ("item", "role", "entry", "head", "dim"),
+    ("item", "entry", "role", "head", "dim"),
+    ("role", "item", "head", "entry", "dim"),
+]
+
+
+@pytest.mark.parametrize("dims", ORDERS, ids="-".join)
+def test_k_and_v_in_one_tensor_of_any_dim_order_go_to_a_pool(dims):
+    sizes = {"item": 12, "role": 2, "head": 4, "entry": 6, "dim": 4}
+    tensor = torch.zeros([sizes[dim] for dim in dims], dtype=torch.bfloat16)
+    within = dims[0] == "item"  # both in one buffer, as their entries may interleave
+    buffer = describe_buffer(tensor, dims, name="k and v") if within else None
+    seen = describe(tensor, dims, role=("k", "v"), layer=0, buffer=buffer)
+    space = Space("kv", entries_per_item=6)
+    apart = tensor.permute([dims.index(d) for d in ("role", "item", "entry", "head", "dim")])
+    views = {
+        ("target", 0, role): apart[n].view(torch.uint8).numpy() for n, role in enumerate(("k", "v"))
+    }
+    engine = State(
+        PoolLayout(seen.buffers, seen.regions, (space,), 1),
+        [tensor.view(torch.uint8).numpy().reshape(-1)],
+        views,
+    )
+    hand_off([engine], mha(range(1)), 30)
+    hand_off([mha(range(1))], engine, 30)
+
+
 def window(size, page):
     template = Repeat("entry", page, Cell("swa.latent", 6, "bf16"))
     return built(
@@ -290,6 +406,15 @@ def window(size, page):
 @pytest.mark.parametrize(("prefill", "decode"), [(4, 6), (6, 4)])
 def test_only_the_last_positions_of_a_window_are_moved(tokens, prefill, decode):
     hand_off([window(8, prefill)], window(8, decode), tokens)
+
+
+def test_layers_that_differ_in_space_only_use_their_own_ids():
+    def pool():
+        page = Repeat("entry", 4, Cell("latent", 6, "bf16"))
+        spaces = [Space(name, entries_per_item=4) for name in ("kv", "other")]
+        return built([(0, "kv", 12, page), (1, "other", 12, page)], spaces)
+
+    hand_off([pool()], pool(), 30)
 
 
 @pytest.mark.parametrize("dead", [(0, 3), (3, 0), (2, 4), (4, 4)])
@@ -414,6 +539,11 @@ def compressed(page):
     )
 
 
+@pytest.mark.parametrize("tokens", [3, 16, 27, 64])
+def test_compressed_pages_share_the_ids_of_token_pages(tokens):
+    hand_off([compressed(8)], compressed(16), tokens)
+
+
 def test_chunks_move_each_compressed_entry_with_its_last_token():
     source, dest = compressed(8), compressed(16)
     there, here = place(source, 50, 1), place(dest, 50)
@@ -450,3 +580,48 @@ def test_a_slot_is_moved_with_the_last_chunk_only():
         assert_holds(dest, here, range(chunk.stop))
     with pytest.raises(IncompleteTransfer, match="the state in space state is that of 31 tokens"):
         plan([source.layout], dest.layout).bind(0, RequestAddress(31, there.spans), here)
+
+
+SECTIONS = {"conv.q": (4, 3), "conv.k": (4, 3), "conv.v": (8, 5)}  # heads, dim
+
+
+def conv(rank, tp, order):
+    """Conv states of three taps, channels first `[role][head][dim][tap]` or window first
+    `[tap][role][head][dim]`.
+    """
+    parts = []
+    for role, (heads, dim) in SECTIONS.items():
+        start, size = Shard(rank, tp).of(heads)
+        cell = Cell(role, 1, "bf16")
+        inner = Repeat("tap", 3, cell) if order == "channels" else cell
+        parts.append(Repeat("head", size, Repeat("dim", dim, inner), start, heads))
+    template = Seq(*parts) if order == "channels" else Repeat("tap", 3, Seq(*parts))
+    return built([(layer, "state", 5, template) for layer in (1, 4)], [Space("state", "slot")])
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 4), (4, 2), (1, 8), (8, 4)])
+@pytest.mark.parametrize(
+    "orders", [("channels", "window"), ("window", "channels"), ("window",) * 2]
+)
+def test_conv_sections_are_resharded_in_any_axis_order(prefill, decode, orders):
+    sources = [conv(rank, prefill, orders[0]) for rank in range(prefill)]
+    for rank in range(decode):
+        hand_off(sources, conv(rank, decode, orders[1]), 30)
+
+
+def test_conv_axes_of_a_described_tensor_are_those_of_a_template():
+    source = conv(0, 1, "channels")
+    tensor = torch.zeros(5, 3, 4 * 3 + 4 * 3 + 8 * 5, dtype=torch.bfloat16)  # [I, tap, channel]
+    buffer = describe_buffer(tensor, ("item", "tap", "channel"), name="conv", space="state")
+    parts, views, at = [], {}, 0
+    for role, (heads, dim) in SECTIONS.items():
+        part = tensor[:, :, at : at + heads * dim].unflatten(2, (heads, dim))
+        names = ("item", "tap", "head", "dim")
+        seen = describe(part, names, role=role, layer=1, cell=None, buffer=buffer)
+        parts.append(seen)
+        shown = part.permute(0, 2, 3, 1)[..., None].view(torch.uint8)  # [I, head, dim, tap, byte]
+        views["target", 1, role] = shown.numpy()
+        at += heads * dim
+    layout = PoolLayout.of(*parts, spaces=[Space("state", "slot")], total_kv_layers=2)
+    dest = State(layout, [tensor.view(torch.uint8).numpy().reshape(-1)], views)
+    hand_off([source], dest, 30)

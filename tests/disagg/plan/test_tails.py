@@ -76,6 +76,11 @@ def test_a_page_whose_first_entries_left_the_window_is_exact():
     assert runs_of(source, dest, 21) == 2 * (4 + 1) + 1
 
 
+def test_items_of_other_sizes_are_exact():
+    source, dest = cache(), cache(8)
+    assert hand_off([source], dest, 25)[1] == [25 * 32]
+
+
 def test_a_ring_that_is_not_full_is_exact():
     def ring():
         raw = np.zeros(5 * 8 * 2 * 4, dtype=np.uint8)
@@ -127,6 +132,15 @@ def test_a_page_moves_whole_only_if_that_costs_less_than_the_runs_it_saves():
         full = next(n for n in range(page, 0, -1) if most - n * heads * 16 > BYTES_PER_RUN) + 1
         for n, runs in ((full - 1, heads), (full, 1)):
             assert made.bind(0, table(n, [1]), table(n, [1])).runs == runs
+
+
+def test_what_prefill_computed_beyond_the_request_does_no_harm():
+    source, dest = cache(), cache()
+    there, into = place(source, 27, 1), place(dest, 25, 2)
+    fill(source, there)
+    blank(dest)
+    move([source], dest, [there], into)
+    assert_holds(dest, into)
 
 
 def test_31_pages_and_127_tokens_of_transposed_k_are_one_run_a_layer():
