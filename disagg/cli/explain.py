@@ -85,7 +85,8 @@ def explain(
     try:
         rate = None if link is None else parse_link(link)
         wholes = {"tp": tp, "pp": pp, "page_size": page_size}
-        hand_off = HandOff(*parse_sides(what, wholes, packing, draft), tokens)
+        prefill, decode = parse_sides(what, wholes, packing, draft)
+        hand_off = HandOff(prefill, decode, tokens)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     refusals = hand_off.refusals()
