@@ -86,7 +86,7 @@ class EventLoop(Generic[M]):
     def turn(self, *, waits: bool = True) -> None:
         """Messages, time, reads and digests; with `waits=False`, only what returns at once."""
         try:
-            for peer, data in self.transport.poll(0.0):
+            for peer, data in self.transport.poll():
                 if not isinstance(data, Lost):
                     self._receive(peer, data)
                     continue

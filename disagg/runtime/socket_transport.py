@@ -33,9 +33,14 @@ from disagg.runtime.sockets.connection import (
     max_connections,
     too_much_unread,
 )
-from disagg.runtime.sockets.lifecycle import CLOSE_LINGER_SECONDS, MAX_ACCEPTED, Lifecycle
+from disagg.runtime.sockets.lifecycle import (
+    CLOSE_LINGER_SECONDS,
+    MAX_ACCEPTED,
+    OUT,
+    Lifecycle,
+    Watch,
+)
 from disagg.runtime.sockets.tls import Side, TLSCredentials
-from disagg.runtime.sockets.watch import OUT, Watch
 from disagg.runtime.transport import Lost
 
 log = logging.getLogger("disagg")
@@ -127,7 +132,7 @@ class SocketTransport:
         connection = self._peers.get(peer)
         return origin(connection.stream) if connection and connection.stream else ""
 
-    def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes | Lost]]:
+    def poll(self) -> Iterator[tuple[Peer, bytes | Lost]]:
         self._plug()
         self.flush()
         self._tend()
@@ -136,13 +141,17 @@ class SocketTransport:
             peer = connection.peer
             if isinstance(peer, bytes) or self._peers.get(peer) is connection:
                 yield peer, Lost(connection.problem or "")
-        for connection in self._turn(0.0 if ended else self._pause(timeout), wake):
+        for connection in self._turn():
             for message in self._read(connection):
                 yield connection.peer, message
 
     def wait(self, timeout: float, wake: int | None = None) -> None:
-        if not self._requests:
-            self._watch.pause(self._pause(timeout), wake)
+        if self._requests or self._again or self._ended:
+            return
+        due = [time for time in (self._lives.due, self._accept_at) if time]
+        if due:
+            timeout = min(timeout, min(due) - time.monotonic())
+        self._watch.wait(timeout, wake)
 
     def close(self) -> None:
         """Gives up all connections, once what was sent has had time to leave."""
@@ -156,7 +165,8 @@ class SocketTransport:
             self._lives.leave(connection)
         until = time.monotonic() + CLOSE_LINGER_SECONDS
         while self._lives.due and (left := until - time.monotonic()) > 0:
-            self._turn(left)
+            self._watch.wait(left)
+            self._turn()
         self._watch.end()
 
     def abandon(self) -> None:
@@ -216,18 +226,11 @@ class SocketTransport:
             for connection, problem in excesses(self._watch.connections()):
                 self._refuse(connection, problem)
 
-    def _pause(self, timeout: float) -> float:
-        """How long nothing is due, `timeout` at most."""
-        if self._again or self._ended:
-            return 0.0
-        due = [time for time in (self._lives.due, self._accept_at) if time]
-        return max(0.0, min(timeout, min(due) - time.monotonic())) if due else timeout
-
-    def _turn(self, timeout: float, wake: int | None = None) -> list[Connection]:
-        """Waits, accepts, sends what is queued; returns whom to read from."""
+    def _turn(self) -> list[Connection]:
+        """Accepts, sends what is queued; returns whom to read from."""
         ready, self._again = self._again, {}
         self._lives.begin_turn()
-        for connection, mask in self._watch.wait(timeout, wake):
+        for connection, mask in self._watch.ready():
             if connection is None:
                 if self._listener is not None:
                     self._accept(self._listener)

@@ -45,12 +45,13 @@ class Transport(Protocol):
         """Sends what was taken, without blocking."""
 
     def wait(self, timeout: float, wake: int | None = None) -> None:
-        """Waits as `poll` does, and takes nothing."""
+        """Waits until `poll` has something to do or the file `wake` can be read, `timeout` seconds
+        at most.
+        """
 
-    def poll(self, timeout: float, wake: int | None = None) -> Iterable[tuple[Peer, bytes | Lost]]:
-        """Messages that have arrived, each with its peer. Waits for one at most `timeout` seconds,
-        or until the file `wake` can be read. A transport that notices the end of a connection
-        yields Lost after its last message, unless `connect` has replaced it.
+    def poll(self) -> Iterable[tuple[Peer, bytes | Lost]]:
+        """Messages that have arrived, each with its peer; never waits. A transport that notices the
+        end of a connection yields Lost after its last message, unless `connect` has replaced it.
         """
 
     def where(self, peer: Peer) -> str:
@@ -140,7 +141,7 @@ class MemoryTransport:
     def wait(self, timeout: float, wake: int | None = None) -> None:
         """See Transport."""
 
-    def poll(self, timeout: float, wake: int | None = None) -> Iterator[tuple[Peer, bytes]]:
+    def poll(self) -> Iterator[tuple[Peer, bytes]]:
         for _ in range(len(self.inbox)):
             yield self.inbox.popleft()
 

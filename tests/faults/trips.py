@@ -69,8 +69,8 @@ class TrippedTransport(SocketTransport):
         self._reached(f"sent {kind}")
         return problem
 
-    def poll(self, timeout, wake=None):
-        for peer, data in super().poll(timeout, wake):
+    def poll(self):
+        for peer, data in super().poll():
             if not isinstance(data, Lost):
                 self._reached(f"take {type(codec.decode(data)).__name__}")
             yield peer, data

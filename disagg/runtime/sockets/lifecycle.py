@@ -1,21 +1,22 @@
 """Connections from the dial to the end: tried again and again until somebody answers, encrypted a
-few steps a turn, and seen off.
+few steps a turn, and seen off. And which of them can be read or written now, by epoll.
 """
 
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from disagg.host.brief import Scratch
+from disagg.host.brief import ReadyFiles, Scratch
 from disagg.runtime.sockets.address import distrust, tune
 from disagg.runtime.sockets.connection import Connection
 from disagg.runtime.sockets.tls import Session, TLSCredentials
-from disagg.runtime.sockets.watch import Watch
 
+IN, OUT = select.EPOLLIN, select.EPOLLOUT
 RETRY_SECONDS = 0.1
 CLOSE_LINGER_SECONDS = 0.03
 """Time for the last messages to leave."""
@@ -25,6 +26,93 @@ MAX_ACCEPTED = 1024
 """Handshakes of peers that have dialled in, at once: OpenSSL keeps 47 KiB for each, and 131 KiB
 more for a message that is announced.
 """
+
+
+class Watch:
+    """An epoll set of connections by file number, of a listener and of a file to be woken by."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._ready = ReadyFiles(self._epoll.fileno())
+        self._connections: dict[int, Connection] = {}
+        self._wake: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def connections(self) -> list[Connection]:
+        """All that are watched."""
+        return list(self._connections.values())
+
+    def add(self, connection: Connection, stream: socket.socket) -> None:
+        """Gives a connection its stream."""
+        connection.stream = stream
+        connection.mask = IN if connection.up or connection.session else OUT
+        self._connections[stream.fileno()] = connection
+        self._epoll.register(stream, connection.mask)
+
+    def update(self, connection: Connection) -> None:
+        """Watches for room to write where something is queued."""
+        mask = IN | OUT if connection.waiting else IN
+        if connection.stream is not None and mask != connection.mask:
+            connection.mask = mask
+            self._epoll.modify(connection.stream, mask)
+
+    def close(self, connection: Connection) -> None:
+        """Closes a connection's stream, for both sides: a forked child may hold it open."""
+        stream = connection.stream
+        if stream is None:
+            return
+        connection.stream, connection.up = None, False
+        del self._connections[stream.fileno()]
+        with suppress(OSError):
+            self._epoll.unregister(stream)
+        with suppress(OSError):
+            stream.shutdown(socket.SHUT_RDWR)
+        stream.close()
+
+    def listen(self, listener: socket.socket, accepting: bool = True) -> None:
+        """Watches for connections to accept, or stops to for a time."""
+        mask = IN if accepting else 0
+        try:
+            self._epoll.modify(listener, mask)
+        except FileNotFoundError:
+            self._epoll.register(listener, mask)
+
+    def ready(self) -> Iterator[tuple[Connection | None, int]]:
+        """Connections with what they are ready for, and None if the listener is."""
+        for number, mask in self._ready.take():
+            if number != self._wake:
+                yield self._connections.get(number), mask
+
+    def wait(self, timeout: float, wake: int | None = None) -> None:
+        """Waits at most `timeout` seconds, or until something is ready or `wake` can be read.
+        Another thread may use all this meanwhile.
+        """
+        if wake is not None:
+            self._heed(wake)
+        if timeout >= 0.001:
+            self._epoll.poll(timeout)
+        elif timeout > 0:
+            time.sleep(timeout)  # epoll waits for whole milliseconds
+
+    def end(self, *, shared: bool = False) -> None:
+        """Closes everything. If it is `shared` with the process that this one was forked from,
+        only this process's copies.
+        """
+        for connection in self.connections():
+            if shared and connection.stream is not None:
+                connection.stream.close()
+            else:
+                self.close(connection)
+        self._epoll.close()
+
+    def _heed(self, wake: int) -> None:
+        if wake != self._wake and self._wake is not None:
+            with suppress(OSError):
+                self._epoll.unregister(self._wake)
+        self._wake = wake
+        self._ready.watch(wake, IN)  # another file may have got the number of one that was closed
 
 
 class Lifecycle:

@@ -18,7 +18,15 @@ import pytest
 from disagg import Lost
 from disagg.protocol.codec import MAX_MESSAGE
 from disagg.runtime.sockets import connection
-from tests.disagg.runtime.transports import ADDRESSES, TCP, both, collect, pair_of, receive
+from tests.disagg.runtime.transports import (
+    ADDRESSES,
+    TCP,
+    arrivals,
+    both,
+    collect,
+    pair_of,
+    receive,
+)
 from tests.processes import forked
 from tests.streams import Server, dial, frame
 
@@ -52,7 +60,7 @@ def test_frames_in_pieces_are_put_together(listening):
     with dial(address) as stranger:
         for byte in frame(b"slow") + frame(b"er"):
             stranger.socket.sendall(bytes([byte]))
-            found = [*listener.poll(0.0)]
+            found = [*listener.poll()]
             assert not found or found[0][1] in (b"slow", b"er")
         stranger.socket.sendall(frame(b"two") + frame(b"in one") + frame(b"and")[:3])
         assert [data for _, data in receive(listener, 2)] == [b"two", b"in one"]
@@ -84,7 +92,7 @@ def test_memory_is_taken_for_what_has_come_and_not_for_what_is_announced(listeni
         tracemalloc.start()
         stranger.socket.sendall(struct.pack(">I", MAX_MESSAGE) + b"x" * 1000)
         for _ in range(5):
-            assert not [*listener.poll(0.02)]
+            assert not arrivals(listener, 0.02)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
     assert peak < 1 << 20
@@ -95,7 +103,7 @@ def test_what_waits_for_nobody_arrives_once_somebody_listens(transports, tmp_pat
     dialler.connect(1, f"ipc://{path}")
     for number in range(20):
         assert dialler.send(1, b"%d" % number) is None
-    assert not [*dialler.poll(0.05)]  # nobody there is no news
+    assert not arrivals(dialler, 0.05)  # nobody there is no news
     late = transports()
     late.bind(f"ipc://{path}")
     arrived = receive(late, 20, beside=[dialler])
@@ -127,12 +135,12 @@ def test_who_hangs_up_without_a_word_was_not_the_peer_and_the_next_gets_the_same
         dialler.connect(1, server.address)
         dialler.send(1, b"hello")
         for _ in range(3):
-            assert not [*dialler.poll(0.0)]
+            assert not [*dialler.poll()]
             with server.accept() as stranger:
-                assert not [*dialler.poll(0.05)]
+                assert not arrivals(dialler, 0.05)
                 assert stranger.receive() == b"hello"
-            assert not [*dialler.poll(0.15)]
-            assert not [*dialler.poll(0.15)]
+            assert not arrivals(dialler, 0.15)
+            assert not arrivals(dialler, 0.15)
 
 
 def test_a_lost_peer_is_dialled_again_after_a_pause(transports):
@@ -142,7 +150,7 @@ def test_a_lost_peer_is_dialled_again_after_a_pause(transports):
         dialler.send(1, b"hello")
         began, told = time.monotonic(), 0
         for _ in range(4):
-            assert not [*dialler.poll(0.0)]
+            assert not [*dialler.poll()]
             with server.accept() as stranger:
                 stranger.receive()
                 stranger.send(b"yes")
@@ -152,7 +160,7 @@ def test_a_lost_peer_is_dialled_again_after_a_pause(transports):
             dialler.send(1, b"hello")
             until = time.monotonic() + 0.25
             while time.monotonic() < until:
-                told += len([*dialler.poll(0.05)])
+                told += len(arrivals(dialler, 0.05))
         assert told == 0
         assert time.monotonic() - began > 0.4
 
@@ -165,7 +173,7 @@ def test_what_was_sent_over_a_replaced_connection_leaves_and_nothing_of_it_retur
     with Server() as server:
         dialler.connect(1, server.address)
         dialler.send(1, b"before")
-        assert not [*dialler.poll(0.0)]
+        assert not [*dialler.poll()]
         with server.accept() as old:
             dialler.connect(1, server.address if again else None)
             old.send(b"of the old one")
@@ -173,9 +181,9 @@ def test_what_was_sent_over_a_replaced_connection_leaves_and_nothing_of_it_retur
                 None if again else "it cannot be reached: its connection has ended."
             )
             assert old.receive() == b"before"
-            assert not [*dialler.poll(0.05)]
+            assert not arrivals(dialler, 0.05)
             assert old.receive() is None
-            assert not [*dialler.poll(0.05)]
+            assert not arrivals(dialler, 0.05)
             if again:
                 with server.accept() as new:
                     assert new.receive() == b"after"
@@ -258,11 +266,11 @@ def test_the_connection_that_holds_the_most_is_closed_when_all_hold_too_much(
             sender.start()
             until = time.monotonic() + 20
             while sender.is_alive() and time.monotonic() < until:
-                assert not [*listener.poll(0.01)]
+                assert not arrivals(listener, 0.01)
             sender.join(1)
         assert large.closed()
         send_all(small, bytes(1 << 10))
-        assert not [*listener.poll(0.05)]
+        assert not arrivals(listener, 0.05)
         assert not small.closed(0.1)
 
 
@@ -288,13 +296,13 @@ def test_above_the_bound_the_oldest_connection_that_has_said_nothing_makes_room(
             stranger.send(b"hello")
         receive(listener, 3)
         silent = [dialled() for _ in range(4)]
-        assert not [*listener.poll(0.05)]
+        assert not arrivals(listener, 0.05)
         assert [each.closed(0.1) for each in silent] == [True] * 2 + [False] * 2
         for stranger in silent[2:]:
             stranger.send(b"late")
         assert len(receive(listener, 2)) == 2
         late = dialled()  # of those who have spoken none makes room
-        assert not [*listener.poll(0.05)]
+        assert not arrivals(listener, 0.05)
         assert late.closed()
         assert not any(each.closed(0.01) for each in (*spoken, *silent[2:]))
 
@@ -339,7 +347,7 @@ def test_without_a_file_left_nothing_is_accepted_nothing_spins_and_later_all_goe
         with no_more_files():
             turns, until = 0, time.monotonic() + 0.5
             while time.monotonic() < until:
-                assert not [*listener.poll(1.0)]
+                assert not arrivals(listener, 1.0)
                 turns += 1
             assert turns < 20
         assert [data for _, data in receive(listener, 1)] == [b"hello"]
@@ -360,13 +368,13 @@ def test_a_peer_that_sends_without_end_does_not_starve_another(listening):
         collect(listener, lambda found: len(found) > 10_000)
         with dial(address) as other:
             other.send(b"me too")
-            turns = [[data for _, data in listener.poll(0.01)] for _ in range(5)]
+            turns = [[data for _, data in arrivals(listener, 0.01)] for _ in range(5)]
             assert any(b"me too" in turn for turn in turns)
             assert max(map(len, turns)) <= 1001
     finally:
         stop.set()
         while thread.is_alive():
-            [*listener.poll(0.01)]
+            arrivals(listener, 0.01)
         thread.join()
 
 
@@ -404,9 +412,9 @@ def test_a_file_that_can_be_read_ends_the_wait_also_under_a_number_of_before(tra
         read, write = os.pipe()
         numbers.add(read)
         began = time.monotonic()
-        assert not [*transport.poll(0.01, read)]
+        assert not arrivals(transport, 0.01, read)
         os.write(write, b"x")
-        assert not [*transport.poll(60.0, read)]
+        assert not arrivals(transport, 60.0, read)
         assert time.monotonic() - began < 30
         os.close(read)
         os.close(write)
@@ -418,7 +426,7 @@ def test_a_wait_of_less_than_a_millisecond_is_as_short(transports):
     until = time.monotonic() + 20
     while shortest >= 0.0009 and time.monotonic() < until:  # some waits find no core when they end
         began = time.monotonic()
-        assert not [*transport.poll(0.0002)]
+        assert not arrivals(transport, 0.0002)
         shortest = min(shortest, time.monotonic() - began)
         assert shortest >= 0.0002
     assert shortest < 0.0009

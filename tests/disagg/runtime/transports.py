@@ -19,14 +19,23 @@ def both(transports, where):
     return listener, listener.bind(TCP if where == "tls" else where), dialler
 
 
+def arrivals(transport, seconds=0.0, wake=None):
+    """What has arrived, or else arrives within a wait of `seconds`."""
+    news = [*transport.poll()]
+    if not news:
+        transport.wait(seconds, wake)
+        news = [*transport.poll()]
+    return news
+
+
 def collect(transport, enough, seconds=20.0, beside=()):
     """What arrives until `enough(found)`; the transports `beside` are turned as well."""
     found, until = [], time.monotonic() + seconds
     while not enough(found):
         assert time.monotonic() < until, f"{len(found)} arrived"
-        found.extend(transport.poll(0.01))
+        found.extend(arrivals(transport, 0.01))
         for other in beside:
-            assert not [*other.poll(0.0)]
+            assert not [*other.poll()]
     return found
 
 
