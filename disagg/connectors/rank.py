@@ -19,7 +19,7 @@ from disagg.connectors.stats import Stats
 from disagg.engines.base import create_engine
 from disagg.errors import UnknownRoom, UsageError
 from disagg.host.signals import deferred_signals
-from disagg.protocol.aux_values import Aux
+from disagg.protocol.codec import Aux
 from disagg.protocol.conventions import Convention
 from disagg.protocol.messages import Room, room_name
 from disagg.protocol.peers.link import Link

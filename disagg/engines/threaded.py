@@ -6,6 +6,7 @@ thread has an object of its own, a `BlockingReader`, and ends it before it repor
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -19,7 +20,6 @@ import numpy as np
 
 from disagg.engines.base import Engine, TransferError
 from disagg.engines.ranges import Ranges
-from disagg.host.loopback import is_loopback
 from disagg.host.waker import Waker
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints
@@ -235,7 +235,7 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
 
     def _warn_exposed(self, port: int) -> None:
         """Says once that registered memory can be reached from other hosts."""
-        if self._exposed or is_loopback(self._hostname):
+        if self._exposed or _is_loopback(self._hostname):
             return
         self._exposed = True
         log.warning(
@@ -247,3 +247,17 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
             port,
             self.ports,
         )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether what is sent to a host name or IP address stays on this host. Of names only
+    `localhost` does.
+    """
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    mapped = isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
+    return address.is_loopback and not mapped

@@ -1,6 +1,11 @@
-"""One message as the bytes of one frame, and back from untrusted bytes."""
+"""One message as the bytes of one frame, and back from untrusted bytes. And aux values: small named
+values of one request, which travel with its last chunk (the first token, log-probabilities, hidden
+states of a draft).
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -8,12 +13,23 @@ from msgspec import Struct
 from disagg.errors import RoomError, WireError
 from disagg.protocol.messages import MIN_TIMEOUT, PROTOCOL, Hello, Message
 from kvpool.layout.sentences import PRINTABLE, one_line
-from kvpool.layout.types import MAX_NAME, MAX_REASON
+from kvpool.layout.types import MAX_NAME, MAX_REASON, Name
 
 MAX_MESSAGE = 64 << 20
+MAX_AUX = 1 << 20
+"""Bytes of all values of a room."""
+AUX_DEPTH = 8
+
+Aux = dict[str, Any]
+"""Numbers, text, bytes, lists and maps (whose keys are text or numbers), `AUX_DEPTH` deep."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+# first bytes of msgpack's maps and lists
+_MAPS, _LISTS = {*range(0x80, 0x90), 0xDE, 0xDF}, {*range(0x90, 0xA0), 0xDC, 0xDD}
+_fields = msgspec.msgpack.Decoder(dict[Name, msgspec.Raw])
+_map = msgspec.msgpack.Decoder(dict[str | int, msgspec.Raw])
+_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 class _AnyHello(Struct, tag="hello"):
@@ -72,3 +88,38 @@ def decoder_reason(error: Exception) -> str:
     """What a decoder says of untrusted bytes, which it may quote."""
     printable = str(error).replace(f"matching regex {PRINTABLE!r}", "of printable characters")
     return one_line(printable, MAX_REASON)
+
+
+def pack_aux(aux: Aux) -> bytes:
+    """`aux` as it is sent; raises RoomError for values that cannot be."""
+    try:
+        data = msgspec.msgpack.encode(aux)
+        unpack_aux(data)
+    except (msgspec.MsgspecError, WireError, TypeError, OverflowError) as error:
+        raise RoomError(f"aux: {error}. Send numbers, text, bytes, lists or maps.") from None
+    return data
+
+
+def unpack_aux(data: bytes) -> Aux:
+    """The values, from untrusted bytes; raises WireError."""
+    if len(data) > MAX_AUX:
+        raise WireError(f"aux of {len(data)} bytes: at most {MAX_AUX} travel with a room.")
+    try:
+        return {name: _value(raw, AUX_DEPTH) for name, raw in _fields.decode(data).items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed aux: {decoder_reason(error)}") from None
+
+
+def _value(raw: msgspec.Raw, depth: int) -> Any:
+    """One value, decoded level by level: a depth bounds the stack that a sender can make us use,
+    and keys that are neither text nor integers could be made to share one hash.
+    """
+    head = bytes(memoryview(raw)[:1])[0]
+    is_map, is_list = head in _MAPS, head in _LISTS
+    if not is_map and not is_list:
+        return msgspec.msgpack.decode(raw)
+    if not depth:
+        raise msgspec.DecodeError(f"maps and lists more than {AUX_DEPTH} deep")
+    if is_list:
+        return [_value(item, depth - 1) for item in _list.decode(raw)]
+    return {key: _value(item, depth - 1) for key, item in _map.decode(raw).items()}

@@ -14,16 +14,15 @@ from disagg.digest.digester import Verification
 from disagg.errors import RoomError
 from disagg.plan import Group
 from disagg.protocol import events, messages
-from disagg.protocol.aux_values import Aux
+from disagg.protocol.codec import Aux
 from disagg.protocol.effects import CancelReads, Effect, StartRead
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFailed
 from disagg.protocol.peers.link import Link, PrefillRank, Read
-from disagg.protocol.phases import Phase, RoomEvent
 from disagg.protocol.rooms.decode_rooms import DecodeRoom, DecodeRooms
-from disagg.protocol.status import Failure
+from disagg.protocol.status import Failure, Phase, RoomEvent
 from disagg.protocol.verification import Comparisons
 from kvpool.layout import PoolLayout
 

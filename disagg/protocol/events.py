@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from disagg.protocol.aux_values import Aux
+from disagg.protocol.codec import Aux
 from disagg.protocol.effects import Peer
 from disagg.protocol.messages import Message, Room
 from disagg.protocol.metrics import Shares

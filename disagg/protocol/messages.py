@@ -164,7 +164,7 @@ class ChunkReady(_OfRoom, frozen=True, kw_only=True, tag="chunk_ready"):
     num_tokens: Position
     spans: Annotated[dict[Name, WireSpan], Meta(max_length=MAX_PARTS)]
     aux: bytes
-    """A msgpack map of names to values, see `aux_values`."""
+    """A msgpack map of names to values, see `codec`."""
     layers: LayerRange | None = None
 
     def address(self) -> RequestAddress:

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from disagg.errors import RoomError
 from disagg.protocol import events, messages
-from disagg.protocol.aux_values import pack_aux
-from disagg.protocol.codec import encode
+from disagg.protocol.codec import encode, pack_aux
 from disagg.protocol.effects import Effect
 from disagg.protocol.latest import Latest
 from disagg.protocol.machine import Machine
@@ -21,11 +20,10 @@ from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.peers.prefill_peers import LostPeer, PrefillPeers
-from disagg.protocol.phases import Phase, RoomEvent
 from disagg.protocol.rooms.block_tables import BlockTables
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.rooms.prefill_rooms import MAX_TOLD, FailureNotice, PrefillRoom, PrefillRooms
-from disagg.protocol.status import Failure
+from disagg.protocol.status import Failure, Phase, RoomEvent
 from disagg.protocol.verification import DigestAnswers
 from kvpool.layout import PoolLayout
 from kvpool.layout.types import MAX_NAME

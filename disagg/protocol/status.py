@@ -1,14 +1,17 @@
-"""What callers see of a room, and why rooms fail.
+"""What callers see of a room, why rooms fail, and the phases of a room.
 
 A room is one request's hand-off: vLLM's and NIXL's request id, SGLang's bootstrap_room. Each side
-keeps a state of its own; `phases` says how it changes.
+keeps a phase of its own. `TRANSITIONS` has every event that may happen to a room, by side and phase
+(docs/protocol.md has the same table), and `PhasedRoom.move` is the only code that changes a phase.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Literal
+from enum import Enum, IntEnum
+from typing import Any, ClassVar, Literal
 
 
 class KVPoll(IntEnum):
@@ -48,3 +51,120 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.side}: {self.reason}"
+
+
+class Phase(Enum):
+    """Where a room stands on one side."""
+
+    # Enum's own hash is a call in Python, and every move looks up two members
+    __hash__ = object.__hash__
+
+    poll: KVPoll
+    """What callers see."""
+
+    def __new__(cls, name: str, poll: KVPoll) -> Phase:
+        phase = object.__new__(cls)
+        phase._value_, phase.poll = name, poll
+        return phase
+
+    HANDSHAKE = "handshake", KVPoll.Bootstrapping
+    """Not every rank has answered decode's hello. Prefill: no decode has asked for the chunks."""
+    REQUESTED = "requested", KVPoll.WaitingForInput
+    """Decode has asked every rank. Prefill was asked, and nothing is offered."""
+    TRANSFERRING = "transferring", KVPoll.Transferring
+    """Decode reads chunks that are ready. Prefill serves them, until every reader is done."""
+    VERIFYING = "verifying", KVPoll.Transferring
+    """Decode has read everything and compares digests, if it verifies."""
+    RELEASING = "releasing", KVPoll.Transferring
+    """Decode has told every rank that it has read everything, and waits for their acks."""
+    SUCCESS = "success", KVPoll.Success
+    """Every rank has acked that its pages stayed leased. Prefill's pages are free."""
+    FAILED = "failed", KVPoll.Failed
+    """Decode's pages stay leased while a read may still write to them. Prefill's are free."""
+
+
+class RoomEvent(Enum):
+    """What happens to a room."""
+
+    __hash__ = object.__hash__
+
+    RANKS_KNOWN = "every rank has answered the hello"
+    CHUNK_READY = "a chunk is ready"
+    ALL_READ = "every rank's last chunk is ready, and every read has ended"
+    DIGESTS_EQUAL = "all digests are equal, or none are compared"
+    ALL_ACKED = "every rank has acked"
+    ASKED = "a decode asks"
+    OFFERED = "a chunk is offered"
+    ALL_DONE = "every reader is done"
+    FAILED = "either side fails the room"
+
+
+class ProtocolError(RuntimeError):
+    """An event that cannot happen to a room in its phase: a bug of kvpool, not of a peer."""
+
+
+_FAILS = {RoomEvent.FAILED: Phase.FAILED}
+TRANSITIONS: Mapping[Side, Mapping[Phase, Mapping[RoomEvent, Phase]]] = {
+    "decode": {
+        Phase.HANDSHAKE: {RoomEvent.RANKS_KNOWN: Phase.REQUESTED, **_FAILS},
+        Phase.REQUESTED: {RoomEvent.CHUNK_READY: Phase.TRANSFERRING, **_FAILS},
+        Phase.TRANSFERRING: {
+            RoomEvent.CHUNK_READY: Phase.TRANSFERRING,
+            RoomEvent.ALL_READ: Phase.VERIFYING,
+            **_FAILS,
+        },
+        Phase.VERIFYING: {RoomEvent.DIGESTS_EQUAL: Phase.RELEASING, **_FAILS},
+        Phase.RELEASING: {RoomEvent.ALL_ACKED: Phase.SUCCESS, **_FAILS},
+        Phase.SUCCESS: {},
+        Phase.FAILED: {},
+    },
+    "prefill": {
+        Phase.HANDSHAKE: {
+            RoomEvent.OFFERED: Phase.HANDSHAKE,
+            RoomEvent.ASKED: Phase.REQUESTED,
+            **_FAILS,
+        },
+        Phase.REQUESTED: {
+            RoomEvent.OFFERED: Phase.TRANSFERRING,
+            RoomEvent.ASKED: Phase.REQUESTED,
+            **_FAILS,
+        },
+        Phase.TRANSFERRING: {
+            RoomEvent.OFFERED: Phase.TRANSFERRING,
+            RoomEvent.ASKED: Phase.TRANSFERRING,
+            RoomEvent.ALL_DONE: Phase.SUCCESS,
+            **_FAILS,
+        },
+        Phase.SUCCESS: {},
+        # decode has failed the room, and prefill's caller, which has not heard of it, sends it
+        Phase.FAILED: {RoomEvent.OFFERED: Phase.FAILED},
+    },
+}
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class PhasedRoom(ABC):
+    """What the rooms of both sides have in common."""
+
+    side: ClassVar[Side]
+    opened_at: float
+    phase: Phase = Phase.HANDSHAKE
+    failure: Failure | None = None
+
+    @property
+    @abstractmethod
+    def waits_for(self) -> str:
+        """What must happen next."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What the log says of it."""
+
+    def move(self, event: RoomEvent) -> None:
+        """Goes to the phase that follows. Raises ProtocolError if the event cannot happen now."""
+        phase = TRANSITIONS[self.side][self.phase].get(event)
+        if phase is None:
+            raise ProtocolError(
+                f"{event.name} cannot happen to a room of {self.side} in {self.phase.name}."
+            )
+        self.phase = phase

@@ -19,7 +19,7 @@ from disagg.engines.base import Engine
 from disagg.errors import HandshakeRefused, RoomError, UsageError
 from disagg.host.signals import deferred_signals
 from disagg.plan import Group
-from disagg.protocol.aux_values import Aux
+from disagg.protocol.codec import Aux
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import Connect, Send
 from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from disagg.engines.base import Engine
 from disagg.host.signals import deferred_signals
-from disagg.protocol.aux_values import Aux
+from disagg.protocol.codec import Aux
 from disagg.protocol.events import OfferChunk, RejectRoom
 from disagg.protocol.messages import Room, room_name
 from disagg.protocol.prefill import PrefillMachine

@@ -15,7 +15,7 @@ import numpy as np
 
 from disagg.digest.digest import digests
 from disagg.plan import IncompatibleLayouts, plan
-from disagg.protocol import aux_values, codec, messages
+from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.effects import ComputeDigest
 from disagg.protocol.events import ConnectLink, OfferChunk, Received, RequestRoom
@@ -191,7 +191,7 @@ def many_shapes(number: int) -> bytes:
 
 def unpack(data: bytes) -> None:
     with suppress(messages.WireError):
-        aux_values.unpack_aux(data)
+        codec.unpack_aux(data)
 
 
 # all of them

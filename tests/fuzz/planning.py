@@ -12,7 +12,7 @@ import numpy as np
 
 from disagg.plan import CopyBatch, IncompatibleLayouts, IncompleteTransfer, plan
 from disagg.plan.cache import PlanCache
-from disagg.protocol import aux_values, codec, messages
+from disagg.protocol import codec, messages
 from kvpool.layout import LayoutError, PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, merge_intervals, region_runs
 from tests.fuzz import build, edits, samples
@@ -165,7 +165,7 @@ def ready(
     address = samples.address(peer)
     fields = {"start": start, "stop": stop, "last": stop == samples.TOKENS, "layers": None}
     fields |= {"num_tokens": address.num_tokens, "spans": messages.spans_of(address)}
-    fields |= {"aux": aux_values.pack_aux({}), **about}
+    fields |= {"aux": codec.pack_aux({}), **about}
     return build.packed(build.message(messages.ChunkReady, build.Seeded(0), **fields))
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from disagg.engines.mooncake import MooncakeEngine
 from disagg.engines.nixl import NixlEngine
-from disagg.protocol import aux_values, codec, messages
+from disagg.protocol import codec, messages
 from kvpool.layout import LayoutError, PoolLayout
 from tests.fuzz import build, digesting, edits, local, machines, planning, samples
 from tests.fuzz.guard import Finding
@@ -67,7 +67,7 @@ def run_wire(data: bytes) -> str:
     if isinstance(message, messages.Hello):
         _allow(LayoutError, lambda: PoolLayout.from_msgpack(message.layout))
     if isinstance(message, messages.ChunkReady):
-        _allow(messages.WireError, lambda: aux_values.unpack_aux(message.aux))
+        _allow(messages.WireError, lambda: codec.unpack_aux(message.aux))
     return type(message).__name__
 
 
@@ -83,11 +83,11 @@ def every_message() -> Iterator[bytes]:
 def run_aux(data: bytes) -> str:
     """A map of names or a WireError; what was read can be sent again."""
     try:
-        values = aux_values.unpack_aux(data)
+        values = codec.unpack_aux(data)
     except messages.WireError:
         return "refused"
-    again = aux_values.pack_aux(values)
-    if aux_values.pack_aux(aux_values.unpack_aux(again)) != again:
+    again = codec.pack_aux(values)
+    if codec.pack_aux(codec.unpack_aux(again)) != again:
         raise Finding(f"{values} change in a round trip.")
     return "read"
 

@@ -18,7 +18,7 @@ from disagg.digest.digester import Verification, differences
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine
 from disagg.plan import plan
-from disagg.protocol import aux_values, messages
+from disagg.protocol import codec, messages
 from disagg.protocol.events import Received
 from disagg.protocol.peers.prefill_peers import MAX_PEERS
 from disagg.protocol.prefill import MAX_REQUESTED, PrefillMachine
@@ -191,7 +191,7 @@ def test_planning_with_huge_pages_costs_no_more_than_their_padding():
 )
 def test_an_invalid_aux_value_is_refused(value):
     with pytest.raises(messages.WireError, match="malformed aux"):
-        aux_values.unpack_aux(b"\x81\xa1x" + value)
+        codec.unpack_aux(b"\x81\xa1x" + value)
 
 
 def test_aux_keys_with_colliding_hashes_are_refused_at_once():
@@ -200,7 +200,7 @@ def test_aux_keys_with_colliding_hashes_are_refused_at_once():
     data = b"\x81\xa1x\xdf" + len(pairs).to_bytes(4, "big") + values
     began = time.thread_time()
     with pytest.raises(messages.WireError):
-        aux_values.unpack_aux(data)
+        codec.unpack_aux(data)
     assert time.thread_time() - began < 1  # it took 7 s
 
 

@@ -22,7 +22,7 @@ from disagg.connectors.sglang.layer_set import Ranks
 from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.pools import engine_layout
 from disagg.connectors.stats import summary
-from disagg.protocol.aux_values import Aux
+from disagg.protocol.codec import Aux
 
 log = logging.getLogger("sglang.kvpool")
 

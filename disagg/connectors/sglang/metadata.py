@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from disagg.connectors.source import FIRST_TOKEN
-from disagg.protocol.aux_values import Aux
+from disagg.protocol.codec import Aux
 
 ONE_SIDED = ("kv_checksum", "output_dsa_topk_indices")
 """Buffers that one side may lack: SGLang then goes without what they hold."""

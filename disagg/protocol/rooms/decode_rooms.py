@@ -11,16 +11,15 @@ from disagg.digest.digester import Verification
 from disagg.errors import RoomError
 from disagg.plan.bind import Count
 from disagg.plan.positions import id_clash
-from disagg.protocol.aux_values import Aux, pack_aux, unpack_aux
+from disagg.protocol.codec import Aux, pack_aux, unpack_aux
 from disagg.protocol.messages import ChunkReady, Room
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
 from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
-from disagg.protocol.phases import Phase, PhasedRoom, RoomEvent
 from disagg.protocol.rooms.block_tables import BlockTables, WrittenItems
 from disagg.protocol.rooms.offered import LayerRange, Offered
 from disagg.protocol.rooms.rooms import Rooms
-from disagg.protocol.status import Side
+from disagg.protocol.status import Phase, PhasedRoom, RoomEvent, Side
 from kvpool.layout import PoolLayout, RequestAddress
 
 MAX_DECLINED = 1000

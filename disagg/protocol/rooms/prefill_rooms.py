@@ -10,10 +10,9 @@ from disagg.errors import RoomError
 from disagg.protocol.latest import Latest
 from disagg.protocol.messages import ChunkReady, ReadRequest, Room
 from disagg.protocol.peers.liveness import Leases, count_items
-from disagg.protocol.phases import Phase, PhasedRoom
 from disagg.protocol.rooms.offered import LayersByOwner, Offered, layer_names
 from disagg.protocol.rooms.rooms import Rooms
-from disagg.protocol.status import Side
+from disagg.protocol.status import Phase, PhasedRoom, Side
 from kvpool.layout import RequestAddress
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 from disagg.errors import UnknownRoom
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import Leases
-from disagg.protocol.phases import PhasedRoom
-from disagg.protocol.status import Failure, KVPoll
+from disagg.protocol.status import Failure, KVPoll, PhasedRoom
 
 R = TypeVar("R", bound=PhasedRoom)
 

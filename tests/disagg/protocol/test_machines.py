@@ -7,7 +7,7 @@ import pytest
 from disagg import KVPoll, Phase, UnknownRoom
 from disagg.protocol import messages
 from disagg.protocol.events import DigestComputed, ReadEnded, Received, Tick
-from disagg.protocol.phases import TRANSITIONS, ProtocolError, RoomEvent
+from disagg.protocol.status import TRANSITIONS, ProtocolError, RoomEvent
 from tests import oracle
 from tests.disagg.protocol.pair import Pair, asks, pool
 

@@ -10,7 +10,7 @@ from msgspec import inspect
 
 from disagg import KVPoll, RoomError
 from disagg.protocol import codec, messages
-from disagg.protocol.aux_values import pack_aux, unpack_aux
+from disagg.protocol.codec import pack_aux, unpack_aux
 from disagg.protocol.events import Received
 from disagg.protocol.messages import WireError, room_name
 from kvpool.layout import Axis, LayoutError

@@ -10,7 +10,7 @@ import pytest
 from msgspec import inspect
 
 from disagg.protocol import messages
-from disagg.protocol.phases import TRANSITIONS, RoomEvent
+from disagg.protocol.status import TRANSITIONS, RoomEvent
 from kvpool.layout import sentences
 
 DOCS = Path(__file__).parents[3] / "docs"
