@@ -271,7 +271,7 @@ class SocketTransport:
     def _accept(self, listener: Listener) -> None:
         for _ in range(ACCEPTS_A_TURN):
             try:
-                self._add(listener.accept())
+                self._add(listener.socket.accept()[0])
             except BlockingIOError:
                 return
             except OSError as error:

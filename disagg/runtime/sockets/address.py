@@ -59,24 +59,13 @@ class Address:
             raise ValueError("a port is at most 65535")
         return cls(text, host="0.0.0.0" if host == "*" else host, port=number)
 
-    @property
-    def is_name(self) -> bool:
-        """Whether `resolve` may ask another host, and so take long."""
-        if self.path:
-            return False
-        try:
-            socket.getaddrinfo(self.host, self.port, flags=socket.AI_NUMERICHOST)
-        except OSError:
-            return True
-        return False
-
-    def resolve(self) -> list[Place]:
-        """Where it leads, the preferred place first. Raises OSError or UnicodeError for a
-        name that is none.
+    def resolve(self, flags: int = 0) -> list[Place]:
+        """Where it leads, the preferred place first; with AI_NUMERICHOST, of an IP address only.
+        Raises OSError or UnicodeError for a name that is none.
         """
         if self.path:
             return [(socket.AF_UNIX, self.path)]
-        places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=flags)
         return [(family, place) for family, _, _, _, place in places]
 
 
@@ -96,19 +85,18 @@ class DialledAddress:
             return None
         if not self._places and now >= self._look_up_at:
             self._look_up_at = now + LOOKUP_SECONDS
-            if self.address.is_name:
+            self._look_up(socket.AI_NUMERICHOST)
+            if not self._places:  # to look up a name may take long
                 self._thread = threading.Thread(target=self._look_up, daemon=True)
                 self._thread.start()
-                return None
-            self._look_up()
         if not self._places:
             return None
         self._tried += 1
         return self._places[(self._tried - 1) % len(self._places)]
 
-    def _look_up(self) -> None:
+    def _look_up(self, flags: int = 0) -> None:
         with suppress(OSError, UnicodeError):
-            self._places = self.address.resolve()
+            self._places = self.address.resolve(flags)
 
 
 class Listener:
@@ -136,10 +124,6 @@ class Listener:
             self.close()
             raise
         self.address = address.text if address.path else tcp_text(self.socket.getsockname())
-
-    def accept(self) -> socket.socket:
-        """The next connection. Raises BlockingIOError if there is none."""
-        return self.socket.accept()[0]
 
     def close(self) -> None:
         """Closes the socket, and removes its path unless another socket has it now."""
