@@ -20,7 +20,7 @@ import numpy as np
 
 from disagg.engines.base import Engine, TransferError
 from disagg.engines.ranges import Ranges
-from disagg.host.waker import Waker
+from disagg.host.brief import Waker
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints
 

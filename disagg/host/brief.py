@@ -8,6 +8,7 @@ import ctypes
 import errno
 import os
 import platform
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,35 @@ def send(descriptor: int, data: bytes, flags: int) -> int:
 def write_byte(descriptor: int) -> None:
     """Writes a byte to a non-blocking pipe, unless it is full."""
     _write(descriptor, b"\0", 1)
+
+
+class Waker:
+    """A duplicate of a non-blocking descriptor, which wakes the thread that waits at its other end,
+    and whose owner may close it at any time; -1 until one is `set`. Any thread may `wake`.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        self._lock = threading.Lock()
+
+    def set(self, descriptor: int) -> None:
+        """Takes a duplicate, if none is there."""
+        with self._lock:
+            if self.descriptor < 0:
+                self.descriptor = os.dup(descriptor)
+
+    def wake(self) -> None:
+        """Writes a byte, unless nobody waits any more."""
+        with self._lock:
+            if self.descriptor >= 0:
+                write_byte(self.descriptor)
+
+    def close(self) -> None:
+        """Closes the duplicate."""
+        with self._lock:
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+                self.descriptor = -1
 
 
 class ReadyFiles:

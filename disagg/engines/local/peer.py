@@ -13,7 +13,7 @@ import numpy as np
 from disagg.engines.base import TransferError
 from disagg.engines.local.device import Attached
 from disagg.engines.local.offer import ENDED, IncomingOffer, PeerConnection
-from disagg.host.waker import Waker
+from disagg.host.brief import Waker
 from disagg.plan.bind import CopyBatch
 from kvpool import _native
 from kvpool.device.host_copy import copy_runs
