@@ -1,3 +1,1 @@
-"""What this host's kernel says: who is at the other end of a socket, who may have written a file,
-and that this process is a fork.
-"""
+"""What this host's kernel says of sockets, files, memory and this process."""

@@ -36,19 +36,14 @@ class Droppable(Protocol):
         """Closes it, in a thread of which its owner knows nothing. May be called again."""
 
 
-def close_at_exit(owner: Droppable) -> None:
-    """Closes it when the process ends, if it is still there."""
-    _open.add(owner)
-
-
-def do_not_close_at_exit(owner: Droppable) -> None:
-    """It was closed."""
-    _open.discard(owner)
+CLOSED_AT_EXIT: WeakSet[Droppable] = WeakSet()
+"""What is closed when the process ends, if it is still there."""
 
 
 def close_aside(owner: Droppable) -> threading.Thread:
     """Closes it in a thread, since that may take time."""
-    _open.add(owner)  # a destructor may run when weak references are gone already
+    # a destructor may run when weak references are gone already
+    CLOSED_AT_EXIT.add(owner)
     thread = threading.Thread(target=_close, args=(owner,), name="Closing", daemon=True)
     try:
         thread.start()
@@ -59,7 +54,7 @@ def close_aside(owner: Droppable) -> threading.Thread:
 
 def _close_all() -> None:
     until = time.monotonic() + EXIT_SECONDS
-    for thread in [close_aside(owner) for owner in list(_open)]:
+    for thread in [close_aside(owner) for owner in list(CLOSED_AT_EXIT)]:
         if thread.ident is not None:
             thread.join(max(0.0, until - time.monotonic()))
 
@@ -71,13 +66,12 @@ def _close(owner: Droppable) -> None:
         log.exception("%s: it could not be closed", type(owner).__name__)
 
 
-_open: WeakSet[Droppable] = WeakSet()
 atexit.register(_close_all)
 
 
 @runtime_checkable
 class Abandons(Protocol):
-    """What the child gives up."""
+    """What a forked child gives up."""
 
     def abandon(self) -> None:
         """Called in the child, before anything else of it runs."""
@@ -90,9 +84,8 @@ class ForkedMachine:
         raise EndpointClosed(FORKED)
 
 
-def abandon_in_child(owner: Abandons) -> None:
-    """Calls `owner.abandon()` in every child that this process forks."""
-    _known.add(owner)
+ABANDONED_IN_CHILD: WeakSet[Abandons] = WeakSet()
+"""What is abandoned in every child that this process forks."""
 
 
 def keep_for_ever(owner: Any) -> None:
@@ -103,9 +96,8 @@ def keep_for_ever(owner: Any) -> None:
 
 
 def _abandon() -> None:
-    for owner in list(_known):
+    for owner in list(ABANDONED_IN_CHILD):
         owner.abandon()
 
 
-_known: WeakSet[Abandons] = WeakSet()
 os.register_at_fork(after_in_child=_abandon)

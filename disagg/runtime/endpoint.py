@@ -21,13 +21,12 @@ from disagg.digest.digester import Digester
 from disagg.engines.base import Engine
 from disagg.errors import UsageError
 from disagg.host.exits import (
+    ABANDONED_IN_CHILD,
+    CLOSED_AT_EXIT,
     FORKED,
     Abandons,
     ForkedMachine,
-    abandon_in_child,
     close_aside,
-    close_at_exit,
-    do_not_close_at_exit,
     keep_for_ever,
 )
 from disagg.host.prefault import Prefault
@@ -121,9 +120,9 @@ class Endpoint(Generic[M]):
             self._loop, threaded=options.get("threaded", True), peer_timeout=peer_timeout
         )
         self._releasing, self._releases = threading.RLock(), False
-        abandon_in_child(self)
+        ABANDONED_IN_CHILD.add(self)
         self._released = False
-        close_at_exit(self)
+        CLOSED_AT_EXIT.add(self)
 
     @property
     def machine(self) -> M:
@@ -207,7 +206,7 @@ class Endpoint(Generic[M]):
                 self._released = True
             finally:
                 self._releases = False
-        do_not_close_at_exit(self)
+        CLOSED_AT_EXIT.discard(self)
 
     def drop(self) -> None:
         """Closes what its owner has left open. Over a transport of the caller's, which only one
