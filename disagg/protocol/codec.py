@@ -5,6 +5,7 @@ states of a draft).
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -56,8 +57,7 @@ def decode(data: bytes) -> Message:
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        hello = _other_protocol(data)
-        if hello is not None:
+        if hello := _other_protocol(data):
             return hello
         raise WireError(f"malformed message: {decoder_reason(error)}") from None
 
@@ -70,10 +70,9 @@ def _other_protocol(data: bytes) -> Hello | None:
         return None
     if hello.protocol == PROTOCOL:
         return None
-    try:
+    generation = ""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         generation = one_line(msgspec.msgpack.decode(hello.generation, type=str), MAX_NAME)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        generation = ""
     return Hello(
         protocol=hello.protocol,
         generation=generation,
