@@ -34,9 +34,7 @@ _list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 class _AnyHello(Struct, tag="hello"):
-    """A hello of any protocol, as far as it is read to refuse it by its number, and to say whose it
-    is.
-    """
+    """A hello of any protocol, as far as a refusal by its number needs it."""
 
     protocol: int
     generation: msgspec.Raw = msgspec.Raw(b"\xa0")

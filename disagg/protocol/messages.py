@@ -135,9 +135,7 @@ class DropRoom(Struct, frozen=True, tag="drop_room", forbid_unknown_fields=True)
 
 
 class ReadRequest(_OfRoom, frozen=True, kw_only=True, tag="read_request"):
-    """Decode asks for positions `start` to `num_tokens`; `readers` decode ranks will ask for the
-    room.
-    """
+    """Decode asks for positions `start` to `num_tokens`, as one of `readers` decode ranks."""
 
     start: Position
     num_tokens: Position

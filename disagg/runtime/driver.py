@@ -182,9 +182,7 @@ class Driver:
         return taken
 
     def fileno(self) -> int:
-        """A file that can be read while `take_ended` has something. Raises UsageError without a
-        thread.
-        """
+        """A file that can be read while `take_ended` has something; UsageError without a thread."""
         with deferred_signals, self._loop.lock:
             self._loop.check_open()
             if self._thread is None:

@@ -68,9 +68,7 @@ class StagingBuffers:
         return cut(longer, min(self.buffer_bytes, engine.max_bytes), engine.max_runs)
 
     def take(self) -> int | None:
-        """Pointer to a buffer, or None while all are in use. Raises TransferError if none will be
-        free again.
-        """
+        """Pointer to a buffer; None while all are in use. TransferError if that cannot end."""
         if not self._usable:
             raise TransferError("all staging memory is held by peers that cannot be fenced.")
         return self._free.pop() if self._free else None
@@ -138,9 +136,7 @@ def cut(whole: ReadPart, max_bytes: int, max_runs: int) -> Iterator[ReadPart]:
 
 
 def staging_buffers(layout: PoolLayout, engine: Engine, nbytes: int) -> StagingBuffers:
-    """Buffers of `nbytes` bytes in all, in the memory of a layout; none if engine or device have no
-    use for them.
-    """
+    """Buffers of `nbytes` bytes in all; none if engine or device have no use for them."""
     memories = {buffer.memory for buffer in layout.buffers}
     if not (nbytes and engine.run_overhead_bytes and len(memories) == 1):
         return StagingBuffers()

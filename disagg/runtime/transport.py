@@ -45,9 +45,7 @@ class Transport(Protocol):
         """Sends what was taken, without blocking."""
 
     def wait(self, timeout: float, wake: int | None = None) -> None:
-        """Waits until `poll` has something to do or the file `wake` can be read, `timeout` seconds
-        at most.
-        """
+        """Waits, `timeout` seconds at most, until `poll` has work or `wake` can be read."""
 
     def poll(self) -> Iterable[tuple[Peer, bytes | Lost]]:
         """Messages that have arrived, each with its peer; never waits. A transport that notices the
@@ -103,9 +101,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """See Transport. It never waits, and sends at once. A turn of an endpoint takes what is in the
-    inbox when it begins.
-    """
+    """See Transport. It sends at once; `poll` takes what is in the inbox when it begins."""
 
     def __init__(self, network: MemoryNetwork) -> None:
         self.inbox: deque[tuple[Peer, bytes]] = deque()

@@ -141,9 +141,7 @@ class Lane:
         return not self._begun or sum(b.moving for b in self._begun) < self._engine.max_bytes
 
     def _begin(self) -> bool:
-        """Begins the next read, or the next small ones, and posts the first parts; whether more
-        may begin in this step.
-        """
+        """Begins and posts the next read, or small ones; whether more may begin in this step."""
         try:
             self._connect()
         except Exception as error:

@@ -152,9 +152,7 @@ def tune(stream: socket.socket) -> None:
 
 
 def distrust(stream: socket.socket) -> str | None:
-    """Why the user at the other end of a unix socket is not served; None for this process's user
-    and for root.
-    """
+    """Why the user at the other end of a unix socket is not served: only ours and root are."""
     credentials, user = peer_credentials(stream), os.geteuid()
     if credentials.trusted:
         return None

@@ -29,9 +29,7 @@ MAX_UNSENT = 256 << 20
 MAX_UNREAD = 256 << 20
 """Bytes of unfinished messages, of all connections together."""
 MAX_UNFINISHED = 30
-"""Looks, a second apart, in which a message may be unfinished. Time would not do: a process that
-was stopped did not look.
-"""
+"""Looks, a second apart, at an unfinished message: a process that was stopped did not look."""
 MAX_SILENT = 5
 """Looks in which nothing at all has come of a peer that has dialled in: it says hello at once."""
 MAX_UNSENT_BY_ALL = 1 << 30

@@ -97,9 +97,7 @@ class Watch:
             time.sleep(timeout)  # epoll waits for whole milliseconds
 
     def end(self, *, shared: bool = False) -> None:
-        """Closes everything. If it is `shared` with the process that this one was forked from,
-        only this process's copies.
-        """
+        """Closes everything; in a forked child (`shared`) this process's copies only."""
         for connection in self.connections():
             if shared and connection.stream is not None:
                 connection.stream.close()
