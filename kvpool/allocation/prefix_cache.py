@@ -22,7 +22,7 @@ from kvpool.allocation.free_list import OutOfPages
 from kvpool.allocation.prefix_items import PrefixItems
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key, token_ids
-from kvpool.prefix.events import Event, EventLog
+from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, Event
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class PrefixCache:
         self._lists: dict[str, PrefixItems] = {}
         self._chains: dict[int, Chain] = {}
         self._pinned: list[PinnedPrefix] = []
-        self._log = EventLog() if events else None
+        self._events: list[Event] | None = [] if events else None  # since they were last taken
 
     def bind(
         self,
@@ -90,9 +90,7 @@ class PrefixCache:
                 )
             sizes.append(self.checkpoint_tokens)
         self._page, self._step = gcd(*sizes), lcm(*sizes)
-        self._copy = copy
-        if self._log is not None:
-            self._log.medium = medium
+        self._copy, self._medium = copy, medium
         for group, (name, table) in enumerate(lists.items()):
             space = table.space
             tokens = self.checkpoint_tokens if space.per_request else space.tokens_per_item
@@ -130,21 +128,22 @@ class PrefixCache:
         """Forgets all prefixes, as after new weights. What requests that are live now have stored
         or will store is not kept either.
         """
-        log, self._log = self._log, None
+        events, self._events = self._events, None
         for name, id_list in self._lists.items():
             id_list.free_list.forget(id_list.index.ids(name))
         self._chains.clear()
-        self._log = log
-        if log is not None:
-            log.cleared()
+        self._events = events
+        if events is not None:
+            events.append(AllBlocksCleared())
 
     def take_events(self) -> list[Event]:
         """What was stored and removed since the last call, in order. Raises ValueError without
         `events=True`.
         """
-        if self._log is None:
+        if self._events is None:
             raise ValueError("this cache notes no events. Make it with PrefixCache(events=True).")
-        return self._log.take()
+        events, self._events = self._events, []
+        return events
 
     def pinned_items(self, id_list: str) -> Ints:
         """Ids that pinned prefixes hold, each as often as they do."""
@@ -306,17 +305,11 @@ class PrefixCache:
 
     def _stored(self, id_list: PrefixItems, chain: Chain, numbers: Ints) -> None:
         self._stats.stored += numbers.size
-        if self._log is not None and numbers.size:
-            self._log.stored(
-                group=id_list.group,
-                space=id_list.space,
-                tokens=id_list.tokens,
-                chain=chain,
-                keys=id_list.keys(chain),
-                numbers=numbers,
-            )
+        if self._events is not None and numbers.size:
+            self._events += id_list.stored_events(chain, numbers, self._medium)
 
     def _removed(self, id_list: str, keys: list[Key]) -> None:
         self._stats.removed += len(keys)
-        if self._log is not None:
-            self._log.removed(self._lists[id_list].group, keys)
+        if self._events is not None:
+            group = self._lists[id_list].group
+            self._events.append(BlockRemoved(keys, self._medium, group))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from kvpool.allocation.block_table import BlockTable
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key
+from kvpool.prefix.events import BlockStored
 from kvpool.prefix.index import PrefixIndex
 
 
@@ -40,3 +43,25 @@ class PrefixItems:
     def held(self, row: int, numbers: Ints) -> Ints:
         """The items `numbers` of a request; -1 where it has none."""
         return np.asarray(self.table.find(np.array([row]), numbers[None])[0])
+
+    def stored_events(self, chain: Chain, numbers: Ints, medium: str) -> Iterator[BlockStored]:
+        """Items `numbers` of a chain were stored, in `medium`: an event for each run of them."""
+        space, tokens, keys = self.space, self.tokens, self.keys(chain)
+        kind, window = "mamba" if space.per_request else "full_attention", None
+        if not space.per_request and space.window is not None:
+            kind, window = "sliding_window", space.window * space.tokens_per_entry
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
+            first, stop = int(run[0]), int(run[-1]) + 1
+            yield BlockStored(
+                block_hashes=keys[first:stop],
+                parent_block_hash=keys[first - 1] if first else None,
+                token_ids=chain.tokens[first * tokens : stop * tokens].tolist(),
+                block_size=tokens,
+                lora_id=None,
+                medium=medium,
+                lora_name=None,
+                extra_keys=[(chain.salt,)] * run.size if chain.salt else None,
+                group_idx=self.group,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+            )

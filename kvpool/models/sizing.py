@@ -25,6 +25,7 @@ from kvpool.pools.budget import (
     needed_items,
     pages_of_tokens,
     size,
+    spaces_of,
     state_bytes,
 )
 from kvpool.pools.placement import ITEM_COUNTS
@@ -281,7 +282,7 @@ def _requests(pools: Sequence[KVPool], memory: int, pages: int) -> int:
     """How many requests of `pages` pages fit at a time."""
 
     def fits(count: int) -> bool:
-        items = needed_items(pools, count, count * pages, 1)
+        items = needed_items(spaces_of(pools), count, count * pages, 1)
         return size(pools, items, pools[0].device.alignment) <= memory
 
     return largest(fits, 0)

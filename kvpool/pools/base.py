@@ -22,7 +22,7 @@ from kvpool.layout.describe import describe
 from kvpool.layout.described import total_layers
 from kvpool.layout.formats import BufferSpec, Shard
 from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
-from kvpool.pools.budget import fit, items_needed, state_bytes
+from kvpool.pools.budget import fit, needed_items, state_bytes
 from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos, state_infos
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
@@ -110,7 +110,7 @@ class KVPool(TypedAccess):
         self.device: Device = get_device(str(device))
         self.specs, spaces = self._declared(f"{owner}." if own_spaces else "")
         if requests is not None:
-            needed = items_needed(spaces.values(), requests, 0, chunk_tokens)
+            needed = needed_items(spaces.values(), requests, 0, chunk_tokens)
             self.num_window_pages = num_window_pages or needed.get("num_window_pages", 0)
             self.num_slots = num_slots or needed.get("num_slots", 0)
         self.layout = self._allocated(spaces, model)

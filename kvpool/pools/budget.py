@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from kvpool.layout import PoolLayout, Space
-from kvpool.layout.formats import BufferSpec
-from kvpool.pools.placement import Placement, count_argument, place
+from kvpool.layout import Space
+from kvpool.pools.placement import count_argument, place
 
-
-class Sized(Protocol):
-    """What a budget reads of a pool."""
-
-    layout: PoolLayout
-    specs: tuple[BufferSpec, ...]
-    owner: str
-    placement: Placement
-    page_size: int
+if TYPE_CHECKING:
+    from kvpool.pools.base import KVPool
 
 
 class DoesNotFit(ValueError):
@@ -64,20 +56,12 @@ def state_bytes(memory: int, weights: int, utilisation: float, where: str) -> in
 
 
 def needed_items(
-    pools: Sequence[Sized], requests: int, pages: int, chunk_tokens: int
-) -> dict[str, int]:
-    """Constructor arguments that hold `pages` pages of tokens, and the windows, slots and rings of
-    `requests` requests at a time. In a block pool, each page is a block for every group of layers.
-    """
-    return items_needed(
-        (space for pool in pools for space in pool.layout.spaces), requests, pages, chunk_tokens
-    )
-
-
-def items_needed(
     spaces: Iterable[Space], requests: int, pages: int, chunk_tokens: int
 ) -> dict[str, int]:
-    """As `needed_items`, of pools with these spaces."""
+    """Constructor arguments of pools with these spaces that hold `pages` pages of tokens, and the
+    windows, slots and rings of `requests` requests at a time. In a block pool, each page is a block
+    for every group of layers.
+    """
     if requests < 1 or chunk_tokens < 1:
         raise ValueError(f"requests and chunk_tokens: 1 or more, got {requests}, {chunk_tokens}.")
     lists = {space.name: space for space in spaces if space.ids is None}
@@ -93,23 +77,29 @@ def items_needed(
     return counts
 
 
+def spaces_of(pools: Sequence[KVPool]) -> list[Space]:
+    """The spaces of several pools."""
+    return [space for pool in pools for space in pool.layout.spaces]
+
+
 def pages_of_tokens(
-    pools: Sequence[Sized], items: Mapping[str, int], requests: int, chunk_tokens: int
+    pools: Sequence[KVPool], items: Mapping[str, int], requests: int, chunk_tokens: int
 ) -> int | None:
     """The most pages of tokens in pools of so many items, besides the windows, slots and rings of
     `requests` requests; None if no buffer grows with tokens.
     """
-    if not any(space.grows for pool in pools for space in pool.layout.spaces):
+    spaces = spaces_of(pools)
+    if not any(space.grows for space in spaces):
         return None
 
     def fits(pages: int) -> bool:
-        needed = needed_items(pools, requests, pages, chunk_tokens)
+        needed = needed_items(spaces, requests, pages, chunk_tokens)
         return needed["num_pages"] <= items["num_pages"]
 
     return largest(fits, 0)
 
 
-def size(pools: Sequence[Sized], counts: Mapping[str, int], step: int) -> int:
+def size(pools: Sequence[KVPool], counts: Mapping[str, int], step: int) -> int:
     """Bytes of pools like these with other numbers of items, aligned to `step` bytes."""
     total = 0
     for pool in pools:
@@ -123,7 +113,7 @@ def size(pools: Sequence[Sized], counts: Mapping[str, int], step: int) -> int:
 
 
 def fit(
-    pools: Sequence[Sized],
+    pools: Sequence[KVPool],
     nbytes: int,
     requests: int,
     chunk_tokens: int,
@@ -135,7 +125,8 @@ def fit(
 
     Pages of tokens fill what `requests` requests leave. Raises DoesNotFit, beginning with `where`.
     """
-    least = needed_items(pools, requests, 1, chunk_tokens)
+    spaces = spaces_of(pools)
+    least = needed_items(spaces, requests, 1, chunk_tokens)
     nbytes_of_least = size(pools, least, step)
     if nbytes_of_least > nbytes:
         raise DoesNotFit(
@@ -143,7 +134,7 @@ def fit(
             "reserved page, and the windows, slots and rings of "
             f"{counted(requests)}; {nbytes_of_least:,} bytes are enough."
         )
-    if not any(space.grows for pool in pools for space in pool.layout.spaces):
+    if not any(space.grows for space in spaces):
         return least
     pages = largest(
         lambda n: size(pools, {**least, "num_pages": n}, step) <= nbytes, least["num_pages"]

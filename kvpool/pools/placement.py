@@ -9,9 +9,8 @@ is as many layers as fit: groups of two kinds need not have equally many.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from operator import index
 from typing import Literal
 
@@ -103,7 +102,7 @@ def grouped(
     return cut, by_group
 
 
-def groups_of(sizes: Sequence[Mapping[int, int]]) -> list[list[frozenset[int]]]:
+def groups_of(sizes: Sequence[Mapping[int, int]]) -> list[list[list[int]]]:
     """The groups of each id list, from the bytes by layer of one of its items: at most MAX_GROUPS
     in all, or one each, so that the list with the most padding in its blocks has the least, to a
     percent; of equals, the fewest groups.
@@ -111,43 +110,41 @@ def groups_of(sizes: Sequence[Mapping[int, int]]) -> list[list[frozenset[int]]]:
     `[{0: 100, 1: 100}, {2: 60, 3: 60, 4: 60}]`: blocks of 200 bytes, of layers 0 and 1 and of 2 to
     4, with a tenth of padding in the second.
     """
-    lists = [[by_layer[layer] for layer in sorted(by_layer)] for by_layer in sizes]
-    floor = max(max(layers) for layers in lists)
+    floor = max(max(by_layer.values()) for by_layer in sizes)
     blocks = {
-        max(floor, _least(layers, count))
-        for layers in lists
-        for count in range(1, min(len(layers), MAX_GROUPS) + 1)
+        max(floor, _least(by_layer, count))
+        for by_layer in sizes
+        for count in range(1, min(len(by_layer), MAX_GROUPS) + 1)
     }
-    blocks.add(max(sum(layers) for layers in lists))  # one group each always does
+    blocks.add(max(sum(by_layer.values()) for by_layer in sizes))  # one group each always does
 
     def padded(block: int) -> tuple[bool, float, int, int]:
-        counts = [len([*_filled(layers, block)]) for layers in lists]
-        waste = max(1 - sum(layers) / (n * block) for layers, n in zip(lists, counts))
-        return sum(counts) > max(MAX_GROUPS, len(lists)), round(waste, 2), sum(counts), block
+        counts = [len(_filled(by_layer, block)) for by_layer in sizes]
+        waste = max(1 - sum(x.values()) / (n * block) for x, n in zip(sizes, counts))
+        return sum(counts) > max(MAX_GROUPS, len(sizes)), round(waste, 2), sum(counts), block
 
-    block, groups = min(blocks, key=padded), []
-    for by_layer, layers in zip(sizes, lists):
-        rest = iter(sorted(by_layer))
-        groups.append([frozenset(islice(rest, count)) for count in _filled(layers, block)])
+    block = min(blocks, key=padded)
+    return [_filled(by_layer, block) for by_layer in sizes]
+
+
+def _filled(sizes: Mapping[int, int], block: int) -> list[list[int]]:
+    """The layers that each block holds, filled in order."""
+    groups: list[list[int]] = [[]]
+    used = 0
+    for layer, size in sorted(sizes.items()):
+        if used + size > block:
+            groups.append([])
+            used = 0
+        groups[-1].append(layer)
+        used += size
     return groups
 
 
-def _filled(sizes: Sequence[int], block: int) -> Iterator[int]:
-    """How many layers each block holds, filled in order."""
-    count = used = 0
-    for size in sizes:
-        if used + size > block:
-            yield count
-            count = used = 0
-        count, used = count + 1, used + size
-    yield count
-
-
-def _least(sizes: Sequence[int], count: int) -> int:
+def _least(sizes: Mapping[int, int], count: int) -> int:
     """The fewest bytes of a block of which `count` hold all layers."""
-    low, high = max(sizes), sum(sizes)
+    low, high = max(sizes.values()), sum(sizes.values())
     within = range(low, high + 1)
-    return low + bisect_left(within, -count, key=lambda block: -len([*_filled(sizes, block)]))
+    return low + bisect_left(within, -count, key=lambda block: -len(_filled(sizes, block)))
 
 
 def _group_name(space: str, group: int) -> str:
@@ -170,47 +167,35 @@ def place(
     over one another. Stretches begin at multiples of `step` bytes. What a template leaves free is
     padding: the pool owns all of an item.
     """
-    rows = {
-        name: [(spec, layer) for spec in specs if spec.space == name for layer in spec.layers]
-        for name in spaces
-    }
-    buffers: list[Buffer] = []
-    top = 0
-
-    def add(spec: BufferSpec, layer: int, base: int, stride: int = 0) -> int:
-        """Adds a buffer whose items are adjacent without a `stride`; returns an item's bytes."""
-        size = spec.item_bytes
-        buffer = Buffer(
-            name=spec.buffer_name(owner, layer),
-            space=spec.space,
-            base=base,
-            item_stride=stride or size,
-            item_bytes=size,
-            items=items[spec.space],
-            padding=True,
-        )
-        buffers.append(buffer)
-        return size
-
-    if placement in ("layer", "stack"):
-        for space, record in rows.items():
-            for spec, layer in record:
-                top += items[space] * add(spec, layer, top)
-                if placement == "layer" or layer == spec.layers[-1]:
-                    top = _up(top, step)
-        return buffers, top
+    # what lies side by side in an item, in the order of the spaces
     records: dict[str, list[tuple[BufferSpec, int]]] = {}
-    for name, record in rows.items():
-        ids = spaces[name].id_list if placement == "block" else name
-        records.setdefault(ids, []).extend(record)
+    for spec in sorted(specs, key=lambda spec: [*spaces].index(spec.space)):
+        shared = {"page": spec.space, "block": spaces[spec.space].id_list}.get(placement)
+        for layer in spec.layers:
+            name = shared or spec.buffer_name(owner, layer)
+            records.setdefault(name, []).append((spec, layer))
+    buffers: list[Buffer] = []
     block = _stride(records.values()) if placement == "block" else 0
-    for ids, record in records.items():
-        base = start = 0 if block else top
+    top = 0
+    for record in records.values():
+        start = base = 0 if block else top
         stride = block or _stride([record])
         # largest alignment first keeps every item aligned without gaps
         for spec, layer in sorted(record, key=lambda row: -alignment(row[0].item)):
-            base += add(spec, layer, base, stride)
-        top = _up(start + items[ids] * stride, step)
+            buffer = Buffer(
+                name=spec.buffer_name(owner, layer),
+                space=spec.space,
+                base=base,
+                item_stride=stride,
+                item_bytes=spec.item_bytes,
+                items=items[spec.space],
+                padding=True,
+            )
+            buffers.append(buffer)
+            base += spec.item_bytes
+        top = start + buffer.items * stride
+        if placement != "stack" or layer == spec.layers[-1]:
+            top = _up(top, step)
     return buffers, top
 
 

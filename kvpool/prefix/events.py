@@ -10,11 +10,6 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
-
-from kvpool.layout import Space
-from kvpool.layout.grid import Ints
-from kvpool.prefix.chain import Chain, Key
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
@@ -61,50 +56,3 @@ class _Batch(msgspec.Struct, array_like=True, omit_defaults=True):
 def encode(events: Sequence[Event], data_parallel_rank: int | None = None) -> bytes:
     """A batch of events as msgpack, with the time of now."""
     return msgspec.msgpack.encode(_Batch(time.time(), events, data_parallel_rank))
-
-
-class EventLog:
-    """The events since they were last taken. `medium` is vLLM's word for the memory."""
-
-    def __init__(self) -> None:
-        self.medium: str | None = None
-        self._events: list[Event] = []
-
-    def take(self) -> list[Event]:
-        """The events, in order; forgets them."""
-        taken, self._events = self._events, []
-        return taken
-
-    def stored(
-        self, *, group: int, space: Space, tokens: int, chain: Chain, keys: list[Key], numbers: Ints
-    ) -> None:
-        """Items `numbers` of an id list were stored, of `tokens` tokens of a chain each; the
-        prefixes that end with its items have `keys`.
-        """
-        kind, window = "mamba" if space.per_request else "full_attention", None
-        if not space.per_request and space.window is not None:
-            kind, window = "sliding_window", space.window * space.tokens_per_entry
-        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
-            first, stop = int(run[0]), int(run[-1]) + 1
-            event = BlockStored(
-                block_hashes=keys[first:stop],
-                parent_block_hash=keys[first - 1] if first else None,
-                token_ids=chain.tokens[first * tokens : stop * tokens].tolist(),
-                block_size=tokens,
-                lora_id=None,
-                medium=self.medium,
-                lora_name=None,
-                extra_keys=[(chain.salt,)] * run.size if chain.salt else None,
-                group_idx=group,
-                kv_cache_spec_kind=kind,
-                kv_cache_spec_sliding_window=window,
-            )
-            self._events.append(event)
-
-    def removed(self, group: int, keys: list[Key]) -> None:
-        """Items of an id list, of prefixes with these keys, were taken."""
-        self._events.append(BlockRemoved(keys, self.medium, group))
-
-    def cleared(self) -> None:
-        """All were forgotten."""
-        self._events.append(AllBlocksCleared())

@@ -155,5 +155,5 @@ class DemoSettings:
         few = dict.fromkeys(ITEM_COUNTS, 2)
         probe = pool_for(model.config, **common, **few, device="meta")
         pages = -(-(max(self.prompts) + self.new_tokens) // probe.page_size) + 3
-        items = needed_items([probe], 2, pages, self.chunk_tokens)
+        items = needed_items(probe.layout.spaces, 2, pages, self.chunk_tokens)
         return pool_for(model.config, **common, **items, device=self.device)

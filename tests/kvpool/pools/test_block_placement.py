@@ -126,7 +126,7 @@ def test_a_budget_is_used_up_and_holds_the_requests_that_it_was_made_for(build):
 @pytest.mark.parametrize("pages", [1, 3])
 def test_needed_items_are_enough_for_so_many_requests(build, pages):
     probe = build(**BLOCKS, device="meta")
-    items = needed_items([probe], 4, 4 * pages, 1)
+    items = needed_items(probe.layout.spaces, 4, 4 * pages, 1)
     assert set(items) == {"num_pages"}
     alloc = Allocator(build(**{**BLOCKS, **items}))
     requests = [alloc.new_request() for _ in range(4)]
