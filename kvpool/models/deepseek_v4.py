@@ -7,7 +7,8 @@ from typing import Any
 from kvpool.layout.formats import IndexKey, Ring, V4Latent
 from kvpool.models.config import Fields
 from kvpool.models.declaration import Declaration
-from kvpool.models.rules import HEADS, SLIDING
+from kvpool.models.layer_types import SLIDING
+from kvpool.models.rules import HEADS
 from kvpool.pools.dsv4 import DSv4Pool
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"

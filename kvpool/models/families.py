@@ -1,4 +1,4 @@
-"""Model types: what a config cannot say of itself, and types whose layers have a rule of their own.
+"""Model types with keys and values, and rules for what a config does not say; the table of all.
 
 Fields are those of published config.json files, and those that transformers (5.23) writes for the
 same models; both are read.
@@ -6,106 +6,33 @@ same models; both are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvpool.layout.formats import MHA, IndexKey
+from kvpool.models import layer_types
 from kvpool.models.config import Fields
 from kvpool.models.declaration import Declaration, Layer
 from kvpool.models.deepseek_v4 import deepseek_v4, deepseek_v4_draft
 from kvpool.models.latents import FAMILIES as LATENT_FAMILIES
+from kvpool.models.layer_types import CHUNKED, FULL, SLIDING
 from kvpool.models.linear import FAMILIES as LINEAR_FAMILIES
 from kvpool.models.rules import (
     BOTH,
-    CHUNKED,
-    FULL,
     HEAD_DIM,
     HEADS,
     ONLY_DIM,
     ONLY_HEADS,
-    SLIDING,
     Family,
     Needs,
-    Types,
-    all_windowed,
-    every,
-    from_max_window_layers,
-    given_window,
     grouped,
     head_dim,
     heads,
-    listed,
-    rotated_layers,
     window_state,
 )
 from kvpool.pools.states import State
 
 PATTERN, SHARED = "sliding_window_pattern", "num_kv_shared_layers"
-
-
-def _qwen3_moe(fields: Fields, count: int) -> Sequence[str]:
-    """transformers windows all layers."""
-    used = fields.flag("use_sliding_window")
-    if fields.has("max_window_layers") and fields.whole("max_window_layers", 0) and used:
-        raise ValueError(
-            f"{fields.model} config: engines disagree on max_window_layers with "
-            "use_sliding_window. Give layer_types instead."
-        )
-    return [SLIDING if used else FULL] * count
-
-
-def _qwen2_moe(fields: Fields, count: int) -> Sequence[str]:
-    """A window on every second layer before max_window_layers."""
-    end = fields.whole("max_window_layers", 0) if fields.flag("use_sliding_window") else 0
-    fields.ignore("max_window_layers")
-    return [SLIDING if n < end and n % 2 == 0 else FULL for n in range(count)]
-
-
-def _by_window(fields: Fields, count: int) -> Sequence[str]:
-    """A window on the layers from max_window_layers, if there is a window."""
-    if not fields.has("sliding_window"):
-        return [FULL] * count
-    first = fields.whole("max_window_layers", 0)
-    return [FULL if n < first else SLIDING for n in range(count)]
-
-
-def _smollm3(fields: Fields, count: int) -> Sequence[str]:
-    """A window on layers without rotation."""
-    fields.ignore("max_window_layers")
-    windowed = fields.flag("use_sliding_window") and fields.has("sliding_window")
-    if not windowed:
-        return [FULL] * count
-    return [FULL if rotated else SLIDING for rotated in rotated_layers(fields, count)]
-
-
-def _llama4(fields: Fields, count: int) -> Sequence[str]:
-    """Chunks on layers with rotation."""
-    return [CHUNKED if rotated else FULL for rotated in rotated_layers(fields, count)]
-
-
-def _exaone(fields: Fields, count: int) -> Sequence[str]:
-    """Full attention on every fourth layer."""
-    if FULL in given_window(fields, count):
-        return [FULL] * count
-    return every(4, "sliding_window_pattern")(fields, count)
-
-
-def _last_full(types: Types) -> Types:
-    return lambda fields, count: [*types(fields, count)[:-1], FULL]
-
-
-def _flint(fields: Fields, count: int) -> Sequence[str]:
-    """Full attention on the first two, on every fourth and on the last layer."""
-    full = {0, 1, count - 1}
-    return [FULL if n in full or n % 4 == 1 else SLIDING for n in range(count)]
-
-
-def _mimo_v2_flash_types(fields: Fields, count: int) -> Sequence[str]:
-    """hybrid_layer_pattern of published configs: 1 is a window."""
-    if fields.has("hybrid_layer_pattern"):
-        pattern = fields.each("hybrid_layer_pattern", (0, 1), count)
-        return [SLIDING if windowed else FULL for windowed in pattern]
-    return [FULL if n == 0 or not (n + 1) % 6 else SLIDING for n in range(count)]
 
 
 def _mimo_v2_flash(fields: Fields, name: str, needs: Needs) -> Layer:
@@ -272,56 +199,60 @@ FAMILIES: dict[str, Family] = {
         "mellum minimax_m2 molmo2_text paddleocr_vl_text qwen3_vl_text seed_oss solar_open",
         Family(grouped, needs=BOTH),
     ),
-    "cohere2": Family(grouped, every(4, PATTERN)),
-    **_all("doge phi3", Family(grouped, all_windowed)),
+    "cohere2": Family(grouped, layer_types.every(4, PATTERN)),
+    **_all("doge phi3", Family(grouped, layer_types.all_windowed)),
     **_all(
         "mixtral phi4_multimodal phimoe starcoder2",
-        Family(grouped, all_windowed, needs=ONLY_HEADS),
+        Family(grouped, layer_types.all_windowed, needs=ONLY_HEADS),
     ),
-    **_all("ministral mistral", Family(grouped, given_window, needs=ONLY_HEADS)),
+    **_all("ministral mistral", Family(grouped, layer_types.given_window, needs=ONLY_HEADS)),
     **_all(
         "qwen2 qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text",
-        Family(grouped, from_max_window_layers, needs=ONLY_HEADS),
+        Family(grouped, layer_types.from_max_window_layers, needs=ONLY_HEADS),
     ),
-    **_all("gemma2 vaultgemma", Family(grouped, every(2), needs=BOTH)),
-    **_all("exaone4 exaone_moe", Family(grouped, _exaone, needs=ONLY_HEADS)),
-    **_all("gpt_oss muse_glimmer_text muse_spark_text", Family(grouped, listed, needs=BOTH)),
+    **_all("gemma2 vaultgemma", Family(grouped, layer_types.every(2), needs=BOTH)),
+    **_all("exaone4 exaone_moe", Family(grouped, layer_types.exaone, needs=ONLY_HEADS)),
+    **_all(
+        "gpt_oss muse_glimmer_text muse_spark_text", Family(grouped, layer_types.listed, needs=BOTH)
+    ),
     **_all(
         "gemma4_text gemma4_unified_text",
-        Family(_gemma4, _last_full(every(6)), also=_unshared, needs=BOTH),
+        Family(_gemma4, layer_types.last_full(layer_types.every(6)), also=_unshared, needs=BOTH),
     ),
-    "afmoe": Family(grouped, every(4, "global_attn_every_n_layers"), needs=ONLY_DIM),
-    "beam": Family(grouped, _last_full(every(6)), needs=BOTH),
-    "cohere2_moe": Family(grouped, listed, needs=ONLY_DIM),
-    "cwm": Family(grouped, every(4, offset=0), needs=BOTH),
+    "afmoe": Family(grouped, layer_types.every(4, "global_attn_every_n_layers"), needs=ONLY_DIM),
+    "beam": Family(grouped, layer_types.last_full(layer_types.every(6)), needs=BOTH),
+    "cohere2_moe": Family(grouped, layer_types.listed, needs=ONLY_DIM),
+    "cwm": Family(grouped, layer_types.every(4, offset=0), needs=BOTH),
     "dbrx": Family(_dbrx, ignores=ONLY_DIM),
-    "dots1": Family(grouped, _by_window, needs=ONLY_HEADS),
+    "dots1": Family(grouped, layer_types.by_window, needs=ONLY_HEADS),
     "falcon": Family(_falcon, ignores=ONLY_DIM),
-    "flint": Family(grouped, _flint, needs=BOTH),
-    "gemma3_text": Family(_gemma3, every(6, PATTERN)),
-    "gemma3n_text": Family(grouped, every(5), also=_unshared, needs=BOTH | {SHARED}),
+    "flint": Family(grouped, layer_types.flint, needs=BOTH),
+    "gemma3_text": Family(_gemma3, layer_types.every(6, PATTERN)),
+    "gemma3n_text": Family(grouped, layer_types.every(5), also=_unshared, needs=BOTH | {SHARED}),
     "gpt_bigcode": Family(_gpt_bigcode, ignores=ONLY_DIM),
     "gpt_neo": Family(_gpt_neo, ignores=BOTH),
-    "granite_swa": Family(grouped, every(4, offset=0), needs=ONLY_HEADS),
-    "granitemoe_swa": Family(grouped, every(4, offset=0)),
+    "granite_swa": Family(grouped, layer_types.every(4, offset=0), needs=ONLY_HEADS),
+    "granitemoe_swa": Family(grouped, layer_types.every(4, offset=0)),
     "hrm_text": Family(grouped, layers=_cycles, needs=ONLY_DIM, ignores=ONLY_HEADS),
     "jetmoe": Family(_jetmoe),
-    "kolibri1": Family(grouped, every(5), needs=BOTH),
-    "llama4_text": Family(grouped, _llama4, names=(FULL, SLIDING, CHUNKED), needs=BOTH),
-    "mimo_v2_flash": Family(_mimo_v2_flash, _mimo_v2_flash_types, needs=BOTH),
+    "kolibri1": Family(grouped, layer_types.every(5), needs=BOTH),
+    "llama4_text": Family(grouped, layer_types.llama4, names=(FULL, SLIDING, CHUNKED), needs=BOTH),
+    "mimo_v2_flash": Family(_mimo_v2_flash, layer_types.mimo_v2_flash, needs=BOTH),
     "minimax_m3_vl_text": Family(_minimax_m3, names=(FULL, "minimax_m3_sparse"), needs=BOTH),
-    "ministral3": Family(grouped, all_windowed, needs=BOTH),
+    "ministral3": Family(grouped, layer_types.all_windowed, needs=BOTH),
     "modernbert-decoder": Family(
-        _modernbert, every(3, "global_attn_every_n_layers", offset=0), ignores=ONLY_HEADS
+        _modernbert,
+        layer_types.every(3, "global_attn_every_n_layers", offset=0),
+        ignores=ONLY_HEADS,
     ),
     "mpt": Family(_mpt, ignores=BOTH),
-    "olmo3": Family(grouped, every(4)),
-    "qwen2_moe": Family(grouped, _qwen2_moe, needs=ONLY_HEADS),
-    "qwen3": Family(grouped, from_max_window_layers, needs=BOTH),
-    "qwen3_moe": Family(grouped, _qwen3_moe, needs=ONLY_HEADS),
-    "smollm3": Family(grouped, _smollm3, needs=ONLY_HEADS),
+    "olmo3": Family(grouped, layer_types.every(4)),
+    "qwen2_moe": Family(grouped, layer_types.qwen2_moe, needs=ONLY_HEADS),
+    "qwen3": Family(grouped, layer_types.from_max_window_layers, needs=BOTH),
+    "qwen3_moe": Family(grouped, layer_types.qwen3_moe, needs=ONLY_HEADS),
+    "smollm3": Family(grouped, layer_types.smollm3, needs=ONLY_HEADS),
     "step3p5": Family(_step3p5, needs=BOTH),
-    "voxtral_realtime_text": Family(grouped, given_window, needs=BOTH),
+    "voxtral_realtime_text": Family(grouped, layer_types.given_window, needs=BOTH),
     **LATENT_FAMILIES,
     **LINEAR_FAMILIES,
 }

@@ -8,18 +8,8 @@ from dataclasses import replace
 from kvpool.layout.formats import MLA
 from kvpool.models.config import Fields
 from kvpool.models.declaration import Layer
-from kvpool.models.rules import (
-    FULL,
-    HEAD_DIM,
-    INDEXED,
-    SLIDING,
-    Family,
-    Needs,
-    indexed,
-    latent,
-    listed,
-    rotated_layers,
-)
+from kvpool.models.layer_types import FULL, INDEXED, SLIDING, listed, rotated_layers
+from kvpool.models.rules import HEAD_DIM, Family, Needs, indexed, latent
 
 
 def _dots3_note(fields: Fields, name: str, needs: Needs) -> Layer:

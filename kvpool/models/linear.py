@@ -19,24 +19,19 @@ from kvpool.layout.formats import (
 )
 from kvpool.models.config import Fields
 from kvpool.models.declaration import Layer
+from kvpool.models.layer_types import FULL, INDEXED, LINEAR, SLIDING, every, listed
 from kvpool.models.rules import (
     BOTH,
-    FULL,
     HEAD_DIM,
     HEADS,
-    INDEXED,
-    LINEAR,
     ONLY_HEADS,
-    SLIDING,
     Family,
     Needs,
-    every,
     grouped,
     heads,
     indexed,
     latent,
     latent_row,
-    listed,
     window_state,
 )
 from kvpool.pools.states import State

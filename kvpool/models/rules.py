@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvpool.layout.formats import MHA, MLA, IndexKey
-from kvpool.models.config import ALIASES, MAX_VALUE, Fields
+from kvpool.models.config import MAX_VALUE, Fields
 from kvpool.models.declaration import Declaration, Layer, layered
+from kvpool.models.layer_types import CHUNKED, FULL, INDEXED, SLIDING, Types, all_full, types_of
 from kvpool.pools.states import State
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-LINEAR, INDEXED = "linear_attention", "indexed_attention"
-Types = Callable[[Fields, int], Sequence[str]]
-WINDOW = ("sliding_window", *ALIASES["sliding_window"])
-PATTERNS = (
-    "sliding_window_pattern",
-    "_sliding_window_pattern",
-    "global_attn_every_n_layers",
-    "prefix_dense_sliding_window_pattern",
-)
-# older names of them
-RENAMED = {"attention": FULL, "mamba": LINEAR, "deepseek_sparse_attention": INDEXED}
 HEADS, HEAD_DIM = "num_key_value_heads", "head_dim"
 Needs = frozenset[str]
 BOTH = frozenset((HEADS, HEAD_DIM))
@@ -155,70 +144,6 @@ def head_dim(fields: Fields, needs: Needs = frozenset()) -> int:
     return hidden // count
 
 
-# types of layers where a config does not list them
-
-
-def all_full(fields: Fields, count: int) -> Sequence[str]:
-    """Full attention; a window is not read, so it is refused."""
-    return [FULL] * count
-
-
-def all_windowed(fields: Fields, count: int) -> Sequence[str]:
-    """A window on all layers if there is one."""
-    return [SLIDING if fields.has(fields.named("sliding_window")) else FULL] * count
-
-
-def given_window(fields: Fields, count: int) -> Sequence[str]:
-    """As all_windowed, where a type has a window of its own if the field is left out."""
-    if not any(name in fields.values for name in WINDOW):
-        raise fields.wrong(WINDOW[0], "given, or null where there is no window")
-    return all_windowed(fields, count)
-
-
-def listed(fields: Fields, count: int) -> Sequence[str]:
-    """The config must list them."""
-    raise fields.wrong("layer_types", f"a list of {count} values, one for each layer")
-
-
-def every(full: int | None, field: str = "", rest: str = SLIDING, offset: int = 1) -> Types:
-    """Full attention on each layer n with (n + offset) % full == 0; `field` overrides `full`, and
-    must be given where that is None.
-    """
-
-    def types(fields: Fields, count: int) -> Sequence[str]:
-        step = fields.whole(field) if full is None else full
-        step = fields.whole_or(field, step) if field else step
-        return [rest if (n + offset) % step else FULL for n in range(count)]
-
-    return types
-
-
-def rotated_layers(fields: Fields, count: int) -> Sequence[int]:
-    """1 for each layer with rotation: listed, or all but every fourth."""
-    if fields.get("no_rope_layers"):
-        rotated: tuple[int, ...] = fields.each("no_rope_layers", (0, 1), count)
-        return rotated
-    step = fields.whole_or("no_rope_layer_interval", 4)
-    return [int((n + 1) % step != 0) for n in range(count)]
-
-
-def from_max_window_layers(fields: Fields, count: int) -> Sequence[str]:
-    """use_sliding_window is a window on the layers from max_window_layers."""
-    used = fields.flag("use_sliding_window")
-    first = fields.whole("max_window_layers", 0) if used else count
-    fields.ignore("max_window_layers")
-    return [FULL if n < first else SLIDING for n in range(count)]
-
-
-def _listed_layers(fields: Fields, name: str, count: int) -> int:
-    """How many layers a list is of: draft layers may follow the model's own."""
-    listed = fields.get(name)
-    if not isinstance(listed, (list, tuple)) or len(listed) == count:
-        return count
-    with_draft = count + fields.num_draft_layers
-    return with_draft if len(listed) == with_draft else count
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """What a config of a model type cannot say.
@@ -253,25 +178,9 @@ class Family:
         if fields.get("use_bidirectional_attention") not in (None, False, "vision"):
             raise fields.wrong("use_bidirectional_attention", "false (an encoder has no KV state)")
         count = self.layers(fields)
-        names = layer_types(fields, self, count)
+        names = types_of(fields, count, self.names, self.types)
         own = layer_fields(fields, count)
         for source in (fields, *own):
             refuse_ignored(source, self.ignores)
         layers = [self.attention(own[n], name, self.needs) for n, name in enumerate(names)]
         return self.also(fields, layers, self.needs)
-
-
-def layer_types(fields: Fields, family: Family, count: int) -> Sequence[str]:
-    """The type of each layer."""
-    for name in ("layer_types", "layers_block_type"):
-        if not fields.has(name):
-            continue
-        # what the list was made of
-        fields.ignore("use_sliding_window", "max_window_layers", *PATTERNS, *WINDOW)
-        older = [old for old, new in RENAMED.items() if new in family.names]
-        named = (*family.names, *older)
-        types = fields.each(name, named, _listed_layers(fields, name, count))[:count]
-        return [RENAMED.get(layer_type, layer_type) for layer_type in types]
-    if family.types is not all_full:
-        fields.ignore(*WINDOW)
-    return family.types(fields, count)
