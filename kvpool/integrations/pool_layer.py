@@ -52,15 +52,15 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.layer, self.batch_size = layer, len(batch.requests)
         self.is_initialized = True
         pool = batch.pool
-        kept = [(kind, at) for kind, at in pool.kinds if layer in at.layers]
+        kept = pool.kinds_of(layer)
         self.attention = _first(kept, Attention)
         self.index = _first(kept, IndexKey)
-        linear = [(kind, at) for kind, at in kept if isinstance(kind, LinearState)]
+        linear = [(kind, site) for kind, site in kept if isinstance(kind, LinearState)]
         self.linear = [
-            LinearStates(self.batch, layer, f"linear{n or ''}", kind, at)
-            for n, (kind, at) in enumerate(linear)
+            LinearStates(self.batch, layer, f"linear{n or ''}", kind, site)
+            for n, (kind, site) in enumerate(linear)
         ]
-        rounded = [at.packing for kind, at in kept if isinstance(kind, IndexKey)]
+        rounded = [site.packing for kind, site in kept if isinstance(kind, IndexKey)]
         if rounded and pool.packing not in PACKINGS and rounded != [pool.packing]:
             raise ValueError(
                 f"{pool.owner} layer {layer} index_key: stored as {rounded[0]}, other roles as "
@@ -68,8 +68,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"index_packing={pool.packing!r}, or with packing={rounded[0]!r}."
             )
         self.compressors = {
-            NAMES[kind.role]: Compressor(self.batch, layer, at, kind)
-            for kind, at in kept
+            NAMES[kind.role]: Compressor(self.batch, layer, site, kind)
+            for kind, site in kept
             if isinstance(kind, Ring)
         }
         if "indexer" in self.compressors:
@@ -91,15 +91,15 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
         """See PoolCache.update."""
-        kind, at = self._need(self.attention, "keys and values")
+        kind, site = self._need(self.attention, "keys and values")
         pool = self.batch.pool
-        inputs = self._checked(kind, at, key_states, value_states)
+        inputs = self._checked(kind, key_states, value_states)
         paired = isinstance(kind, MLA) and kind.rope_pairs and kind.qk_rope_head_dim > 0
         if paired:
             inputs[1] = pairs_of_halves(inputs[1])
         rows, _, tokens, _ = key_states.shape
         start = self.batch.advance(self.layer, "attention", tokens)
-        locations, end = self._where(kind, at), self.batch.columns
+        locations, end = self._where(kind, site), self.batch.columns
         # of a latent without a rope key the second is [N, 0]
         cells = [*(pool.view(role, self.layer).shape[2:] for role in self._roles()), (0,)]
         flat = [x.transpose(1, 2).reshape(rows * tokens, *cell) for x, cell in zip(inputs, cells)]
@@ -134,7 +134,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.layer, *self.batch.tokens_only(locations[:, start:], keys.flatten(0, 1))
         )
         (rows_read,) = self.batch.read(
-            locations.flatten(), lambda at: [pool.get_index_key(self.layer, at)]
+            locations.flatten(), lambda ids: [pool.get_index_key(self.layer, ids)]
         )
         return rows_read.reshape(rows, -1, dim)  # type: ignore[no-any-return]
 
@@ -186,41 +186,40 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """-1, no maximum: the limit is the free pages, which all requests share."""
         return -1
 
-    def _checked(self, kind: Any, at: At, *given: torch.Tensor) -> list[torch.Tensor]:
+    def _checked(self, kind: Any, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         """States as the pool's inputs; raises ValueError where they do not fit it."""
-        pool, states = self.batch.pool, list(given)
+        pool, states = self.batch.pool, [keys, values]
         roles = self._roles()
         regions = [pool.layout.region_by_key[pool.owner, self.layer, role] for role in roles]
         views = [pool.view(role, self.layer) for role in roles]
         if kind.shared_kv:
-            if given[0] is not given[1]:
+            if keys is not values:
                 raise ValueError(
                     f"{regions[0]}: keys and values differ, the pool stores one for both."
                 )
-            sizes = [view.shape[-1] for view in views]
-            total = given[0].shape[-1]
-            states = list(torch.split(given[0], sizes if sum(sizes) == total else total, dim=-1))
-        if len(roles) == 1 and given[1].numel():
+            sizes, total = [view.shape[-1] for view in views], keys.shape[-1]
+            states = list(torch.split(keys, sizes if sum(sizes) == total else total, dim=-1))
+        if len(roles) == 1 and values.numel():
             raise ValueError(
-                f"{regions[0]}: the model gives a rope key {list(given[1].shape)}, the pool has "
+                f"{regions[0]}: the model gives a rope key {list(values.shape)}, the pool has "
                 "none. Build the pool for this model."
             )
         for region, view, state in zip(regions, views, states):
             heads, dim = (1, *view.shape[2:])[-2:]
-            axis, shape = region.axis("head"), (heads, given[0].shape[2], dim)
-            held = f" (heads {axis.start}-{axis.stop - 1} of {axis.total})" if axis else ""
-            self.batch.check(self.layer, region.role, state, shape, pool.dtype, held=held)
+            axis, shape = region.axis("head"), (heads, keys.shape[2], dim)
+            part = f" (heads {axis.start}-{axis.stop - 1} of {axis.total})" if axis else ""
+            self.batch.check(self.layer, region.role, state, shape, pool.dtype, held=part)
         return states
 
     def _roles(self) -> tuple[str, ...]:
         return self.batch.pool.roles(self.layer, Attention)
 
-    def _space(self, kind: Kind, at: At) -> Space:
-        return self.batch.pool.space_of(at.prefix + kind.inputs[0], self.layer)
+    def _space(self, kind: Kind, site: At) -> Space:
+        return self.batch.pool.space_of(site.prefix + kind.inputs[0], self.layer)
 
-    def _where(self, kind: Kind, at: At) -> torch.Tensor:
+    def _where(self, kind: Kind, site: At) -> torch.Tensor:
         """Flat locations `[B, columns]` of all tokens in a kind's space."""
-        return self.batch.where[self._space(kind, at).name]
+        return self.batch.where[self._space(kind, site).name]
 
     def _compressor(self, name: str) -> Compressor:
         self._need(self.compressors.get(name), f"{name} states")
@@ -244,4 +243,4 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 def _first(kept: list[tuple[Kind, At]], *kinds: type) -> Any:
-    return next(((kind, at) for kind, at in kept if isinstance(kind, kinds)), None)
+    return next(((kind, site) for kind, site in kept if isinstance(kind, kinds)), None)

@@ -50,8 +50,13 @@ class TypedAccess:
         view = self._views.get((role, layer))
         if view is None:
             region = self._region(role, layer)
+            buffer, size = self.layout.buffer_of(region), ITEMSIZE[region.dtype]
+            sizes = [buffer.items, *(axis.size for axis in region.axes), region.width // size]
+            strides = [buffer.item_stride, *(axis.stride for axis in region.axes), size]
+            start = buffer.base - self._base + region.offset
             with torch.inference_mode(False):  # else it could not be written
-                view = _view(self._slab, region, self.layout.buffer_of(region), self._base)
+                cells = self._slab.view(getattr(torch, region.dtype))
+                view = cells.as_strided(sizes, [n // size for n in strides], start // size)
             self._views[role, layer] = view
         return view
 
@@ -89,18 +94,15 @@ class TypedAccess:
         """
         ids, rows = self._locations(values, layer, locations), []
         for role, cells in values.items():
-            scales = scale_role(role)
-            scaled = (self.owner, layer, scales) in self.layout.region_by_key
-            if scaled and cells.element_size() == 1 and scales not in values:
+            scales, quantised = self._scales(role, layer), cells.element_size() == 1
+            if scales is not None and quantised and scale_role(role) not in values:
                 raise ValueError(
-                    f"{self.owner} layer {layer} {role}: {cells.dtype} without {scales}. Give "
-                    "floats, or the scales too."
+                    f"{self.owner} layer {layer} {role}: {cells.dtype} without "
+                    f"{scale_role(role)}. Give floats, or the scales too."
                 )
-            if scaled and cells.is_floating_point() and cells.element_size() > 1:
-                rows.append(self._row(role, layer, ids, cells, self._entries(scales, layer)))
-            else:
-                cells = self._widened(self._entries(role, layer), cells)
-                rows.append(self._row(role, layer, ids, cells))
+            if scales is None or quantised or not cells.is_floating_point():
+                scales, cells = None, self._widened(self._entries(role, layer), cells)
+            rows.append(self._row(role, layer, ids, cells, scales))
         self.device.store_rows(rows, ids)
 
     def read(self, role: str, layer: int, locations: ArrayLike) -> torch.Tensor:
@@ -117,11 +119,10 @@ class TypedAccess:
         rows, needed = [], []
         for role in roles:
             needed.append(role)
-            scales, row = scale_role(role), ReadRow(self._entries(role, layer))
-            if (self.owner, layer, scales) in self.layout.region_by_key:
-                needed.append(scales)
-                dtype = getattr(torch, self.dtype)
-                row = row._replace(scales=self._entries(scales, layer), dtype=dtype)
+            row, scales = ReadRow(self._entries(role, layer)), self._scales(role, layer)
+            if scales is not None:
+                needed.append(scale_role(role))
+                row = row._replace(scales=scales, dtype=getattr(torch, self.dtype))
             rows.append(row)
         return tuple(self.device.load_rows(rows, self._locations(needed, layer, locations)))
 
@@ -190,6 +191,12 @@ class TypedAccess:
         region = self.layout.region_by_key[self.owner, layer, role]
         return view if region.axis("entry") else view.unsqueeze(1)
 
+    def _scales(self, role: str, layer: int) -> torch.Tensor | None:
+        """The scales of a role as `_entries`; None if it has none."""
+        scales = scale_role(role)
+        known = (self.owner, layer, scales) in self.layout.region_by_key
+        return self._entries(scales, layer) if known else None
+
     def _locations(self, roles: Iterable[str], layer: int, locations: ArrayLike) -> torch.Tensor:
         """Locations, checked for all of `roles`."""
         ends = {role: self._entries(role, layer).shape[:2].numel() for role in roles}
@@ -233,16 +240,3 @@ def disjoint(src: ArrayLike, dst: ArrayLike) -> bool:
     if any(isinstance(ids, torch.Tensor) and ids.device.type != "cpu" for ids in (src, dst)):
         return False
     return not np.isin(np.asarray(src), np.asarray(dst)).any()
-
-
-def _view(slab: torch.Tensor, region: Region, buffer: Buffer, base: int) -> torch.Tensor:
-    size = ITEMSIZE[region.dtype]
-    steps = [
-        (buffer.items, buffer.item_stride),
-        *((a.size, a.stride) for a in region.axes),
-        (region.width // size, size),
-    ]
-    start = buffer.base - base + region.offset
-    return slab.view(getattr(torch, region.dtype)).as_strided(
-        [count for count, _ in steps], [stride // size for _, stride in steps], start // size
-    )

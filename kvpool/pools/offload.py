@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from kvpool.device import DeviceUnavailable
 from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
-from kvpool.layout.grid import Ints
+from kvpool.layout.grid import Ints, outer_sum
 from kvpool.layout.pin import pinned_by_call
 from kvpool.pools.access import TypedAccess
 
@@ -105,17 +104,13 @@ def _entry_bytes(layout: PoolLayout, live: _Live, entries: range) -> Ints:
     """
     space, buffer = live.space, live.buffer
     steps = np.arange(entries.start, entries.stop) % space.entries_per_item % space.steps
-    chosen = np.zeros(buffer.item_bytes, dtype=np.bool_)
+    parts: list[Ints] = []
     for region in (region for region in layout.regions if region.buffer == buffer.name):
-        sizes = (*(axis.size for axis in region.axes), region.width)
-        strides = (*(axis.stride for axis in region.axes), 1)
-        cells = as_strided(chosen[region.offset :], sizes, strides)
-        axes = [axis.name for axis in region.axes]
-        if "entry" in axes:
-            np.moveaxis(cells, axes.index("entry"), 0)[steps] = True
-        else:
-            cells[...] = True
-    return np.flatnonzero(chosen)
+        entry = region.axis("entry")
+        axes = [(axis.size, axis.stride) for axis in region.axes if axis is not entry]
+        offsets = outer_sum(region.offset, [*axes, (region.width, 1)])
+        parts += [offsets] if entry is None else [offsets + n * entry.stride for n in steps]
+    return np.concatenate(parts)
 
 
 def _bytes(pool: TypedAccess, buffer: Buffer) -> torch.Tensor:

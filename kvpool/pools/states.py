@@ -68,14 +68,18 @@ class UnionPool(KVPool):
 
     def declare(self) -> Iterator[BufferSpec]:
         """The buffers of every state."""
-        for kind, at in self.kinds:
-            if at.layers:
-                yield from kind.buffers(at)
+        for kind, site in self.kinds:
+            if site.layers:
+                yield from kind.buffers(site)
 
     @cached_property
     def kinds(self) -> tuple[tuple[Kind, At], ...]:
         """The states, evaluated once."""
         return tuple(self.states())
+
+    def kinds_of(self, layer: int) -> list[tuple[Kind, At]]:
+        """The states that a layer keeps."""
+        return [(kind, site) for kind, site in self.kinds if layer in site.layers]
 
     def spaces(self) -> Iterator[Space]:
         """Pages of tokens, pages of each window, and a slot per request."""
@@ -137,29 +141,33 @@ class UnionPool(KVPool):
             return kind, slots
         if isinstance(kind, IndexKey):
             packing, component = self.dtype if kind.pooled else self.index_packing, StateType.DSA
-        at = self.at(layers, packing=packing, state=component)
+        site = self.at(layers, packing=packing, state=component)
         if window is not None:
-            size, name = self.window_page_size, self.windows[window]
-            entries = size or self.page_size
-            at = replace(at, space=name, entries=entries, prefix="swa.", state=StateType.SWA)
-        return kind, at
+            site = replace(
+                site,
+                space=self.windows[window],
+                entries=self.window_page_size or self.page_size,
+                prefix="swa.",
+                state=StateType.SWA,
+            )
+        return kind, site
 
     def part(self, layer: int, wanted: type, part: str = "") -> tuple[Any, At]:
         """A layer's first state of class `wanted`; `part` is the prefix where a layer has
         several (`c4`). Raises KeyError naming the states that it has.
         """
-        kept = [(kind, at) for kind, at in self.kinds if layer in at.layers]
-        for kind, at in kept:
-            if isinstance(kind, wanted) and part in ("", at.prefix[:-1]):
-                return kind, at
-        names = ", ".join(at.prefix + type(kind).__name__ for kind, at in kept) or "nothing"
+        kept = self.kinds_of(layer)
+        for kind, site in kept:
+            if isinstance(kind, wanted) and part in ("", site.prefix[:-1]):
+                return kind, site
+        names = ", ".join(site.prefix + type(kind).__name__ for kind, site in kept) or "nothing"
         name = f"{part}.{wanted.__name__}" if part else wanted.__name__
         raise KeyError(f"{self.owner} layer {layer}: no {name} (the layer has {names}).")
 
     def roles(self, layer: int, wanted: type, part: str = "") -> tuple[str, ...]:
         """Input roles, with prefix, of the state that `part` finds."""
-        kind, at = self.part(layer, wanted, part)
-        return tuple(at.prefix + role for role in kind.inputs)
+        kind, site = self.part(layer, wanted, part)
+        return tuple(site.prefix + role for role in kind.inputs)
 
     def set_kv_buffer(
         self,
@@ -212,11 +220,11 @@ class UnionPool(KVPool):
         """Writes conv `[N, channel, tap]` (sections one after the other) and temporal
         `[N, head, *state_shape]`, or one of them, to slots `[N]`.
         """
-        kind, at = self.part(layer, LinearState, part=part)
-        values = {} if conv is None else _sections_of(kind, conv, at.shard)
+        kind, site = self.part(layer, LinearState, part=part)
+        values = {} if conv is None else _sections_of(kind, conv, site.shard)
         if temporal is not None:
             values["temporal"] = _temporal_rows(kind, temporal)
-        self.write(layer, slots, {at.prefix + role: rows for role, rows in values.items()})
+        self.write(layer, slots, {site.prefix + role: rows for role, rows in values.items()})
 
     def get_linear_state(
         self, layer: int, slots: ArrayLike, *, part: str = ""
@@ -224,8 +232,8 @@ class UnionPool(KVPool):
         """Reads conv `[N, channel, tap]` and temporal `[N, head, *state_shape]`; None where the
         state has no such part.
         """
-        kind, at = self.part(layer, LinearState, part=part)
-        stored = self.read_roles([at.prefix + role for role in kind.inputs], layer, slots)
+        kind, _ = self.part(layer, LinearState, part=part)
+        stored = self.read_roles(self.roles(layer, LinearState, part=part), layer, slots)
         rows = dict(zip(kind.inputs, stored))
         temporal = rows.pop("temporal", None)
         if temporal is not None:
