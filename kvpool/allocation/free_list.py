@@ -51,7 +51,7 @@ class FreeList:
     def share(self, ids: Ints) -> None:
         """One more holder of each of these items, which are held, or kept."""
         if self.kept is not None:
-            self.num_free -= self.kept.wake(ids)
+            self.num_free -= self.kept.wake(ids).size
         self._counts[ids] += 1
 
     def is_shared(self, ids: Ints) -> npt.NDArray[np.bool_]:
@@ -86,8 +86,7 @@ class FreeList:
     def forget(self, ids: Ints) -> None:
         """These items are no prefix's any more: those that are free are so like other items."""
         if self.kept is not None:
-            idle, height = self.kept.idle_of(ids), self._height
-            self.kept.wake(idle)
+            height, idle = self._height, self.kept.wake(ids)
             self.kept.forget(ids)
             self._stack[height : height + idle.size] = idle
 

@@ -109,7 +109,9 @@ def _entry_bytes(layout: PoolLayout, live: _Live, entries: range) -> Ints:
         entry = region.axis("entry")
         axes = [(axis.size, axis.stride) for axis in region.axes if axis is not entry]
         offsets = outer_sum(region.offset, [*axes, (region.width, 1)])
-        parts += [offsets] if entry is None else [offsets + n * entry.stride for n in steps]
+        if entry is not None:
+            offsets = np.add.outer(steps * entry.stride, offsets).ravel()
+        parts.append(offsets)
     return np.concatenate(parts)
 
 

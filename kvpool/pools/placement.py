@@ -94,11 +94,11 @@ def grouped(
                 "all spaces are of one. Leave out either."
             )
         for n in range(len(groups[space.id_list])):
-            name, owns_ids = _group_name(space.name, n), space.ids is None
-            ids = None if space.ids is None else _group_name(space.ids, n)
-            if owns_ids or name in named:
-                block_pool = pool if owns_ids else None
-                by_group[name] = replace(space, name=name, ids=ids, block_pool=block_pool)
+            name = _group_name(space.name, n)
+            if space.ids is None:
+                by_group[name] = replace(space, name=name, block_pool=pool)
+            elif name in named:
+                by_group[name] = replace(space, name=name, ids=_group_name(space.ids, n))
     return cut, by_group
 
 

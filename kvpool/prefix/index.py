@@ -52,8 +52,7 @@ class PrefixIndex:
         """Makes held items `[N]` those of prefixes with keys `[N]`. Leaves out prefixes that have
         an item, and items of another prefix; returns which were added, in order.
         """
-        items, added = self._items[id_list], []
-        prefixes = self._prefixes
+        items, prefixes, added = self._items[id_list], self._prefixes, []
         for number, (key, item) in enumerate(zip(keys, ids.tolist())):
             if key not in items and item not in prefixes:
                 items[key] = item
@@ -73,14 +72,14 @@ class PrefixIndex:
 
     def touch(self, ids: Ints) -> None:
         """Those of these items that are idle are taken after all others, the first first."""
-        self.idle(self.idle_of(ids))
+        self.idle(self.wake(ids))
 
-    def wake(self, ids: Ints) -> int:
-        """These items have a holder; returns how many of them were idle."""
-        idle = self.idle_of(ids).tolist()
+    def wake(self, ids: Ints) -> Ints:
+        """These items are not idle any more, as they have a holder; returns those that were."""
+        idle = [item for item in ids.tolist() if item in self._idle]
         for item in idle:
             del self._idle[item]
-        return len(idle)
+        return np.array(idle, dtype=np.int64)
 
     def take(self, count: int) -> Ints:
         """The `count` items that have been idle longest, all of which must be there; forgets their
@@ -102,10 +101,6 @@ class PrefixIndex:
         self.known[ids] = False
         for id_list, keys in forgotten.items():
             self.on_forget(id_list, keys)
-
-    def idle_of(self, ids: Ints) -> Ints:
-        """Those of these items that are idle."""
-        return np.array([item for item in ids.tolist() if item in self._idle], dtype=np.int64)
 
     def idle_ids(self) -> Ints:
         """Idle items, the first to be taken first."""
