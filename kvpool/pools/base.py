@@ -247,15 +247,12 @@ class KVPool(TypedAccess):
 
     def get_contiguous_buf_infos(self) -> BufInfos:
         """The main cache's buffers, group by group: `pointer = data_ptr + page * item_len`."""
-        main = [spec for spec in self.specs if spec.state is None]
-        self._check_listed(main)
-        return buf_infos(self.layout, self.owner, main)
+        return buf_infos(self, [spec for spec in self.specs if spec.state is None])
 
     def get_state_buf_infos(self) -> list[StateBufInfos]:
         """State components other than the main cache; `[]` if there are none."""
         components = [(spec, spec.state) for spec in self.specs if spec.state is not None]
-        self._check_listed([spec for spec, _ in components])
-        return [state_infos(self.layout, self.owner, spec, state) for spec, state in components]
+        return [state_infos(self, spec, state) for spec, state in components]
 
     def copy_items(self, space: str, src: ArrayLike, dst: ArrayLike) -> None:
         """Copies items `src` `[N]` of an id list to items `dst` `[N]`, in all of its buffers, also
@@ -333,12 +330,3 @@ class KVPool(TypedAccess):
                 f"{list_space.name!r} is reserved for padding.{derived}"
             )
         return value
-
-    def _check_listed(self, specs: list[BufferSpec]) -> None:
-        """Raises ValueError where pointers and item lengths cannot say where buffers lie."""
-        if specs and self.placement in ("page", "block"):
-            raise ValueError(
-                f"{self.owner}: with placement={self.placement!r} the layers of a page lie side by "
-                "side; no pointer and item length per layer describe them. Read pool.layout, or "
-                "build with placement='layer'."
-            )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvpool.layout import PoolLayout
 from kvpool.layout.formats import BufferSpec, StateType
 from kvpool.layout.grid import StateSection, sharded
+from kvpool.pools.access import TypedAccess
 
 
 class BufInfos(NamedTuple):
@@ -38,10 +38,18 @@ class StateBufInfos(NamedTuple):
     outer_counts: list[int]
 
 
-def buf_infos(layout: PoolLayout, owner: str, specs: Iterable[BufferSpec]) -> BufInfos:
-    """The buffers of specifications, one after the other."""
+def buf_infos(pool: TypedAccess, specs: Sequence[BufferSpec]) -> BufInfos:
+    """The buffers of specifications, one after the other. Raises ValueError where pointers and item
+    lengths cannot say where they lie.
+    """
+    if specs and pool.placement in ("page", "block"):
+        raise ValueError(
+            f"{pool.owner}: with placement={pool.placement!r} the layers of a page lie side by "
+            "side; no pointer and item length per layer describe them. Read pool.layout, or "
+            "build with placement='layer'."
+        )
     rows = [
-        (layout.buffer_by_name[spec.buffer_name(owner, layer)], layer)
+        (pool.layout.buffer_by_name[spec.buffer_name(pool.owner, layer)], layer)
         for spec in specs
         for layer in spec.layers
     ]
@@ -53,15 +61,13 @@ def buf_infos(layout: PoolLayout, owner: str, specs: Iterable[BufferSpec]) -> Bu
     )
 
 
-def state_infos(
-    layout: PoolLayout, owner: str, spec: BufferSpec, component: StateType
-) -> StateBufInfos:
+def state_infos(pool: TypedAccess, spec: BufferSpec, component: StateType) -> StateBufInfos:
     """The buffers of a specification as a state component."""
-    sections, outer = sharded(replace(spec, layers=(0,)).regions(owner))
+    sections, outer = sharded(replace(spec, layers=(0,)).regions(pool.owner))
     count, steps = len(spec.layers), sum(section.size for section in sections)
     return StateBufInfos(
         state_type=component,
-        **buf_infos(layout, owner, [spec])._asdict(),
+        **buf_infos(pool, [spec])._asdict(),
         dim_per_tensor=[steps] * count,
         sections=[sections] * count,
         outer_counts=[outer] * count,
