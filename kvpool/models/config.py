@@ -29,13 +29,15 @@ class Fields:
     """Fields of a config of type `model`; `inside` is the path of a nested object, with a dot.
 
     A null field is an absent one. A field that does not fit raises ValueError naming model type,
-    field, the expected and the found value. `used` are the paths of fields that were asked for.
+    field, the expected and the found value. `used` are the paths of fields that were asked for,
+    `needs` the fields that must be given.
     """
 
     values: Mapping[str, Any]
     model: str
     inside: str = ""
     used: set[str] = field(default_factory=set, compare=False, repr=False)
+    needs: frozenset[str] = frozenset()
 
     def get(self, name: str) -> Any:
         """A field, None if it is absent."""
@@ -75,6 +77,10 @@ class Fields:
     def has(self, name: str) -> bool:
         """Whether the field is present and not null."""
         return self.get(name) is not None
+
+    def needed(self, name: str) -> bool:
+        """Whether the field is present, or must be."""
+        return self.has(name) or name in self.needs
 
     def inner(self, name: str) -> Fields:
         """The fields of a nested object."""

@@ -24,7 +24,6 @@ from kvpool.models.rules import (
     ONLY_DIM,
     ONLY_HEADS,
     Family,
-    Needs,
     grouped,
     head_dim,
     heads,
@@ -35,11 +34,11 @@ from kvpool.pools.states import State
 PATTERN, SHARED = "sliding_window_pattern", "num_kv_shared_layers"
 
 
-def _mimo_v2_flash(fields: Fields, name: str, needs: Needs) -> Layer:
+def _mimo_v2_flash(fields: Fields, name: str) -> Layer:
     """Window layers have twice the KV heads, unless swa_num_key_value_heads says otherwise."""
     # the chunk size is published, and read by no engine
     fields.ignore("attention_chunk_size", "hybrid_layer_pattern")
-    full = heads(fields, needs, fields.whole("v_head_dim"))
+    full = heads(fields, fields.whole("v_head_dim"))
     count = fields.whole_or(f"swa_{HEADS}", 2 * full.num_kv_heads)
     dims = fields.whole_or("swa_head_dim", full.head_dim), full.v_head_dim or full.head_dim
     v_dim = fields.whole_or("swa_v_head_dim", dims[1])
@@ -51,7 +50,7 @@ def _mimo_v2_flash(fields: Fields, name: str, needs: Needs) -> Layer:
     return window_state(fields, name, swa)
 
 
-def _step3p5(fields: Fields, name: str, needs: Needs) -> Layer:
+def _step3p5(fields: Fields, name: str) -> Layer:
     """Published configs name KV heads num_attention_groups. Window layers may have other query
     heads; transformers gives them the KV heads of the other layers.
     """
@@ -62,7 +61,7 @@ def _step3p5(fields: Fields, name: str, needs: Needs) -> Layer:
         if fields.has(HEADS) and fields.get(HEADS) != count:
             raise fields.wrong(groups, f"{HEADS}, {fields.get(HEADS)}")
         fields = replace(fields, values={**fields.values, HEADS: count})
-    full = heads(fields, needs)
+    full = heads(fields)
     own = fields.inner(setting) if fields.has(setting) else replace(fields, values={})
     for field, size in ((groups, full.num_kv_heads), (HEAD_DIM, full.head_dim)):
         if own.has(field) and own.get(field) != size:
@@ -70,7 +69,7 @@ def _step3p5(fields: Fields, name: str, needs: Needs) -> Layer:
     return window_state(fields, name, full)
 
 
-def _gemma3(fields: Fields, name: str, needs: Needs) -> Layer:
+def _gemma3(fields: Fields, name: str) -> Layer:
     """The published 4B, 12B and 27B configs leave out the defaults of transformers'
     Gemma3TextConfig: 4 KV heads of 256.
     """
@@ -78,9 +77,9 @@ def _gemma3(fields: Fields, name: str, needs: Needs) -> Layer:
     return window_state(fields, name, kind)
 
 
-def _gemma4(fields: Fields, name: str, needs: Needs) -> Layer:
+def _gemma4(fields: Fields, name: str) -> Layer:
     """Full layers have heads of their own: per_layer_config, or the published global_ fields."""
-    kind, count = heads(fields, needs), "num_global_key_value_heads"
+    kind, count = heads(fields), "num_global_key_value_heads"
     fields.ignore("global_head_dim", count)
     alike = fields.flag("attention_k_eq_v")  # without it the global heads are not read
     if name == FULL and not fields.has("per_layer_config"):
@@ -90,15 +89,15 @@ def _gemma4(fields: Fields, name: str, needs: Needs) -> Layer:
     return window_state(fields, name, kind)
 
 
-def _unshared(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
+def _unshared(fields: Fields, layers: list[Layer]) -> list[Layer]:
     """The last num_kv_shared_layers read the keys of earlier layers and keep none."""
     shared = 0
-    if SHARED in needs or fields.get(SHARED) is not None:
+    if fields.needed(SHARED):
         shared = fields.whole(SHARED, 0, len(layers) - 1)
     return [() if n >= len(layers) - shared else layer for n, layer in enumerate(layers)]
 
 
-def _falcon(fields: Fields, name: str, needs: Needs) -> Layer:
+def _falcon(fields: Fields, name: str) -> Layer:
     """One KV head, or all: transformers repeats those of the new architecture for every head."""
     count, kv = fields.whole(fields.named("num_attention_heads")), fields.get("num_kv_heads")
     repeated = fields.flag("new_decoder_architecture")
@@ -110,7 +109,7 @@ def _falcon(fields: Fields, name: str, needs: Needs) -> Layer:
     return (State(MHA(count, head_dim(fields))),)
 
 
-def _gpt_bigcode(fields: Fields, name: str, needs: Needs) -> Layer:
+def _gpt_bigcode(fields: Fields, name: str) -> Layer:
     """One KV head unless multi_query is false."""
     count = fields.whole(fields.named("num_attention_heads"))
     fields.ignore(HEADS)
@@ -118,45 +117,45 @@ def _gpt_bigcode(fields: Fields, name: str, needs: Needs) -> Layer:
     return (State(MHA(1 if single else count, head_dim(fields))),)
 
 
-def _dbrx(fields: Fields, name: str, needs: Needs) -> Layer:
+def _dbrx(fields: Fields, name: str) -> Layer:
     """KV heads are in attn_config."""
     fields.ignore(HEADS)
     count = fields.inner("attn_config").whole("kv_n_heads")
     return (State(MHA(count, head_dim(fields))),)
 
 
-def _jetmoe(fields: Fields, name: str, needs: Needs) -> Layer:
+def _jetmoe(fields: Fields, name: str) -> Layer:
     """The dim of a head is kv_channels."""
     return (State(MHA(fields.whole(HEADS), fields.whole("kv_channels"))),)
 
 
-def _mpt(fields: Fields, name: str, needs: Needs) -> Layer:
+def _mpt(fields: Fields, name: str) -> Layer:
     """Queries are not grouped."""
     if fields.has("attn_config"):
         inner = fields.inner("attn_config")
         if inner.get("attn_type") not in (None, "multihead_attention"):
             raise inner.wrong("attn_type", "'multihead_attention'")
-    return grouped(fields, name, needs)
+    return grouped(fields, name)
 
 
-def _gpt_neo(fields: Fields, name: str, needs: Needs) -> Layer:
+def _gpt_neo(fields: Fields, name: str) -> Layer:
     """Local layers keep all tokens: transformers masks those that are too far."""
     fields.ignore("attention_types", "attention_layers", "window_size")
-    return grouped(fields, name, needs)
+    return grouped(fields, name)
 
 
-def _modernbert(fields: Fields, name: str, needs: Needs) -> Layer:
+def _modernbert(fields: Fields, name: str) -> Layer:
     """A window of half of local_attention: an encoder sees the other half after a token."""
     fields.ignore("local_attention")
     if name == FULL or fields.has("sliding_window"):
-        return grouped(fields, name, needs)
-    return (State(heads(fields, needs), fields.whole("local_attention", 4) // 2 - 1),)
+        return grouped(fields, name)
+    return (State(heads(fields), fields.whole("local_attention", 4) // 2 - 1),)
 
 
-def _minimax_m3(fields: Fields, name: str, needs: Needs) -> Layer:
+def _minimax_m3(fields: Fields, name: str) -> Layer:
     """Sparse layers have an indexer's key beside K and V."""
     fields.ignore("index_head_dim")
-    attention = State(heads(fields, needs))
+    attention = State(heads(fields))
     if name == FULL:
         return (attention,)
     return attention, State(IndexKey(fields.whole("index_head_dim")))

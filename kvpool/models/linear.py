@@ -26,7 +26,6 @@ from kvpool.models.rules import (
     HEADS,
     ONLY_HEADS,
     Family,
-    Needs,
     grouped,
     heads,
     indexed,
@@ -37,7 +36,7 @@ from kvpool.models.rules import (
 from kvpool.pools.states import State
 
 CONV, HYBRID, HYBRID_SLIDING, NOTHING = "conv", "hybrid", "hybrid_sliding", ("moe", "mlp")
-Attention = Callable[[Fields, str, Needs], Layer]
+Attention = Callable[[Fields, str], Layer]
 MAMBA_UNREAD = ("mamba_proj_bias", "mamba_chunk_size", "chunk_size", "use_mamba_kernels")
 
 
@@ -46,7 +45,7 @@ def beside(linear: Callable[[Fields], LinearState], attention: Attention = group
     on those of type hybrid, and nothing on moe and mlp.
     """
 
-    def layer(fields: Fields, name: str, needs: Needs) -> Layer:
+    def layer(fields: Fields, name: str) -> Layer:
         state = (State(linear(fields)),)
         hybrid = name == HYBRID
         fields.ignore(HEADS, HEAD_DIM)  # also where no layer has attention
@@ -54,7 +53,7 @@ def beside(linear: Callable[[Fields], LinearState], attention: Attention = group
             return ()
         if name in (LINEAR, CONV):
             return state
-        kept = attention(fields, FULL if hybrid else name, needs)
+        kept = attention(fields, FULL if hybrid else name)
         return kept + state if hybrid else kept
 
     return layer
@@ -89,7 +88,7 @@ def _bailing(fields: Fields) -> LinearState:
     return kda(count, dim, fields.whole("short_conv_kernel_size", 2))
 
 
-def _unrotated(fields: Fields, name: str, needs: Needs) -> Layer:
+def _unrotated(fields: Fields, name: str) -> Layer:
     """Kimi-Linear does not rotate its rope key."""
     return (State(replace(latent_row(fields), rope_pairs=False)),)
 
@@ -104,7 +103,7 @@ def _kda_layers(fields: Fields, count: int) -> Sequence[str]:
     return [LINEAR if n in kinds[0] else FULL for n in numbers]
 
 
-def _glm5_next(fields: Fields, name: str, needs: Needs) -> Layer:
+def _glm5_next(fields: Fields, name: str) -> Layer:
     """A latent without a rope key, and what an indexer pools: the keys of index_kpool tokens."""
     fields.ignore("index_kpool", "index_kpool_always_select_tail")
     row = latent_row(fields, rope=range(1))
@@ -161,7 +160,7 @@ def _zamba(fields: Fields) -> LinearState:
     return LinearState(sections, taps, fields.whole(count), (sections[0][2], size))
 
 
-def _inkling(fields: Fields, name: str, needs: Needs) -> Layer:
+def _inkling(fields: Fields, name: str) -> Layer:
     """Attention, and float32 convolutions of its keys, its values, its output and the MLP's."""
     own_fields = fields
     if name == HYBRID_SLIDING:
@@ -169,7 +168,7 @@ def _inkling(fields: Fields, name: str, needs: Needs) -> Layer:
         own_fields = replace(fields, values={**fields.values, **own})
     fields.ignore("swa_num_attention_heads", "local_layer_ids", "number_of_conv_states")
     kernel, hidden = fields.whole("conv_kernel_size", 2), fields.whole("hidden_size")
-    kv = heads(own_fields, needs)
+    kv = heads(own_fields)
     wide = kv.num_kv_heads * kv.head_dim
     convs = [short_conv(channels, kernel) for channels in (wide, wide, hidden, hidden)]
     attention = window_state(fields, SLIDING if name == HYBRID_SLIDING else FULL, kv)
@@ -218,22 +217,22 @@ def _nemotron_types(fields: Fields, count: int) -> Sequence[str]:
     return [letters[letter] for letter in pattern]
 
 
-def _zamba2_attention(fields: Fields, name: str, needs: Needs) -> Layer:
+def _zamba2_attention(fields: Fields, name: str) -> Layer:
     """The shared attention works on the hidden states beside the embeddings: twice as wide."""
     fields.ignore("hybrid_layer_ids", "kv_channels", "num_query_groups", "attention_hidden_size")
-    has_heads = HEADS in needs or fields.has(HEADS)
+    has_heads = fields.needed(HEADS)
     count = fields.whole(HEADS if has_heads else "num_attention_heads")
     return (State(MHA(count, fields.whole("attention_head_dim"))),)
 
 
 def _lightning(fields: Fields) -> LinearState:
-    kv = heads(fields, ONLY_HEADS)
+    kv = heads(fields)
     return lightning(fields.whole("num_attention_heads"), kv.head_dim)
 
 
-def _zaya(fields: Fields, name: str, needs: Needs) -> Layer:
+def _zaya(fields: Fields, name: str) -> Layer:
     """Compressed convolutional attention: K and V, and what their convolutions take."""
-    kv, count = heads(fields, needs), fields.whole("num_attention_heads")
+    kv, count = heads(fields), fields.whole("num_attention_heads")
     kernels = fields.whole("cca_time0"), fields.whole("cca_time1")
     attention = window_state(fields, SLIDING if name == HYBRID_SLIDING else FULL, kv)
     return (*attention, State(cca(count, kv.num_kv_heads, kv.head_dim, kernels)))

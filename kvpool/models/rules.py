@@ -74,9 +74,10 @@ def refuse_unread(fields: Fields) -> None:
 
 def refuse_ignored(fields: Fields, ignored: Needs) -> None:
     """Raises ValueError for heads or dims, among those `ignored`, that models do not have."""
-    plain = replace(fields, values={n: v for n, v in fields.values.items() if n not in ignored})
+    values = {n: v for n, v in fields.values.items() if n not in ignored}
+    plain = replace(fields, values=values, needs=frozenset())
     for name in sorted(ignored):
-        had = head_dim(plain) if name == HEAD_DIM else heads(plain, frozenset()).num_kv_heads
+        had = head_dim(plain) if name == HEAD_DIM else heads(plain).num_kv_heads
         if fields.has(name) and fields.get(name) != had:
             raise fields.wrong(name, f"{had} (models of this type do not read it)")
 
@@ -89,12 +90,12 @@ def window_state(fields: Fields, name: str, kind: MHA | MLA) -> Layer:
     return (State(kind, fields.whole(size, 2) - 1),)
 
 
-def grouped(fields: Fields, name: str, needs: Needs) -> Layer:
+def grouped(fields: Fields, name: str) -> Layer:
     """Multi-head or grouped-query attention."""
-    return window_state(fields, name, heads(fields, needs))
+    return window_state(fields, name, heads(fields))
 
 
-def latent(fields: Fields, name: str, needs: Needs) -> Layer:
+def latent(fields: Fields, name: str) -> Layer:
     """A latent and a rope key, and with `indexed_attention` an indexer's key."""
     row = latent_row(fields)
     if name != INDEXED:
@@ -110,7 +111,7 @@ def latent_row(fields: Fields, rope: range = range(1, MAX_VALUE + 1)) -> MLA:
     return MLA(fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim", rope[0], rope[-1]))
 
 
-def indexed(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
+def indexed(fields: Fields, layers: list[Layer]) -> list[Layer]:
     """Index keys on all layers, or on those of indexer_types "full": the others reuse the indices
     of the last full layer and have no keys.
     """
@@ -123,19 +124,19 @@ def indexed(fields: Fields, layers: list[Layer], needs: Needs) -> list[Layer]:
     return layers
 
 
-def heads(fields: Fields, needs: Needs, v_dim: int | None = None) -> MHA:
+def heads(fields: Fields, v_dim: int | None = None) -> MHA:
     """KV heads and their dim."""
-    if HEADS in needs or fields.has(HEADS):
+    if fields.needed(HEADS):
         count = fields.whole(HEADS)
     else:
         count = fields.whole(fields.named("num_attention_heads"))
-    dim = head_dim(fields, needs)
+    dim = head_dim(fields)
     return MHA(count, dim, None if v_dim == dim else v_dim)
 
 
-def head_dim(fields: Fields, needs: Needs = frozenset()) -> int:
+def head_dim(fields: Fields) -> int:
     """The field, or hidden_size / heads. An alias alone is not read by transformers."""
-    if fields.has(fields.named(HEAD_DIM)) or HEAD_DIM in needs:
+    if fields.has(fields.named(HEAD_DIM)) or fields.needed(HEAD_DIM):
         return fields.whole(HEAD_DIM)
     hidden = fields.whole(fields.named("hidden_size"))
     count = fields.whole(fields.named("num_attention_heads"))
@@ -156,11 +157,11 @@ class Family:
     given. `draft`: the type of the draft's layers, where they are known.
     """
 
-    attention: Callable[[Fields, str, Needs], Layer]
+    attention: Callable[[Fields, str], Layer]
     types: Types = all_full
     names: tuple[str, ...] = (FULL, SLIDING)
     layers: Callable[[Fields], int] = lambda fields: fields.num_layers
-    also: Callable[[Fields, list[Layer], Needs], list[Layer]] = lambda _, layers, __: layers
+    also: Callable[[Fields, list[Layer]], list[Layer]] = lambda _, layers: layers
     needs: Needs = frozenset()
     ignores: Needs = frozenset()
     draft: str = ""
@@ -171,16 +172,17 @@ class Family:
 
     def drafted(self, fields: Fields, layers: range) -> Declaration:
         """The pool of a config's draft layers, which are alike."""
-        return layered([self.attention(fields, self.draft, self.needs)] * len(layers), layers.start)
+        fields = replace(fields, needs=self.needs)
+        return layered([self.attention(fields, self.draft)] * len(layers), layers.start)
 
     def describe(self, fields: Fields) -> list[Layer]:
         """What each layer keeps. Raises ValueError where a field does not fit."""
         if fields.get("use_bidirectional_attention") not in (None, False, "vision"):
             raise fields.wrong("use_bidirectional_attention", "false (an encoder has no KV state)")
-        count = self.layers(fields)
+        fields, count = replace(fields, needs=self.needs), self.layers(fields)
         names = types_of(fields, count, self.names, self.types)
         own = layer_fields(fields, count)
         for source in (fields, *own):
             refuse_ignored(source, self.ignores)
-        layers = [self.attention(own[n], name, self.needs) for n, name in enumerate(names)]
-        return self.also(fields, layers, self.needs)
+        layers = [self.attention(own[n], name) for n, name in enumerate(names)]
+        return self.also(fields, layers)
