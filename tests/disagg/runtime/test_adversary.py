@@ -58,7 +58,8 @@ def serve(pipe, engine, bind, options, lie):
         layout = moved(layout, end - 4096 if lie == "beyond" else lie)
     with PrefillEndpoint(layout, made, bind, **options) as prefill:
         pipe.send(prefill.address)
-        while (room := pipe.recv()) is not None:
+        while (order := pipe.recv()) is not None:
+            (room,) = order
             prefill.send(room, oracle.RequestAddress(TOKENS, given.spans))
             pipe.send(None)
 
