@@ -116,7 +116,7 @@ class DecodeMachine(Machine[DecodeRoom]):
 
     def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
         snapshot, plans = super().snapshot(engine, telemetry), self.peers.plans
-        snapshot.totals.planned(plans.seconds)
+        snapshot.totals.seconds["plan"] += plans.seconds
         return replace(snapshot, plans={"hit": plans.hits, "miss": plans.misses})
 
     def _succeeded(self, name: Room, what: str) -> DecodeRoom:

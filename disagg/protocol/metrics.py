@@ -131,12 +131,8 @@ class Totals:
         for roles, (runs, nbytes) in room.by_role.items():
             _add(self.by_role, roles, runs, nbytes)
         for phase in PHASES:
-            if phase != "plan":  # a link's rooms share its plan, see `planned`
+            if phase != "plan":  # rooms of a link share its plan, which the machine counts
                 self.seconds[phase] += getattr(room, f"{phase}_seconds")
-
-    def planned(self, seconds: float) -> None:
-        """Counts the plan of a link."""
-        self.seconds["plan"] += seconds
 
     def copy(self) -> Totals:
         """The numbers now."""

@@ -79,7 +79,7 @@ def test_totals_are_sums_over_rooms_and_a_copy_is_of_its_moment(first, more):
     copy = totals.copy()
     for room in more:
         totals.add(*room)
-    totals.planned(0.25)
+    totals.seconds["plan"] += 0.25
     for counted, given_rooms in ((copy, first), (totals, first + more)):
         failed = [(failure.side, failure.kind) for _, failure in given_rooms if failure]
         assert counted.rooms == {"success": len(given_rooms) - len(failed), "failed": len(failed)}
