@@ -1,9 +1,9 @@
 """What is closed where its owner did not: when the process ends, or nothing refers to it any more.
-And what a forked child has of its parent's endpoints: closed objects that touch nothing.
+And what a forked child has of its parent's endpoints: closed objects that touch nothing, since
+sockets, engines and the locks of threads that a child does not have are the parent's.
 
 While the interpreter ends it stops daemon threads as they come back from native code, and where
 that is C++ the process aborts (SIGABRT). So the threads of what is open have to end before.
-Sockets, engines and the locks of threads that a child does not have are the parent's.
 """
 
 from __future__ import annotations

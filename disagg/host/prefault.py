@@ -48,9 +48,7 @@ class Prefault:
             self._add(base, nbytes, present=False)
 
     def peers(self, base: int, nbytes: int) -> None:
-        """A mapping of a peer's memory, to be read: what the peer has is mapped, no page is added
-        to it.
-        """
+        """A mapping of a peer's memory, to be read: maps what the peer has, adds no page to it."""
         self._add(base, nbytes, present=True)
 
     def close(self) -> None:

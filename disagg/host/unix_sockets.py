@@ -55,9 +55,7 @@ def peer_credentials(connection: socket.socket) -> Credentials:
 
 
 def new_path() -> Path:
-    """A path for a socket of this process, which nobody uses. Raises OSError if there is no safe
-    folder for it.
-    """
+    """A new path for a socket of this process. Raises OSError if no folder for it is safe."""
     global _own
     with _guard:
         if _own is None or _own.pid != os.getpid():

@@ -1,6 +1,5 @@
 """One message as the bytes of one frame, and back from untrusted bytes. And aux values: small named
-values of one request, which travel with its last chunk (the first token, log-probabilities, hidden
-states of a draft).
+values of one request (the first token, log-probabilities), which travel with its last chunk.
 """
 
 from __future__ import annotations

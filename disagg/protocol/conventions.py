@@ -47,9 +47,7 @@ def checked_conventions(conventions: Mapping[str, Convention]) -> dict[str, Conv
 
 
 def differences(prefill: Mapping[str, Convention], decode: Mapping[str, Convention]) -> list[str]:
-    """Why prefill's bytes do not mean the same to decode: names of which both say something, and
-    not the same.
-    """
+    """Why prefill's bytes do not mean the same to decode: names that the sides set differently."""
     return [
         f"{name}: {value!r} on prefill, {decode[name]!r} on decode. Run the same model with the "
         "same settings on both sides."

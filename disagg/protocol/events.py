@@ -108,8 +108,7 @@ class DisconnectLink(Struct, frozen=True):
 
 class RequestRoom(Struct, frozen=True, kw_only=True):
     """Decode's caller asks for positions `start` to the end of `address`, or with `at_most` to one
-    before it, and for the aux values `expected`; or for nothing (`declined`), so that prefill's
-    pages come back.
+    before it, and for the aux values `expected`; or (`declined`) that prefill's pages come back.
     """
 
     room: Room

@@ -50,14 +50,13 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     pair of ranks that moves bytes. The values of `aux` are then those of the ranks that it
     contacts. All members must have their group, and be alike in what Group says.
 
-    `abort` stops a room's reads; its pages may be reused once `reading(room)` is false. A part of a
-    read that takes longer than `read_timeout` seconds has failed. A room fails in which nothing
-    happens for longer than `offer_timeout` seconds (None: it waits on): no chunk, no end of a read,
-    no digest, no ack, counted from `receive`. `verify="checksum"` compares digests of everything
+    A part of a read that takes longer than `read_timeout` seconds has failed. A room fails in which
+    nothing happens for longer than `offer_timeout` seconds (None: it waits on): no chunk, no end of
+    a read, no digest, no ack, counted from `receive`. `verify="checksum"` compares digests of all
     that was read with prefill's before a room succeeds. `allow_missing` names owners or roles that
     prefill may lack altogether (`"draft"`): their memory is left as it is. `staging` bytes (0:
-    none) are for small runs that lie close together on prefill: they are read as long ones and
-    scattered from there (docs/engines.md). `options`: see Options.
+    none) are for small runs that lie close together on prefill, read as long ones and scattered
+    from there (docs/engines.md). `options`: see Options.
     """
 
     def __init__(
@@ -102,11 +101,10 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     def connect(self, addresses: Sequence[str], timeout: float | None = None) -> Link:
         """Says hello to all ranks of one prefill, given their endpoint addresses.
 
-        With `timeout` (seconds), waits until they have answered, everything is planned and the
+        With `timeout` (seconds), waits until all have answered, everything is planned and the
         engine connected, and retries ranks that refuse temporarily; raises IncompatibleLayouts or
-        HandshakeRefused with all reasons, or TimeoutError, and then nothing is left of the link.
-        Without, returns at once: rooms wait in Bootstrapping, for `peer_timeout` at most where no
-        rank answers.
+        HandshakeRefused with all reasons, or TimeoutError, and leaves nothing of the link. Without,
+        returns at once: rooms wait in Bootstrapping, at most `peer_timeout` where no rank answers.
         """
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"connect: a list of one or more addresses, got {addresses!r}.")
@@ -176,8 +174,8 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """Asks for a room: positions `start` (the first that is lacking) to the end, to be read to
         the pages of the block table `address`.
 
-        With `at_most`, `address.num_tokens` is not how many tokens the request has but how many
-        its pages have room for: prefill's last chunk says how many there are, and so does
+        With `at_most`, `address.num_tokens` is not how many tokens the request has but how many its
+        pages have room for: prefill's last chunk says how many there are, and so does
         `num_tokens(room)` after success. More than there is room for, and fewer than `start`, fail
         the room on both sides, as do ranks that say different numbers. Spaces without a window are
         read chunk by chunk. Windows, slots, rings and a packed page that is not full are read after
@@ -187,10 +185,10 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         `Allocator.truncate(request, num_tokens(room))` gives back what did not come.
 
         `link` names the prefill, if several are connected. `aux` are names of values without which
-        the room fails. The pages are leased until the room has ended and `reading(room)` is false:
-        `request.address()` pins its request as long, the pages of any other block table are yours
-        to keep. Slots and rings come whole, whatever `start` is. Allocate with
-        `Allocator.extend(..., received=True)`, which knows what is dead and will not come.
+        the room fails. The pages are leased until the room has ended and `reading(room)` is false,
+        also after `abort`: `request.address()` pins its request as long, the pages of any other
+        block table are yours to keep. Slots and rings come whole, whatever `start` is. Allocate
+        with `Allocator.extend(..., received=True)`, which knows what is dead and will not come.
 
         Raises RoomError for a room that is there already, for items that another room writes (pages
         before `start` are only kept, and may be shared), and for a block table that lacks items of

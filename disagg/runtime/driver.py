@@ -1,14 +1,11 @@
 """What turns an event loop, and the threads that wait for what a turn brings.
 
 A driver has a thread, or its callers turn the loop by `step` and `wait`. Calls may come from any
-thread; they change the machine under the lock, and send what follows at once if no turn is under
-way.
+thread; they change the machine under the lock and `with deferred_signals`, and send what follows at
+once if no turn is under way. Waits are outside of both, and a signal ends them at once.
 
 On a busy host the thread gets the GIL 5 ms late each time that it has released it. So a caller that
 asks how rooms are takes a turn itself.
-
-What a caller's thread changes, it changes `with deferred_signals`: a signal's handler runs before
-or after, and what it raises reaches the caller. Waits are outside, and end at once.
 """
 
 from __future__ import annotations
@@ -82,7 +79,7 @@ class Driver:
 
     def call(self, *events: Any) -> None:
         """Events of the caller: handled at once, while the endpoint is open. What follows is done
-        at once too, or by the turn that is under way, or by the next.
+        at once, or by the turn that is under way, or by the next.
         """
         loop = self._loop
         with deferred_signals, loop.lock:

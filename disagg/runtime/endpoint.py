@@ -256,9 +256,8 @@ class Endpoint(Generic[M]):
     def _pinned(
         self, name: Room, address: RequestAddress, *, last: bool = True, start: int = 0
     ) -> Iterator[None]:
-        """Pins the request of `address`, if a holder made it, before the call that gives it to a
-        room, for as long as the room needs it. Raises what Holder.pin does; if the call raises,
-        nothing is pinned.
+        """Pins the request of `address`, if a holder made it, before a call gives it to a room, for
+        as long as that needs it. Raises what Holder.pin does, and unpins if the call raises.
         """
         holder, room, chunks, called = address.holder, None, 0, False
         if holder is None:

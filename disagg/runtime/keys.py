@@ -1,7 +1,5 @@
-"""Key files of a deployment, by package cryptography (extra `keys`): an authority of its own, and a
-private key with its certificate for each side.
-
-The folder (`kvpool keys FOLDER`) holds `ca.key` and `ca.pem`, and for each side a file to be copied
+"""Key files of a deployment, by package cryptography (extra `keys`). The folder (`kvpool keys
+FOLDER`) holds `ca.key` and `ca.pem`, an authority of its own, and for each side a file to be copied
 to its hosts: `prefill.pem` and `decode.pem` with the side's private key, its certificate, and the
 authority's. `ca.key` stays where it is: it can make certificates of either side.
 """

@@ -82,8 +82,7 @@ class Options(TypedDict, total=False):
 
     peer_timeout: float
     """Seconds (10; 60 with `threaded=False`): a peer that is silent for longer is dead. Its rooms
-    fail by name, and decode dials it until it is back. Longer than the other side may go without a
-    step.
+    fail by name, and decode dials it until it is back. Longer than its steps may be apart.
     """
     keys: str | os.PathLike[str] | None
     """A folder of `kvpool keys`, or this side's file of it: over TCP messages are encrypted, and

@@ -1,9 +1,6 @@
 """Reads of small runs as long ones. Runs that lie close together at the source are read as one,
-with the bytes between them, into a staging buffer, and are scattered from there. Foreign bytes,
-which nobody has described, are never read.
-
-That costs one more copy here, and pays if an engine's cost is per run: other TP sizes, other orders
-of axes, other page sizes.
+with the bytes between them, into a staging buffer, and scattered from there: one more copy, which
+pays if an engine's cost is per run. Foreign bytes, which nobody has described, are never read.
 """
 
 from __future__ import annotations

@@ -123,9 +123,7 @@ class DecodePeers:
         return None
 
     def tick(self, now: float) -> list[LinkFailed]:
-        """Sends pings, dials ranks again that have refused, and gives up ranks that have been
-        silent too long.
-        """
+        """Pings, dials ranks again that have refused, and gives up those silent for too long."""
         if now < self._next_check:
             return []
         self._next_check = now + self._shortest / CHECKS_PER_TIMEOUT
@@ -263,9 +261,7 @@ class DecodePeers:
         return link
 
     def _layout(self, rank: PrefillRank, hello: Hello) -> PoolLayout:
-        """A rank's layout, read once. Ranks of many prefills are alike: what is equal is kept once.
-        Raises LayoutError.
-        """
+        """A rank's layout, read once; what is equal in several is kept once. Raises LayoutError."""
         if rank.layout is None:
             rank.layout = layout = PoolLayout.from_msgpack(hello.layout)
             inside = layout.regions, layout.spaces

@@ -49,11 +49,8 @@ class PrefillRank:
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """All ranks of one prefill, by endpoint address. `plan` is there once all have answered the
-    hello.
-
-    `lost` says why a rank is not there (any more); it is dialled until it answers. `refusal` is
-    final.
+    """All ranks of one prefill, by endpoint address. `plan` is there once all have answered. `lost`
+    says why a rank is not there (any more); it is dialled until it answers. `refusal` is final.
     """
 
     addresses: tuple[str, ...]
@@ -92,11 +89,9 @@ class Link:
 
 class Read(Struct, frozen=True, eq=False, kw_only=True):
     """A chunk to be read from rank `source` of a link: positions `tokens`, of `layers` or of all.
-    The request lies at `source_address` there and at `dest_address` here; `count` says whether
-    the latter knows how many tokens it has.
-
-    `hello` is that rank's, `plan` what was planned with it. `ready` is when the chunk was ready, by
-    the endpoint's clock.
+    The request lies at `source_address` there and at `dest_address` here; `count` says whether the
+    latter knows how many tokens it has. `hello` is that rank's, `plan` what was planned with it,
+    `ready` when the chunk was, by the endpoint's clock.
     """
 
     room: Room

@@ -187,9 +187,8 @@ class PrefillPeers:
 def shared_part(
     layout: PoolLayout, pairs: Collection[Pair], shown: Collection[Pair] = ()
 ) -> PoolLayout:
-    """What a decode with regions of `pairs` needs of a layout: these regions of all layers, and one
-    region of each pair of `shown`, with their buffers and spaces. Bytes of the others are foreign
-    then, not padding.
+    """What a decode with regions of `pairs` needs of a layout: these regions of all layers, one of
+    each pair of `shown`, their buffers and spaces. Other bytes are foreign then, not padding.
     """
     regions = [region for region in layout.regions if (region.owner, region.role) in pairs]
     first = {(region.owner, region.role): region for region in reversed(layout.regions)}

@@ -45,9 +45,7 @@ def wanted_layout(layouts: Iterable[PoolLayout]) -> bytes:
 
 
 def wanted_pairs(layout: bytes) -> frozenset[Pair]:
-    """What `wanted_layout` has made, or a decode's whole layout, from untrusted bytes. Raises
-    ValueError.
-    """
+    """What `wanted_layout` made, or a whole layout, from untrusted bytes. Raises ValueError."""
     if len(layout) > MAX_BYTES:
         raise ValueError(f"a layout of {len(layout)} bytes: at most {MAX_BYTES} are exchanged.")
     try:

@@ -1,6 +1,5 @@
 """Whether a block table can be one of a layout, before anything is read or written by it; and which
-items or blocks the rooms of a decode endpoint will write, so that no
-two rooms write one: both would succeed, one with the other's bytes.
+items or blocks rooms of decode will write: two that write one both succeed, one with wrong bytes.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ class WrittenItems:
 
     def _written(self, name: str, address: RequestAddress, start: int) -> Ints:
         """Ids of one list, or their blocks: of pages those from the item of position `start` on, of
-        slots and rings all. Those that no buffer has, and reserved ones, are left out: reads refuse
-        them.
+        slots and rings all. Reserved ones, and those outside, are left out: reads refuse them.
         """
         span, spaces = address.spans.get(name), self._spaces[name]
         if span is None:

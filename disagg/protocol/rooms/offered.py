@@ -24,9 +24,7 @@ Layer = tuple[str, int]
 
 
 class LayerRange(Struct, frozen=True, forbid_unknown_fields=True):
-    """Layers `start` to `stop` of an owner, by their global numbers. A rank may hold some of them
-    only.
-    """
+    """Layers `start` to `stop` of an owner, by global number. A rank may hold only some."""
 
     owner: Name
     start: _Number

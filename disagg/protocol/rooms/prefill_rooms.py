@@ -31,9 +31,7 @@ MAX_FAILED_UNSENT = 10_000
 
 @dataclass(slots=True, kw_only=True)
 class FailureNotice:
-    """Why a room has failed, which decodes know (by generation), and how many read it (0: none has
-    said).
-    """
+    """Why a room has failed, which generations know, and how many read it (0: none has said)."""
 
     reason: str
     told: set[str]
@@ -65,9 +63,7 @@ class PrefillRoom(PhasedRoom):
     addresses: list[RequestAddress] = field(default_factory=list)
     """Block tables, one of each chunk."""
     unpublished: list[Event | None] = field(default_factory=list)
-    """For each of the latest chunks, of which readers may not know yet, the device's event before
-    which it is computed.
-    """
+    """Device events of the latest chunks, of which readers may not know yet."""
     requests: dict[bytes, ReadRequest] = field(default_factory=dict)
     """By the peer that has asked."""
     patience: float | None = 0.0

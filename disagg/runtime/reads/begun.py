@@ -43,10 +43,9 @@ class TrackedRead:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ReadContext:
-    """What all reads of an endpoint share: the engine, the buffers, the clock, and what is
-    reported. A part that takes longer than `timeout` seconds has failed. `quarantined` are reads
-    whose bytes may land at any time: their pages and buffers stay as they are until the endpoint is
-    closed.
+    """What all reads of an endpoint share: engine, buffers, clock, and what is reported. A part
+    that takes longer than `timeout` seconds has failed. `quarantined` are reads whose bytes may
+    land at any time: their pages and buffers stay as they are until the endpoint is closed.
     """
 
     engine: Engine
@@ -101,8 +100,7 @@ class InFlight:
 @dataclass(eq=False, slots=True, kw_only=True)
 class BegunReads:
     """One read, or small ones of several rooms that are posted together; `nbytes` are each one's.
-    `next` is the part that waits for a buffer. With a `problem` they
-    have failed, and end once none of their bytes can land any more.
+    `next` waits for a buffer. With a `problem` they have failed, and end once no byte can land.
     """
 
     reads: list[TrackedRead]

@@ -1,6 +1,5 @@
 """Reads from one generation of one rank. They begin in order; small ones that are ready in one step
-are bound one after the other and posted together. Those that another's failure has stopped go on
-after it.
+are posted together. Those that another's failure has stopped go on after it.
 """
 
 from __future__ import annotations
@@ -271,8 +270,7 @@ class Lane:
 
     def _give_up(self, begun: BegunReads, error: Exception) -> None:
         """Their rooms fail now, and the pages come back once nothing can land; of several rooms
-        none does, but each is read for itself. The next read, or the next part of another,
-        reconnects.
+        none does, but each is read for itself. What is posted next reconnects.
         """
         rooms = {tracked.read.room for tracked in begun.reads}
         if len(rooms) > 1 and not isinstance(error, Stuck):

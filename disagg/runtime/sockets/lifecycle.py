@@ -197,9 +197,8 @@ class Lifecycle:
         self._steps = STEPS_A_TURN
 
     def begin(self, connection: Connection, family: int) -> None:
-        """Begins a handshake over a connected stream, if it has credentials and is no unix
-        socket's; else the connection is up. Raises ValueError while the credentials' files are not
-        good.
+        """Begins a handshake over a connected stream; without credentials, and over a unix socket,
+        the connection is up. Raises ValueError while the credentials' files are not good.
         """
         if self._credentials is None or family == socket.AF_UNIX:
             connection.up = True
@@ -216,8 +215,7 @@ class Lifecycle:
 
     def go_on(self, connection: Connection) -> bool:
         """Takes a step with what has come; whether the connection is up. Sets its `problem` where
-        the stream has ended, and raises ValueError for what is wrong with the peer, which is told
-        so by an alert.
+        the stream has ended; raises ValueError for a peer at fault, which an alert tells so.
         """
         if not self._steps or connection.session is None:
             return False  # epoll names it again in the next turn
