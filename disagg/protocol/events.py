@@ -60,11 +60,8 @@ class AbortRoom(Struct, frozen=True):
     reason: str
 
 
-class RejectRoom(Struct, frozen=True):
+class RejectRoom(AbortRoom, frozen=True):
     """Prefill's caller ends a room, whether anybody has heard of it or not."""
-
-    room: Room
-    reason: str
 
 
 class ForgetRoom(Struct, frozen=True):

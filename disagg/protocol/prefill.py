@@ -69,7 +69,7 @@ class PrefillMachine(Machine[PrefillRoom]):
             case events.Malformed(bytes(peer), reason):
                 self._lose(self.peers.refuse(peer, reason))
             case events.Unreachable(bytes(peer), reason):
-                self._lose(self.peers.mark_dead(peer, f"decode: {reason}"))
+                self._lose(self.peers.drop(peer, Failure("prefill", f"decode: {reason}", "lost")))
             case events.Tick():
                 self._tick()
             case events.DigestComputed(
@@ -78,9 +78,9 @@ class PrefillMachine(Machine[PrefillRoom]):
                 self._digests.answer(peer, request, values or b"", problem)
             case events.OfferChunk():
                 self._offer(event)
-            case events.RejectRoom(name, reason):
+            case events.RejectRoom(name):
                 self._rooms.at(name, now)
-                self._handle_common(events.AbortRoom(name, reason))
+                self._handle_common(event)
             case _:
                 self._handle_common(event)
         return self._effects.drain()

@@ -16,7 +16,7 @@ from disagg.protocol.latest import Latest
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.peers.liveness import Liveness
 from disagg.protocol.peers.wanted import Pair, pairs_of, wanted_pairs
-from disagg.protocol.status import Failure, FailureKind
+from disagg.protocol.status import Failure
 from kvpool.layout import PoolLayout
 from kvpool.layout.types import MAX_REASON
 
@@ -74,9 +74,9 @@ class PrefillPeers:
             return self._handshake(peer, message, now, origin)
         if isinstance(message, messages.Refuse):
             self._note_refusal(message.why)
-            return self._drop(peer, Failure("decode", message.why[:MAX_REASON], "refused"))
+            return self.drop(peer, Failure("decode", message.why[:MAX_REASON], "refused"))
         if isinstance(message, messages.Disconnect):
-            return self._drop(peer, Failure("decode", "decode has disconnected.", "abort"))
+            return self.drop(peer, Failure("decode", "decode has disconnected.", "abort"))
         if isinstance(message, messages.DropRoom):
             return message
         if not isinstance(message, messages.ToPrefill):
@@ -93,17 +93,20 @@ class PrefillPeers:
     def find_dead(self, now: float) -> list[LostPeer]:
         """Gives up decodes that have been silent too long."""
         reason = f"decode was silent for more than {self.hello.timeout:g} s."
-        lost = [self.mark_dead(peer, reason) for peer in self.liveness.dead(now)]
+        silent = Failure("prefill", reason, "lost")
+        lost = [self.drop(peer, silent) for peer in self.liveness.dead(now)]
         return [peer for peer in lost if peer is not None]
 
     def refuse(self, peer: bytes, reason: str) -> LostPeer | None:
         """Drops a peer that breaks the protocol, and tells it why; it may come back."""
         self._effects.send(peer, messages.Refuse([reason], final=False))
-        return self.mark_dead(peer, f"decode was refused: {reason}", "refused")
+        return self.drop(peer, Failure("prefill", f"decode was refused: {reason}", "refused"))
 
-    def mark_dead(self, peer: bytes, reason: str, kind: FailureKind = "lost") -> LostPeer | None:
-        """Drops a peer that cannot be reached any more."""
-        return self._drop(peer, Failure("prefill", reason, kind))
+    def drop(self, peer: bytes, failure: Failure) -> LostPeer | None:
+        """Serves a peer no more, if it was served."""
+        decode = self.alive.pop(peer, None)
+        self.liveness.forget(peer)
+        return None if decode is None else LostPeer(peer, decode.rooms, failure)
 
     def live(self) -> int:
         """Decodes that are served."""
@@ -177,11 +180,6 @@ class PrefillPeers:
             answer = structs.replace(self.hello, layout=part.to_msgpack(), metadata=metadata)
         self._hellos[key] = answer
         return answer
-
-    def _drop(self, peer: bytes, failure: Failure) -> LostPeer | None:
-        decode = self.alive.pop(peer, None)
-        self.liveness.forget(peer)
-        return None if decode is None else LostPeer(peer, decode.rooms, failure)
 
 
 def shared_part(
