@@ -5,6 +5,7 @@ python -m tests.kvpool.layout.formats_page > docs/formats.md
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kvpool.layout.formats import (
@@ -209,7 +210,7 @@ FORMATS = (
         "Gated DeltaNet, taps first",
         "The same, with `tap` as the outermost axis.",
         f"{ASCEND}: conv `(kernel - 1, channels)`.",
-        gated_delta_net(**GDN, conv_layout="taps_first"),
+        replace(gated_delta_net(**GDN), conv_layout="taps_first"),
         **SLOT,
     ),
     Format(
@@ -224,7 +225,7 @@ FORMATS = (
         "Kimi Delta Attention, channels first",
         "The same, with `tap` as the innermost axis.",
         f"{OWN}.",
-        kda(**KDA, conv_layout="channels_first"),
+        replace(kda(**KDA), conv_layout="channels_first"),
         **SLOT,
     ),
     Format(
@@ -238,7 +239,7 @@ FORMATS = (
         "Mamba-2, taps first",
         "The same, with `tap` as the outermost axis.",
         f"{ASCEND}: conv `(kernel - 1, channels)`.",
-        mamba2(**MAMBA2, conv_layout="taps_first"),
+        replace(mamba2(**MAMBA2), conv_layout="taps_first"),
         **SLOT,
     ),
     Format(
