@@ -153,7 +153,7 @@ POOLS: dict[str, Example] = {
     "swa mxfp8": swa.but(packing="mxfp8", full=WIDE, swa=MHA(2, 32)),
     "hybrid mxfp8": hybrid.but(packing="mxfp8", full=WIDE),
     "mamba-1 and mha in a layer": hybrid.but(
-        linear=replace(formats.mamba1(12, 5, 4), conv_layout="taps_first"), full_layers=(1, 3)
+        linear=formats.mamba1(12, 5, 4, "taps_first"), full_layers=(1, 3)
     ),
     "hybrid short conv": hybrid.but(linear=formats.short_conv(8, 3)),
     "lightning alone": small(

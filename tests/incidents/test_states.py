@@ -4,7 +4,6 @@ and compressed entries.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -186,7 +185,7 @@ def test_sections_of_a_convolution_are_sharded_separately(prefill, decode, there
     """sglang#30997, vllm#37635."""
 
     def rank(number, size, conv_layout):
-        linear = replace(gated_delta_net(4, 8, 3, 5, kernel=4), conv_layout=conv_layout)
+        linear = gated_delta_net(4, 8, 3, 5, kernel=4, conv_layout=conv_layout)
         return hybrid(range(3), linear=linear, shard=Shard(number, size))
 
     sources = [rank(number, prefill, there) for number in range(prefill)]

@@ -125,38 +125,60 @@ class LinearState:
         return sum(section.channels for section in self.conv_sections(shard))
 
 
-def gated_delta_net(k_heads: int, v_heads: int, k_dim: int, v_dim: int, kernel: int) -> LinearState:
+def gated_delta_net(
+    k_heads: int,
+    v_heads: int,
+    k_dim: int,
+    v_dim: int,
+    kernel: int,
+    conv_layout: ConvLayout = "channels_first",
+) -> LinearState:
     """Gated DeltaNet (Qwen3-Next): q and k over k heads, v over v heads. vLLM has its states
     transposed, so they have the axis `key`.
     """
     sections = ("q", k_heads, k_dim), ("k", k_heads, k_dim), ("v", v_heads, v_dim)
-    return LinearState(sections, kernel - 1, v_heads, (k_dim, v_dim), state_axis="key")
+    return LinearState(
+        sections, kernel - 1, v_heads, (k_dim, v_dim), conv_layout=conv_layout, state_axis="key"
+    )
 
 
-def kda(heads: int, dim: int, kernel: int) -> LinearState:
+def kda(heads: int, dim: int, kernel: int, conv_layout: ConvLayout = "taps_first") -> LinearState:
     """Kimi Delta Attention (Kimi-Linear): q, k and v over the same heads, states as in Gated
     DeltaNet.
     """
     sections = ("q", heads, dim), ("k", heads, dim), ("v", heads, dim)
     return LinearState(
-        sections, kernel - 1, heads, (dim, dim), conv_layout="taps_first", state_axis="key"
+        sections, kernel - 1, heads, (dim, dim), conv_layout=conv_layout, state_axis="key"
     )
 
 
-def mamba2(heads: int, head_dim: int, groups: int, state_size: int, kernel: int) -> LinearState:
+def mamba2(
+    heads: int,
+    head_dim: int,
+    groups: int,
+    state_size: int,
+    kernel: int,
+    conv_layout: ConvLayout = "channels_first",
+) -> LinearState:
     """Mamba-2: x over heads, B and C over groups."""
     sections = ("x", heads, head_dim), ("b", groups, state_size), ("c", groups, state_size)
-    return LinearState(sections, kernel - 1, heads, (head_dim, state_size))
+    return LinearState(sections, kernel - 1, heads, (head_dim, state_size), conv_layout=conv_layout)
 
 
-def mamba1(channels: int, state_size: int, kernel: int) -> LinearState:
+def mamba1(
+    channels: int, state_size: int, kernel: int, conv_layout: ConvLayout = "channels_first"
+) -> LinearState:
     """Mamba-1: every channel of x has a state of its own."""
-    return LinearState((("x", channels, 1),), kernel - 1, channels, (state_size,))
+    return LinearState(
+        (("x", channels, 1),), kernel - 1, channels, (state_size,), conv_layout=conv_layout
+    )
 
 
-def short_conv(channels: int, kernel: int) -> LinearState:
+def short_conv(
+    channels: int, kernel: int, conv_layout: ConvLayout = "channels_first"
+) -> LinearState:
     """A convolution alone (LFM2)."""
-    return LinearState((("x", channels, 1),), kernel - 1, 0, ())
+    return LinearState((("x", channels, 1),), kernel - 1, 0, (), conv_layout=conv_layout)
 
 
 def lightning(heads: int, dim: int) -> LinearState:

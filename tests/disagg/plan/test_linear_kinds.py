@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvpool import MHA, HybridLinearPool, Shard, lightning, mamba1, mamba2, short_conv
 from tests.oracle import hand_off
 
 KINDS = {
-    "mamba-1": (mamba1(8, 5, 4), {}),
-    "short conv": (short_conv(8, 3), {}),
-    "lightning": (lightning(4, 6), {}),
+    "mamba-1": (lambda order: mamba1(8, 5, 4, order), {}),
+    "short conv": (lambda order: short_conv(8, 3, order), {}),
+    "lightning": (lambda order: lightning(4, 6), {}),
     "mamba-2 and attention in a layer": (
-        mamba2(8, 3, 2, 5, 4),
+        lambda order: mamba2(8, 3, 2, 5, 4, order),
         {"full_layers": range(4), "linear_layers": range(4)},
     ),
-    "slots alone": (mamba1(8, 5, 4), {"full": None, "linear_layers": range(4)}),
+    "slots alone": (
+        lambda order: mamba1(8, 5, 4, order),
+        {"full": None, "linear_layers": range(4)},
+    ),
 }
 ORDERS = ("channels_first", "taps_first")
 
@@ -27,8 +28,7 @@ def pools(kind: str, order: str, ranks: int, **more: object) -> list[HybridLinea
     linear, given = KINDS[kind]
     common = {
         "layers": range(4), "full": MHA(4, 8), "linear_layers": [0, 2], "page_size": 4,
-        "num_pages": 12, "num_slots": 5, "dtype": "bf16",
-        "linear": replace(linear, conv_layout=order),
+        "num_pages": 12, "num_slots": 5, "dtype": "bf16", "linear": linear(order),
     }  # fmt: skip
     arguments = {**common, **given, **more}
     return [HybridLinearPool(shard=Shard(rank, ranks), **arguments) for rank in range(ranks)]

@@ -5,7 +5,6 @@ python -m tests.kvpool.layout.formats_page > docs/formats.md
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from kvpool.layout.formats import (
@@ -210,7 +209,7 @@ FORMATS = (
         "Gated DeltaNet, taps first",
         "The same, with `tap` as the outermost axis.",
         f"{ASCEND}: conv `(kernel - 1, channels)`.",
-        replace(gated_delta_net(**GDN), conv_layout="taps_first"),
+        gated_delta_net(**GDN, conv_layout="taps_first"),
         **SLOT,
     ),
     Format(
@@ -225,7 +224,7 @@ FORMATS = (
         "Kimi Delta Attention, channels first",
         "The same, with `tap` as the innermost axis.",
         f"{OWN}.",
-        replace(kda(**KDA), conv_layout="channels_first"),
+        kda(**KDA, conv_layout="channels_first"),
         **SLOT,
     ),
     Format(
@@ -239,7 +238,7 @@ FORMATS = (
         "Mamba-2, taps first",
         "The same, with `tap` as the outermost axis.",
         f"{ASCEND}: conv `(kernel - 1, channels)`.",
-        replace(mamba2(**MAMBA2), conv_layout="taps_first"),
+        mamba2(**MAMBA2, conv_layout="taps_first"),
         **SLOT,
     ),
     Format(

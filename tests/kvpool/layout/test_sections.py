@@ -15,9 +15,11 @@ from tests.oracle import state
 
 GDN = {"k_heads": 2, "v_heads": 4, "k_dim": 3, "v_dim": 5, "kernel": 4}
 LINEAR = {
-    "gdn": gated_delta_net(**GDN),
-    "kda": kda(heads=4, dim=3, kernel=3),
-    "mamba2": mamba2(heads=8, head_dim=2, groups=2, state_size=3, kernel=4),
+    "gdn": lambda order: gated_delta_net(**GDN, conv_layout=order),
+    "kda": lambda order: kda(heads=4, dim=3, kernel=3, conv_layout=order),
+    "mamba2": lambda order: mamba2(
+        heads=8, head_dim=2, groups=2, state_size=3, kernel=4, conv_layout=order
+    ),
 }
 ORDERS = {"channels_first": ("item", "channel", "tap"), "taps_first": ("item", "tap", "channel")}
 
@@ -85,7 +87,7 @@ def described(held, linear, shard=Shard()):
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("shard", [Shard(), Shard(3, 4)])
 def test_a_pools_conv_states_described_are_its_own_regions(name, order, shard):
-    linear = replace(LINEAR[name], conv_layout=order)
+    linear = LINEAR[name](order)
     held = pool(linear, shard)
     made = described(held, linear, shard)
     for region in held.layout.regions:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvpool import MHA, Shard, StateType
@@ -199,9 +197,7 @@ def test_a_convolution_lists_what_each_rank_holds_of_its_sections(size):
 
 def test_what_an_item_repeats_before_its_sharded_steps_is_counted():
     """Taps before channels, entries before heads; rows of latents have no such steps."""
-    taps = hybrid(
-        linear=replace(gated_delta_net(2, 4, 3, 5, 4), conv_layout="taps_first")
-    ).get_state_buf_infos()
+    taps = hybrid(linear=gated_delta_net(2, 4, 3, 5, 4, "taps_first")).get_state_buf_infos()
     assert [each.outer_counts[0] for each in taps] == [3, 1]
     for order, times in (("nhd", 2), ("hnd", 1)):
         for heads in (1, 4):
