@@ -1,7 +1,6 @@
 """Memory that a transfer would touch first is touched before, by a thread in the background: the
-kernel otherwise finds, clears and maps each page of 4 KiB in the middle of the copy.
-
-Only advice: contents stay as they are, and where the kernel does not know it nothing happens.
+kernel otherwise finds, clears and maps each page of 4 KiB in the middle of the copy. Only advice:
+contents stay as they are, and where the kernel does not know it nothing happens.
 """
 
 from __future__ import annotations

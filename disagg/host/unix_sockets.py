@@ -1,7 +1,6 @@
-"""Unix sockets between processes of one host: their paths, and who is at the other end.
-
-Sockets lie in a folder that only this user can open. A process holds a lock file there while it
-lives, so that another one removes what a killed process has left.
+"""Unix sockets between processes of one host: their paths, and who is at the other end. They lie in
+a folder that only this user can open. A process holds a lock file there while it lives, so that
+another one removes what a killed process has left.
 """
 
 from __future__ import annotations

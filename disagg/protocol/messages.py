@@ -64,10 +64,9 @@ class _OfRoom(_OfGeneration, frozen=True, kw_only=True):
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello", forbid_unknown_fields=True):
-    """Either side's first message: which endpoint it is, its layout, and how to read its memory.
-
-    Of decode's layout owners and roles, see `wanted_layout`; of prefill's only what decode has
-    regions for, see `prefill_peers.shared_part`.
+    """Either side's first message: which endpoint it is, its layout, and how to read its memory. Of
+    layouts, decode's has owners and roles (`wanted_layout`), prefill's what decode has regions for
+    (`prefill_peers.shared_part`).
     """
 
     protocol: int

@@ -109,9 +109,8 @@ class RoomMetrics:
 
 @dataclass(slots=True, kw_only=True)
 class Totals:
-    """What rooms that have ended add up to, on one endpoint since it was made.
-
-    `failures` are counted by side and kind; `seconds` by phase, see `PHASES`.
+    """What rooms that have ended add up to, on one endpoint since it was made: `failures` by side
+    and kind, `seconds` by phase (`PHASES`).
     """
 
     rooms: dict[str, int] = field(default_factory=lambda: {"success": 0, "failed": 0})
@@ -161,7 +160,6 @@ def _add(by_role: dict[Roles, RoleMetrics], roles: Roles, runs: int, nbytes: int
 
 def log_failure(failure: Failure, **facts: object) -> None:
     """Logs a failed room as one line of JSON: an abort as information, all else as a warning.
-
     `facts`: `room`, `peer`, `generation`, positions `start` and `tokens`, `bytes_moved`, `seconds`.
     """
     reason = failure.reason[:MAX_REASON]

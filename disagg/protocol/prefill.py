@@ -38,10 +38,9 @@ LONGEST_ATTEMPT = "x" * MAX_NAME
 
 
 class PrefillMachine(Machine[PrefillRoom]):
-    """All rooms of one prefill endpoint.
-
-    A peer that is silent for longer than the hello's timeout is dead. A lease lasts `lease` seconds
-    from the last chunk or request of a room, `None` without end.
+    """All rooms of one prefill endpoint. A peer that is silent for longer than the hello's timeout
+    is dead. A lease lasts `lease` seconds from the last chunk or request of a room (None: without
+    end).
     """
 
     side = "prefill"

@@ -40,9 +40,8 @@ FailureKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a room failed, and on which side.
-
-    `kind` is for counting; an abort of the other side is an `abort` here.
+    """Why a room failed, and on which side; `kind` is for counting. An abort of the other side is
+    an `abort` here.
     """
 
     side: Side

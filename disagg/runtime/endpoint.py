@@ -1,5 +1,4 @@
 """What both sides share: a rank's machine, transport, engine and clock, and calls about rooms.
-
 `event_loop.py` is what an endpoint does, `driver.py` decides when, and in which thread.
 """
 
@@ -136,10 +135,9 @@ class Endpoint(Generic[M]):
             return self.machine.poll(room_name(room))
 
     def wait(self, room: Room, timeout: float | None = None) -> KVPoll:
-        """Blocks until the room has ended; returns its state.
-
-        Raises TimeoutError, which says what the room waits for, if that takes longer than `timeout`
-        seconds, and EndpointClosed if the endpoint is closed before.
+        """Blocks until the room has ended; returns its state. Raises EndpointClosed if the endpoint
+        is closed before, and after `timeout` seconds TimeoutError, which says what the room waits
+        for.
         """
         name = room_name(room)
         return self._wait_in_room(name, lambda: self.machine.poll(name).ended, timeout, name)
@@ -153,9 +151,8 @@ class Endpoint(Generic[M]):
 
     def fileno(self) -> int:
         """A file that can be read while `ended()` has something: for `select`, or asyncio's
-        `loop.add_reader(endpoint, ...)`. It is the endpoint's: do not read or close it.
-
-        Raises UsageError for an endpoint without a thread of its own, which goes on in `step()`.
+        `loop.add_reader(endpoint, ...)`. It is the endpoint's: do not read or close it. Raises
+        UsageError for an endpoint without a thread of its own, which goes on in `step()`.
         """
         return self.driver.fileno()
 

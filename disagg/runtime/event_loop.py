@@ -1,6 +1,5 @@
-"""Events in, effects out: a machine, and what it acts on.
-
-`EventLoop.turn` is one round over messages, time, reads and digests. It never waits.
+"""Events in, effects out: a machine, and what it acts on. `EventLoop.turn` is one round over
+messages, time, reads and digests, and never waits.
 """
 
 from __future__ import annotations
@@ -38,9 +37,8 @@ M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 @dataclass(eq=False, kw_only=True)
 class EventLoop(Generic[M]):
     """One thread at a time may be in `turn`. Any thread may `handle` events and `execute` what
-    follows while it holds `lock`; `execute` not during another thread's turn.
-
-    `name` is for the log. `room_ended` and `dialled` are called under `lock`.
+    follows while it holds `lock`; `execute` not during another thread's turn. `room_ended` and
+    `dialled` are called under `lock`; `name` is for the log.
     """
 
     name: str

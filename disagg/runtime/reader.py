@@ -24,11 +24,10 @@ arrive in the background.
 
 
 class Reader:
-    """Works through reads with one engine; used by one thread. What becomes of them it reports as
-    events, and changes nothing of the machine's.
-
-    Every read ends with a ReadEnded, once none of its bytes can land any more; if that takes time,
-    a ReadFailed comes before it. A part that takes longer than `timeout` seconds has failed.
+    """Works through reads with one engine, in one thread; reports events, and changes nothing of
+    the machine's. Every read ends with a ReadEnded, once none of its bytes can land any more; if
+    that takes time, a ReadFailed comes before it. A part that takes longer than `timeout` seconds
+    has failed.
     """
 
     def __init__(

@@ -55,11 +55,9 @@ READ_BYTES = 256 << 10
 
 
 class SocketTransport:
-    """See disagg.runtime.transport.Transport. Addresses: `ipc://PATH`, `ipc://*` (a new path that
-    only this user can open), `tcp://HOST:PORT`.
-
-    TCP carries TLS with `credentials`, nothing else. Without them TCP is refused, unless it is
-    `insecure`: then anybody may connect over it.
+    """See Transport. Addresses: `ipc://PATH`, `ipc://*` (a new path that only this user can open),
+    `tcp://HOST:PORT`. TCP carries TLS with `credentials`, nothing else. Without them TCP is
+    refused, unless it is `insecure`: then anybody may connect over it.
     """
 
     def __init__(self, insecure: bool = False, credentials: TLSCredentials | None = None) -> None:

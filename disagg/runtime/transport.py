@@ -1,6 +1,5 @@
-"""What carries messages between endpoints, and one that does so inside a process.
-
-A message is one `bytes`. Messages of one connection arrive in order, or not at all.
+"""What carries messages between endpoints, and one that does so inside a process. A message is one
+`bytes`. Messages of one connection arrive in order, or not at all.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ class Lost(NamedTuple):
 
 class Transport(Protocol):
     """Connections by peer: a peer that dials in is known by bytes that the transport chooses, one
-    that was dialled by the number that the caller gave.
-
-    One thread at a time uses it, with two exceptions: any thread may `connect`, and one thread may
-    be in `wait` while another one uses the rest.
+    that was dialled by the number that the caller gave. One thread at a time uses it, but any may
+    `connect`, and one may be in `wait` while another one uses the rest.
     """
 
     def bind(self, address: str) -> str:

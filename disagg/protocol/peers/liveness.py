@@ -15,10 +15,9 @@ CHECKS_PER_TIMEOUT = 4 * PINGS_PER_TIMEOUT
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """Items by id list (`kv`, `swa`, `state`, ...); an item of two rooms counts twice.
-
-    `leased`: of rooms that have not ended. `quarantined`: of rooms that have ended and to which an
-    engine may still write. All others may be reused.
+    """Items by id list (`kv`, `swa`, `state`, ...); an item of two rooms counts twice. `leased` are
+    those of rooms that have not ended, `quarantined` those of ended rooms to which an engine may
+    still write. All others may be reused.
     """
 
     leased: Mapping[str, int] = field(default_factory=dict)
@@ -37,9 +36,8 @@ PeerId = TypeVar("PeerId", bound=Hashable)
 
 
 class Liveness(Generic[PeerId]):
-    """How long each peer has been silent, while this side listened.
-
-    Time in which nobody looked (a stopped process, a long call) counts as nobody's silence.
+    """How long each peer has been silent, while this side listened: time in which nobody looked (a
+    stopped process, a long call) counts as nobody's silence.
     """
 
     def __init__(self, timeout: float, now: float) -> None:

@@ -1,7 +1,6 @@
 """Messages as frames of one non-blocking stream: a length, then the message. And what peers can
-make a process hold, and for how long.
-
-Memory is taken for what has arrived, never for what a length announces.
+make a process hold, and for how long: memory is taken for what has arrived, never for what a length
+announces.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ _PIECE = 64 << 10
 @dataclass(eq=False, slots=True)
 class Connection:
     """A stream to one peer. `dial` is what this side dials; None for a peer that has dialled in.
-
-    `opening` is what was sent to a dialled peer that has not said anything yet. If it hangs up
+    `opening` is what was sent to a dialled peer that has not said anything yet: if it hangs up
     without a word, the next one that answers there gets it too.
     """
 
