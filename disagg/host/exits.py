@@ -21,7 +21,8 @@ from disagg.errors import EndpointClosed
 
 log = logging.getLogger("disagg")
 
-EXIT_SECONDS = 3.0
+# a call of Mooncake whose peer is silent ends after 3 s, and its thread must not come back later
+EXIT_SECONDS = 5.0
 """How long all that is open may keep the process, when it ends."""
 FORKED = (
     "this endpoint belongs to another process, which forked this one. Make one here, or start "
