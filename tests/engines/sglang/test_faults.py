@@ -21,11 +21,11 @@ LONG = (2000, 1900, 16, 1800)
 ROOMY = {"max_total_tokens": 8192, "chunked_prefill_size": 512}
 
 
-@pytest.mark.parametrize("engine", ["local", "nixl", "mooncake"])
+@pytest.mark.parametrize("moved_by", ["local", "nixl", "mooncake"])
 def test_a_killed_prefill_fails_its_requests_and_another_takes_its_place(
-    engine: str, start: Start, expected: Callable[..., Answers]
+    moved_by: str, start: Start, expected: Callable[..., Answers]
 ) -> None:
-    extra = {"engine": engine, "peer_timeout": 10}
+    extra = {"engine": moved_by, "peer_timeout": 10}
     prefill = start("prefill", "llama", extra=extra, **ROOMY).ready()
     decode = start("decode", "llama", extra=extra, **ROOMY).ready()
     _, last = asked(prefill, decode, prompts(*LONG))
