@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAX_RUNS = 1 << 18
-"""Contiguous runs of all shapes of items together: a small layout can describe very many."""
+"""Contiguous runs of all shapes of items together, and of items side by side: a small layout can
+describe very many.
+"""
+MAX_LISTED = 1 << 20
+"""Runs of all items side by side that are not alike: a plan lists what lies between them."""
 
 
 def check_layout(layout: PoolLayout) -> None:
@@ -166,7 +170,8 @@ def _check_entries(region: Region, space: Space) -> None:
 
 def _check_items(layout: PoolLayout, inside: Mapping[str, Sequence[Region]]) -> None:
     """Checks that regions lie in their items and do not overlap; items of one shape once."""
-    shapes: set[bytes] = set()  # encoded: hashes of tuples of numbers can be made to collide
+    shapes: dict[bytes, tuple[int, int]] = {}  # encoded: hashes of tuples can be made to collide
+    shape_of: dict[str, tuple[int, int]] = {}  # the number of a buffer's shape, and its runs
     runs = 0
     for name, regions in inside.items():
         size = layout.buffer_by_name[name].item_bytes
@@ -178,9 +183,10 @@ def _check_items(layout: PoolLayout, inside: Mapping[str, Sequence[Region]]) -> 
         grids = [(r.offset, r.width, [(a.size, a.stride) for a in r.axes]) for r in regions]
         shape = msgspec.msgpack.encode(grids)
         if shape in shapes:
+            shape_of[name] = shapes[shape]
             continue
-        shapes.add(shape)
         own = sum(run_count(region) for region in regions)
+        shape_of[name] = shapes[shape] = len(shapes), own
         runs += own
         if runs > MAX_RUNS:
             raise LayoutError(
@@ -188,6 +194,33 @@ def _check_items(layout: PoolLayout, inside: Mapping[str, Sequence[Region]]) -> 
                 "in all."
             )
         _check_disjoint(name, regions)
+    _check_adjacent(layout, shape_of)
+
+
+def _check_adjacent(layout: PoolLayout, shape_of: Mapping[str, tuple[int, int]]) -> None:
+    """Checks that it takes bounded work to list what lies between the regions of adjacent items. A
+    plan does that once for all groups of buffers that are alike.
+    """
+    seen: set[bytes] = set()
+    listed = 0
+    for group in layout.adjacent_buffers:
+        first, shapes = group[0], [shape_of.get(buffer.name, (-1, 1)) for buffer in group]
+        parts = [
+            (buffer.base - first.base, buffer.padding, number)
+            for buffer, (number, _) in zip(group, shapes)
+        ]
+        content = msgspec.msgpack.encode((first.item_stride, parts))
+        if content in seen:
+            continue
+        seen.add(content)
+        runs = sum(count for _, count in shapes)
+        listed += runs
+        if runs > MAX_RUNS or listed > MAX_LISTED:
+            raise LayoutError(
+                f"buffer {first.name}: an item of it and those beside it are {runs} separate runs, "
+                f"at most {MAX_RUNS} are supported; {listed} with the items of others, at most "
+                f"{MAX_LISTED}."
+            )
 
 
 def _check_disjoint(buffer: str, regions: Sequence[Region]) -> None:

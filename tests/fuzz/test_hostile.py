@@ -122,6 +122,20 @@ def test_the_most_runs_that_a_layout_may_have_fit_the_bounds():
     assert guarded(lambda: TARGETS["layout"].run(halves), len(halves)) == "read"
 
 
+def side_by_side(count, steps=1 << 10):
+    """An encoded layout of buffers whose items lie side by side, each of `steps` runs."""
+    heads, size = [{"name": "head", "size": steps, "stride": 2}], 2 * steps
+    buffers = [wide.buffer(n, size * n, size * count, size, 2, padding=True) for n in range(count)]
+    return build.packed(wide.whole(buffers, [wide.region(n, axes=heads) for n in range(count)]))
+
+
+def test_items_side_by_side_have_no_more_runs_together_than_one_may_have():
+    data = side_by_side(1 << 8)
+    assert guarded(lambda: TARGETS["layout"].run(data), len(data)) == "read"
+    with pytest.raises(LayoutError, match="are 263168 separate runs, at most 262144"):
+        PoolLayout.from_msgpack(side_by_side((1 << 8) + 1))
+
+
 def test_item_shapes_with_colliding_hashes_take_no_longer_than_others():
     pairs, reading, plans = colliding(5000), [], []
     assert len({hash((*pair, ())) for pair in pairs}) == 1
