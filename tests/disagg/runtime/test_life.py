@@ -19,14 +19,18 @@ from disagg import (
     PrefillEndpoint,
     SocketTransport,
 )
-from disagg.engines.base import create_engine
+from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
 from disagg.plan import IncompatibleLayouts
 from disagg.protocol import codec
 from disagg.protocol.codec import encode
 from disagg.protocol.events import AbortAll
 from disagg.protocol.messages import (
+    ChunkReady,
     Hello,
+    ReadDone,
+    ReadRequest,
+    ReleaseAck,
     UnknownPeer,
 )
 from kvpool import MHAPool, RequestAddress, Shard
@@ -50,12 +54,13 @@ TIMEOUT = 3.0
 
 
 class Mutable:
-    """A transport that sends nothing while it is muted."""
+    """A transport that sends nothing while it is muted, and never a message of type `lost`."""
 
-    muted = False
+    muted, lost = False, None
 
     def send(self, peer, data):
-        return None if self.muted else super().send(peer, data)
+        lost = self.lost is not None and isinstance(codec.decode(data), self.lost)
+        return None if self.muted or lost else super().send(peer, data)
 
 
 class MutableSockets(Mutable, SocketTransport):
@@ -91,6 +96,94 @@ def test_a_lease_that_runs_out_fails_its_reader_and_frees_the_pages():
         assert prefill.leases().leased == {}
         assert decode.wait("r", 20) is KVPoll.Failed
         assert str(decode.failure("r")).startswith("prefill: its lease ended")
+
+
+def test_a_room_that_nobody_wants_gives_its_pages_back():
+    with prefill_side(lease=0.2) as (prefill, given):
+        prefill.send("r", given)
+        assert prefill.wait("r", 20) is KVPoll.Failed
+        assert "no decode asked for it" in str(prefill.failure("r"))
+
+
+def test_a_room_that_is_wanted_and_not_yet_sent_has_no_lease_that_could_run_out():
+    with (
+        prefill_side(lease=0.5, clock=(clock := Clock())) as (prefill, given),
+        decode_side() as (decode, dest, address),
+    ):
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("r", address)
+        until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
+        prefill.send("sent", given)
+        clock.now += 1.0
+        assert prefill.wait("sent", 20) is KVPoll.Failed  # its lease has run out meanwhile
+        prefill.send("r", given)
+        succeeds(decode, "r")
+        oracle.assert_holds(dest, address)
+
+
+def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
+    with prefill_side() as (prefill, given), decode_side() as (decode, dest, address):
+        decode.connect([prefill.address], timeout=20)
+        prefill.send("r", given)
+        prefill.abort("r", "gave up")
+        prefill.forget("r")
+        decode.receive("r", address)
+        assert decode.wait("r", 20) is KVPoll.Failed
+        assert str(decode.failure("r")) == "prefill: gave up"
+        decode.forget("r")
+        decode.receive("r", address)  # it knows now: the name is free again
+        prefill.send("r", given)
+        succeeds(decode, "r")
+        oracle.assert_holds(dest, address)
+
+
+@pytest.mark.parametrize("first", ["decode asks", "prefill sends"])
+def test_a_retry_under_the_same_name_on_another_decode_reads_its_own_bytes_in_either_order(first):
+    with prefill_side() as (prefill, given), decode_side() as (decode, _, address):
+        decode.connect([prefill.address], timeout=20)
+        decode.receive("r", address)
+        until(prefill, lambda: "r" in prefill.machine.rooms())
+        decode.close()
+        assert prefill.wait("r", 20) is KVPoll.Failed
+        prefill.forget("r")
+        with decode_side() as (other, dest, where):
+            other.connect([prefill.address], timeout=20)
+            if first == "prefill sends":
+                prefill.send("r", given)
+            other.receive("r", where)
+            if first == "decode asks":
+                until(prefill, lambda: "r" in prefill.machine.rooms())
+                prefill.send("r", given)
+            succeeds(other, "r")
+            succeeds(prefill, "r")
+            oracle.assert_holds(dest, where)
+
+
+@pytest.mark.parametrize(
+    ("side", "lost"),
+    [
+        *(("decode", each) for each in (ReadRequest, ReadDone)),
+        *(("prefill", each) for each in (ChunkReady, ReleaseAck)),
+    ],
+)
+def test_a_room_ends_on_both_sides_whatever_message_is_lost(transport, side, lost):
+    """Over a connection that lives on: pings are answered all the while."""
+    transport.lost, clock = lost, Clock()
+    mine = {"prefill": {}, "decode": {}} | {side: {"transport": transport}}
+    with (
+        prefill_side(lease=0.6, clock=clock, **mine["prefill"]) as (prefill, given),
+        decode_side(offer_timeout=0.4, **mine["decode"]) as (decode, _, address),
+    ):
+        link = decode.connect([prefill.address], timeout=20)
+        prefill.send("r", given)
+        decode.receive("r", address)
+        assert decode.wait("r", 20) is KVPoll.Failed
+        failure = decode.failure("r")
+        assert (failure.side, failure.kind) == ("decode", "timeout")
+        assert f"rank 0 of prefill ({prefill.address})" in failure.reason
+        clock.now += 1.0
+        prefill.wait("r", 20)  # where only the ack was lost, it has succeeded
+        assert link.lost is None
 
 
 def test_a_done_that_comes_after_the_lease_is_no_success():
@@ -310,6 +403,34 @@ def test_a_connect_that_is_refused_leaves_nothing():
         assert peers_of(prefill) == 0
 
 
+def test_a_prefill_that_is_full_serves_who_waits_once_another_leaves(monkeypatch):
+    monkeypatch.setattr("disagg.protocol.peers.prefill_peers.MAX_PEERS", 1)
+    with (
+        prefill_side() as (prefill, given),
+        decode_side() as (first, _, _),
+        decode_side(peer_timeout=4) as (second, dest, address),
+    ):
+        link = first.connect([prefill.address], timeout=20)
+        waiting = second.connect([prefill.address])
+        until(second, lambda: waiting.lost is not None)
+        with pytest.raises(TimeoutError, match=r"The last try: .* 1 decodes are connected already"):
+            second.handshake(waiting, 0.1)
+        first.disconnect(link)
+        second.handshake(waiting, 20)
+        second.receive("r", address)
+        prefill.send("r", given)
+        succeeds(second, "r")
+        oracle.assert_holds(dest, address)
+
+
+def test_a_decode_that_closes_is_forgotten_at_once():
+    with prefill_side(peer_timeout=60) as (prefill, _):
+        with decode_side() as (decode, _, _):
+            decode.connect([prefill.address], timeout=20)
+            assert peers_of(prefill) == 1
+        until(prefill, lambda: peers_of(prefill) == 0)
+
+
 def test_a_stuck_read_fails_its_room_and_pages_wait_for_the_fence():
     with prefill_side() as (prefill, given), decode_side(read_timeout=1) as (decode, dest, at):
         decode.connect([prefill.address], timeout=20)
@@ -419,6 +540,41 @@ def test_digests_agree_over_other_ranks_pages_and_orders_and_name_what_differs(w
             oracle.assert_holds(dest, address)
         for each in prefill:
             assert each.wait("r", 20) is (KVPoll.Failed if wrong else KVPoll.Success)
+
+
+def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
+    """sglang's worker thread dies of one request's exception."""
+    with prefill_side() as (prefill, given), decode_side() as (decode, dest, address):
+        decode.connect([prefill.address], timeout=20)
+        bad = oracle.elsewhere(dest, address)
+        read, wrong = decode.engine.read, items_of(dest, bad)
+        decode.engine.read = lambda peer, batch: (
+            _raise(TransferError("injected"))
+            if any(pointer in item for pointer in batch.dst.tolist() for item in wrong)
+            else read(peer, batch)
+        )
+        decode.receive("bad", bad)
+        decode.receive("good", address)
+        for room in ("bad", "good"):
+            prefill.send(room, given)
+        assert decode.wait("bad", 20) is KVPoll.Failed
+        assert "injected" in str(decode.failure("bad"))
+        succeeds(decode, "good")
+
+
+def items_of(pool, address):
+    """Where the items of a block table lie."""
+    return [
+        range(
+            buffer.base + item * buffer.item_stride, buffer.base + (item + 1) * buffer.item_stride
+        )
+        for buffer in pool.layout.buffers
+        for item in address.spans[buffer.space].ids.tolist()
+    ]
+
+
+def _raise(error):
+    raise error
 
 
 def test_what_real_endpoints_count_is_served():
