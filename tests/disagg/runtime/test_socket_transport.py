@@ -12,6 +12,7 @@ import threading
 import time
 import tracemalloc
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -468,3 +469,15 @@ def test_a_forked_child_that_abandons_leaves_the_parents_connections_alone(trans
     assert receive(dialler, 1) == [(7, b"down")]
     assert receive(listener, 1) == [(name, b"up")]
     pair_of(listener, address, dialler, peer=8)
+
+
+def test_a_transport_that_is_bound_anew_listens_there_only(transports, tmp_path):
+    listener, dialler = transports(), transports()
+    old = listener.bind("ipc://*")
+    listener.send(pair_of(listener, old, dialler), b"welcome")
+    assert receive(dialler, 1, beside=[listener]) == [(7, b"welcome")]
+    new = listener.bind("ipc://*")
+    assert not Path(old.removeprefix("ipc://")).exists()
+    assert isinstance(receive(dialler, 1, beside=[listener])[0][1], Lost)
+    dialler.connect(7, None)
+    pair_of(listener, new, dialler, peer=8)

@@ -387,3 +387,20 @@ def test_whenever_a_file_fails_the_error_says_whether_items_were_written(
             assert caught.type is SnapshotRefused and str(caught.value).startswith(f"{path}: ")
             assert says[-1:] == [] or says[-1] in str(caught.value)
     assert True in said and (fails is touched or False in said)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_mangled_bytes_are_refused_or_change_nothing(data):
+    mangled = bytearray(whole())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(mangled) - 1))
+        match data.draw(st.integers(0, 2)):
+            case 0:
+                mangled[at] ^= 1 << data.draw(st.integers(0, 7))
+            case 1:
+                del mangled[at : at + data.draw(st.integers(1, 99))]
+            case 2:
+                mangled[at:at] = data.draw(st.binary(max_size=20))
+    says = refusal(bytes(mangled))  # else all bytes have arrived
+    assert says or mangled[-2496:] == whole()[-2496:]
