@@ -46,10 +46,10 @@ def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
         raise KeyError(f"buffer {buffer!r}: not in this layout (it has {names}).")
     if not 0 <= byte < named.item_bytes:
         raise IndexError(f"buffer {buffer}: byte {byte} of items of {named.item_bytes}.")
-    return Runs([region for region in layout.regions if region.buffer == buffer]).find(byte)
+    return RegionRuns([region for region in layout.regions if region.buffer == buffer]).find(byte)
 
 
-class Runs:
+class RegionRuns:
     """The contiguous runs of an item's regions, by their first bytes."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
@@ -129,9 +129,9 @@ class ItemMap:
         return region.role if low == high else f"{region.role} (layer +{region.layer - low})"
 
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> RegionRuns:
         """Of its regions."""
-        return Runs(self.regions)
+        return RegionRuns(self.regions)
 
     @cached_property
     def _layers(self) -> tuple[int, int]:
