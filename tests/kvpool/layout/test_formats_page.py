@@ -1,4 +1,5 @@
-"""docs/formats.md as a reader uses it: its formulas, against numbers written by hand.
+"""docs/formats.md as a reader uses it: its sections against the templates of the kinds that they
+name, and its formulas against numbers written by hand.
 
 The numbers are worked out from the words of the formats ("all 576-byte rows, then all 8-byte scale
 rows"), never from templates.
@@ -6,60 +7,81 @@ rows"), never from templates.
 
 from __future__ import annotations
 
-import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.kvpool.layout.formats_page import FORMATS, document
+from kvpool import item, layout
+from kvpool.layout import formats
 
-FILE = Path(__file__).parents[3] / "docs" / "formats.md"
-SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", FILE.read_text(), re.S | re.M))
+TEXT = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.S | re.M))
+KIND = re.compile(r"^`(\w+\(.*\))`(?:, packing `(\w+)`)?(?:, \w+s of (\d+) entries)?", re.M)
+SIZES = re.compile(
+    r"^A (?:page|slot|ring) is ([\d,]+) bytes(?:, ([\d,]+) per entry)?(?:; ([\d,]+) bytes are)?",
+    re.M,
+)
 
 
-def rows(title):
-    """role -> (dtype, first byte, width, {axis: steps}, formula) of a section's tables."""
-    found = {}
-    for row in re.findall(r"^\| (.*) \|$", SECTIONS[title], re.M):
+def number(digits):
+    return int(digits.replace(",", "")) if digits else None
+
+
+def rows(text):
+    """role -> (dtype, first byte, width, {axis: (steps, stride)}, formula) of the tables."""
+    table = {}
+    for row in re.findall(r"^\| (.*) \|$", text, re.M):
         role, dtype, first, width, axes, formula = row.split(" | ")
-        if role == "role":
-            continue
-        steps = re.findall(r"(\w+) ([\d,]+) x ", axes)
-        number = {name: int(n.replace(",", "")) for name, n in steps}
-        first, width = (int(n.replace(",", "")) for n in (first, width))
-        found[role] = dtype, first, width, number, formula.strip("`")
-    return found
+        if role != "role":
+            steps = re.findall(r"(\w+) ([\d,]+) x ([\d,]+)", axes)
+            grid = {name: (number(size), number(stride)) for name, size, stride in steps}
+            table[role] = dtype, number(first), number(width), grid, formula.strip("`")
+    return table
 
 
 def begins(title, role, **steps):
     """Where the document says that a cell begins."""
-    return eval(rows(title)[role][-1], {"__builtins__": {}}, steps)
+    return eval(rows(SECTIONS[title])[role][-1], {"__builtins__": {}}, steps)
 
 
 def items(title):
     """(bytes, bytes an entry, bytes of padding) of each buffer of a section."""
-    sizes = (
-        r"^A (?:page|slot|ring) is ([\d,]+) bytes(?:, ([\d,]+) per entry)?(?:; ([\d,]+) bytes are)?"
+    return [tuple(map(number, sizes)) for sizes in SIZES.findall(SECTIONS[title])]
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_a_section_is_what_the_templates_of_its_kind_say(title):
+    text = SECTIONS[title]
+    ((kind, packing, entries),) = KIND.findall(text)
+    parts = re.findall(r"^`([\w.]+)`: `(.*)`$", text, re.M)
+    at = formats.At(
+        layers=(0,),
+        space="kv",
+        entries=int(entries or 1),
+        shard=formats.Shard(),
+        packing=packing or "bf16",
+        prefix=re.match(r"(swa\.|c4\.|c128\.)?", parts[0][0])[0],
     )
-    return [
-        tuple(int(n.replace(",", "")) if n else None for n in found)
-        for found in re.findall(sizes, SECTIONS[title], re.M)
+    buffers = list(eval(kind, vars(formats)).buffers(at))
+    assert [(name, eval(template, vars(item))) for name, template in parts] == [
+        (buffer.name, buffer.item) for buffer in buffers
     ]
-
-
-def test_the_document_is_what_the_templates_say():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kvpool.layout.formats_page"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    again = "python -m tests.kvpool.layout.formats_page > docs/formats.md"
-    assert FILE.read_text() == done.stdout == document(), f"docs/formats.md is stale: {again}"
+    regions = [region for buffer in buffers for region in buffer.regions("target")]
+    table = rows(text)
+    assert list(table) == [region.role for region in regions]
+    for region in regions:
+        dtype, first, width, grid, _ = table[region.role]
+        axes = tuple(layout.Axis(name, *steps) for name, steps in grid.items())
+        assert (dtype, first, width) == (region.dtype, region.offset, region.width)
+        assert sorted(axes, key=str) == sorted(region.axes, key=str)
+        last = {name: size - 1 for name, (size, _) in grid.items()}
+        assert begins(title, region.role, **last) == region.end - region.width
+    sizes = items(title)
+    assert [size for size, _, _ in sizes] == [buffer.item_bytes for buffer in buffers]
+    spare = sum(size for size, _, _ in sizes) - sum(region.nbytes for region in regions)
+    assert sum(padding or 0 for _, _, padding in sizes) == spare
+    assert re.search(r"^Source: .*(\d\.\d+\.\d|kvpool's own)", text, re.M)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +161,8 @@ def test_the_document_is_what_the_templates_say():
 )
 def test_a_cell_begins_where_it_was_worked_out_by_hand(title, role, steps, byte):
     assert begins(title, role, **steps) == byte
-    known = rows(title)[role][3]
-    assert set(steps) == set(known) and all(steps[axis] < known[axis] for axis in steps)
+    grid = rows(SECTIONS[title])[role][3]
+    assert set(steps) == set(grid) and all(steps[axis] < grid[axis][0] for axis in steps)
 
 
 @pytest.mark.parametrize(
@@ -170,15 +192,12 @@ def test_a_cell_begins_where_it_was_worked_out_by_hand(title, role, steps, byte)
 )
 def test_an_item_has_the_bytes_that_were_worked_out_by_hand(title, expected):
     assert items(title) == expected
-    summary = re.search(rf"^\| \[{re.escape(title)}\].*\| (.*) \|$", FILE.read_text(), re.M)
-    assert summary.group(1) == " + ".join(f"{size:,}" for size, _, _ in expected)
 
 
-def test_every_format_has_a_section_and_a_source():
-    assert list(SECTIONS) == [each.title for each in FORMATS]
-    packages = "sglang 0.5.23", "vllm 0.33.0", "vllm-ascend 0.23.0", "kvpool's own", "OCP"
-    for title, text in SECTIONS.items():
-        source = re.search(r"^Source: (.*)$", text, re.M).group(1)
-        assert any(name in source for name in packages), title
-        (code,) = re.findall(r"^`(\w+\(.*\))`", text, re.M)
-        ast.parse(code)
+def test_the_summary_has_the_sizes_of_every_section():
+    summary = re.findall(r"^\| \[(.*)]\(.*\) \| ([\d,]*) \| (.*) \|$", TEXT, re.M)
+    assert [title for title, _, _ in summary] == [*SECTIONS]
+    for title, entry, whole in summary:
+        sizes = items(title)
+        assert list(map(number, whole.split(" + "))) == [size for size, _, _ in sizes]
+        assert (number(entry) or 0) == sum(size or 0 for _, size, _ in sizes)
