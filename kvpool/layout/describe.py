@@ -7,7 +7,7 @@ Nothing is copied or allocated. This is the only place that reads strides.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 
 from kvpool.layout.described import Described, DescribeOptions, RegionOptions
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
+from kvpool.layout.template import Template, item_bytes, item_regions
 from kvpool.layout.types import HOST, Axis, Buffer, LayoutError, Region
 
 if TYPE_CHECKING:
@@ -22,18 +23,6 @@ if TYPE_CHECKING:
 
 NOT_INNER = ("item", "layer", "role")
 """Dims that lie outside an item, or say which region it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A part of a dim that `describe_sections` cuts: its role, and the sizes of the dims that its
-    elements are, outermost first: `{"head": 4, "dim": 128}`. `shards` is (start, total) of those
-    that are sharded.
-    """
-
-    role: str
-    dims: Mapping[str, int]
-    shards: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def describe(
@@ -94,46 +83,63 @@ def describe_pointers(
     return describe_array(array, role, layer, RegionOptions(cell=cell, **options))
 
 
-def describe_sections(
+def describe_items(
     tensor: torch.Tensor,
     dims: Sequence[str],
-    cut: str,
-    sections: Sequence[Section],
+    item: Template,
     *,
     layer: int,
-    cell: str | None = "dim",
-    dtype: str | torch.dtype | None = None,
+    packing: str = "",
     **options: Unpack[DescribeOptions],
 ) -> Described:
-    """Describes `tensor`, of which the dim `cut` holds several roles one after the other: q, k and
-    v of a convolution's channels, each with heads of its own.
+    """Describes `tensor`, in which a kernel keeps what the template `item` says.
 
-    A section's dims take the place of `cut`, and the cell may be one of them. All sections are
-    regions of one buffer, `buffer` or one of the whole tensor. The other arguments are those of
-    `describe`.
+    `dims` name its first dims, with strides of their own: `item`, and axes such as `head` and
+    `entry`. The dims behind them are contiguous and hold one `item` each:
+    `describe_items(rows, ("item", "entry"), Seq(Cell("latent", 512, "bf16"), Cell("rope", 64,
+    "bf16")), layer=0)`. What the template skips is foreign, unless `padding`. The other arguments
+    are those of `describe`.
 
-    Raises LayoutError as `describe` does, and where the sections are not all of `cut`.
+    `packing`: the name of a form that kvpool does not know. There is no `entry` then: an item moves
+    whole, and only between regions of the same packing, with items of the same bytes and entries.
+    The name must say all that decides where a byte lies: `"cpu-amx.bf16"`.
+
+    Raises LayoutError as `describe` does, and where those dims have other bytes than `item`.
     """
-    shared = RegionOptions(cell=cell, dtype=dtype, **options)
-    sizes = array_of(tensor, dims).sizes
-    roles = [section.role for section in sections]
-    lengths = [prod(section.dims.values()) for section in sections]
-    if cut not in sizes or cut in NOT_INNER:
-        raise LayoutError(f"{shared.owner} {roles}: {cut!r} is no inner dim of {tuple(dims)}.")
-    if sum(lengths) != sizes[cut] or min(lengths, default=0) < 1:
-        parts = ", ".join(f"{role} {length}" for role, length in zip(roles, lengths)) or "none"
+    shared = RegionOptions(cell="inside", **options)
+    inside = item_regions(item, owner=shared.owner, layer=layer, buffer="?")
+    if not inside:
         raise LayoutError(
-            f"{shared.owner}: {cut} has {sizes[cut]} elements, its sections {sum(lengths)} "
-            f"({parts}). Name every section, with its sizes on this rank."
+            f"{shared.owner} layer {layer}: {item} has no cell. Name what lies inside."
         )
-    home = home_of(tensor, dims, f"{'+'.join(roles)}.{layer}", shared)
-    place = list(dims).index(cut)
-    regions: list[Region] = []
-    for section, part in zip(sections, tensor.split_with_sizes(lengths, place)):
-        view = part.view(*part.shape[:place], *section.dims.values(), *part.shape[place + 1 :])
-        array = array_of(view, (*dims[:place], *section.dims, *dims[place + 1 :]))
-        own = replace(shared, shards={**shared.shards, **section.shards}, buffer=home)
-        regions.extend(describe_array(array, section.role, layer, own).regions)
+    roles = "+".join(region.role for region in inside)
+    subject = f"{shared.owner} layer {layer} {roles}"
+    flat = _flat(tensor, dims, subject)
+    size, expected = flat.shape[-1] * flat.element_size(), item_bytes(item)
+    if size != expected:
+        raise LayoutError(
+            f"{subject}: {size} bytes behind dims {tuple(dims)}, {expected} are known."
+        )
+    names = (*dims, "inside")
+    home = shared.buffer or describe_buffer(
+        flat,
+        names,
+        name=f"{shared.owner}.{roles}.{layer}",
+        space=shared.space,
+        padding=shared.padding,
+    )
+    array = array_of(flat, names)
+    whole = describe_array(array, inside[0].role, layer, replace(shared, buffer=home)).regions[0]
+    regions = (
+        replace(
+            region,
+            buffer=home.name,
+            offset=whole.offset + region.offset,
+            axes=(*whole.axes, *region.axes),
+            packing=packing,
+        )
+        for region in inside
+    )
     return Described((home,), tuple(regions))
 
 
@@ -152,12 +158,6 @@ def describe_buffer(
     inner = sum((array.sizes[dim] - 1) * array.strides[dim] for dim in dims if dim != "item")
     options = RegionOptions(space=space, padding=padding)
     return _buffer(array, name, array.pointer, inner + array.itemsize, options)
-
-
-def home_of(tensor: torch.Tensor, dims: Sequence[str], name: str, options: RegionOptions) -> Buffer:
-    """The buffer of the options, or one of the whole tensor."""
-    name, space, padding = f"{options.owner}.{name}", options.space, options.padding
-    return options.buffer or describe_buffer(tensor, dims, name=name, space=space, padding=padding)
 
 
 class Array(NamedTuple):
@@ -226,7 +226,6 @@ def describe_array(
                 dtype=meaning,
                 axes=axes,
                 width=width,
-                packing=options.packing,
             )
             _check_home(region, home, start, array)
             regions.append(region)
@@ -309,3 +308,19 @@ def _check_home(region: Region, home: Buffer, start: int, array: Array) -> None:
             f"{region}: bytes {start} to {end} are outside item 0 of buffer {home.name} "
             f"({home.base} to {home.base + home.item_bytes})."
         )
+
+
+def _flat(tensor: torch.Tensor, dims: Sequence[str], subject: str) -> torch.Tensor:
+    """The tensor with the dims behind `dims` as one."""
+    if len(dims) >= tensor.dim():
+        raise LayoutError(
+            f"{subject}: dims {tuple(dims)} name all of a tensor of shape {tuple(tensor.shape)}. "
+            "Name only those before what lies inside."
+        )
+    try:
+        return tensor.view((*tensor.shape[: len(dims)], -1))
+    except RuntimeError:
+        raise LayoutError(
+            f"{subject}: the dims after {tuple(dims)} are not contiguous (shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride()}). Name those that are apart."
+        ) from None

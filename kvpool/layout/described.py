@@ -45,7 +45,6 @@ class RegionOptions:
     """
     cell: str | None = "dim"
     dtype: str | torch.dtype | None = None
-    packing: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, RoomError, create_en
 from disagg.digest.digest import differing, digests, pieces
 from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
 from kvpool import Allocator, MLAPool, RequestPinned
-from kvpool.describe import describe, describe_buffer, describe_opaque
+from kvpool.describe import describe, describe_buffer, describe_items
+from kvpool.item import Cell
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.formats import Shard
 from kvpool.layout.pin import Pin
@@ -51,8 +52,9 @@ def cache(
         common = {"layer": layer, "buffer": home}
         k, v = pages[..., :keys], pages[..., keys:].unflatten(2, (page, DIM))
         if packing:
-            common_k = {"packing": packing, "role": "k", **common}
-            regions += describe_opaque(k, ("item", "head"), shards=shards, **common_k).regions
+            cell = Cell("k", keys, k.dtype)
+            packed = {"packing": packing, "shards": shards, **common}
+            regions += describe_items(k, ("item", "head"), cell, **packed).regions
         else:
             rows = k.unflatten(2, (page, DIM))
             names = ("item", "head", "entry", "dim")
@@ -130,9 +132,8 @@ def test_a_slot_may_be_packed():
     def state(packing="triton"):
         raw = np.zeros(5 * 48, dtype=np.uint8)
         slots = torch.from_numpy(raw).view(5, 48)
-        seen = describe_opaque(
-            slots, ("item",), packing=packing, role="temporal", layer=0, space="state"
-        )
+        cell = Cell("temporal", 48, "uint8")
+        seen = describe_items(slots, ("item",), cell, packing=packing, layer=0, space="state")
         return over(PoolLayout(seen.buffers, seen.regions, (Space("state", "slot"),), 1), raw)
 
     source, dest = state(), state()
@@ -188,9 +189,8 @@ def test_what_the_source_does_not_hold_is_refused():
 
 def test_whole_pages_are_explained_and_adjacent_ones_are_one_run():
     raw = np.zeros(PAGES * 64, dtype=np.uint8)
-    seen = describe_opaque(
-        torch.from_numpy(raw).view(PAGES, 64), ("item",), packing="amx", role="k", layer=0
-    )
+    pages, cell = torch.from_numpy(raw).view(PAGES, 64), Cell("k", 64, "uint8")
+    seen = describe_items(pages, ("item",), cell, packing="amx", layer=0)
     layout = PoolLayout(seen.buffers, seen.regions, (Space("kv", entries_per_item=4),), 1)
     made = plan([layout], layout)
     (row,) = made.explain(10).rows
