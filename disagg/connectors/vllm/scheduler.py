@@ -37,16 +37,13 @@ class SendTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveTask:
-    """Positions `start` to `stop` of a request are to be read to `blocks`. With `waits`, the step
-    computes with them, and waits for each layer.
-    """
+    """Positions `start` to `stop` of a request are to be read to `blocks`."""
 
     request: str
     source: Source
     blocks: Blocks
     start: int
     stop: int
-    waits: bool = False
 
 
 @dataclass(slots=True)
@@ -79,21 +76,13 @@ class ConnectorScheduler:
 
     `groups` is vLLM's KVCacheConfig. `stream`: prompts are offered while they are computed.
     `cuts`: recurrent and windowed state must exclude the last prompt token, because decode computes
-    it again, for its logits; so prefill's request is cut by one token. `waits`: a request of decode
-    is computed in the step that asks for its state.
+    it again, for its logits; so prefill's request is cut by one token.
     """
 
     def __init__(
-        self,
-        groups: Any,
-        *,
-        produces: bool,
-        consumes: bool,
-        stream: bool,
-        cuts: bool,
-        waits: bool = False,
+        self, groups: Any, *, produces: bool, consumes: bool, stream: bool, cuts: bool
     ) -> None:
-        self._groups, self._stream, self._cuts, self._waits = groups, stream, cuts, waits
+        self._groups, self._stream, self._cuts = groups, stream, cuts
         self._produces, self._consumes = produces, consumes
         self._addresses: tuple[str, ...] = ()
         self._step = Step()
@@ -198,7 +187,7 @@ class ConnectorScheduler:
         more = request.num_prompt_tokens - 1 - computed
         if more < 1 or request.request_id not in self._wanted:
             return 0, False
-        return more, not self._waits
+        return more, True
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks were allocated, for `external` tokens of prefill's."""
@@ -206,8 +195,7 @@ class ConnectorScheduler:
         if not external:
             self._decline(name)
         elif source := self._wanted.pop(name, None):
-            if not self._waits:
-                self._receiving.add(name)
+            self._receiving.add(name)
             stop = request.num_prompt_tokens - 1
             self._step.receives.append(
                 ReceiveTask(
@@ -216,7 +204,6 @@ class ConnectorScheduler:
                     blocks=self._transferred(blocks.get_block_ids()),
                     start=stop - external,
                     stop=stop,
-                    waits=self._waits,
                 )
             )
 
