@@ -160,6 +160,12 @@ PREFIX_COUNTERS: tuple[Family[PrefixStats], ...] = (
         ("tokens",),
         lambda s: _items({"asked": s.asked_tokens, "found": s.found_tokens}),
     ),
+    (
+        "kvpool_prefix_items",
+        "Items that became a prefix's, and were taken again.",
+        ("change",),
+        lambda s: _items({"stored": s.stored, "removed": s.removed}),
+    ),
 )
 COUNTERS: tuple[Family[Snapshot], ...] = (
     ("kvpool_rooms", "Rooms that have ended.", ("outcome",), lambda s: _items(s.totals.rooms)),

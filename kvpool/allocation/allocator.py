@@ -69,7 +69,8 @@ class Allocator:
         self.spaces, self.lists = self._tables.spaces, self._tables.lists
         self.prefix = prefix
         if prefix is not None:
-            prefix.bind(self.lists, self._copy_items)
+            on_host = all(buffer.on_host for buffer in self.layout.buffers)
+            prefix.bind(self.lists, self._copy_items, "CPU" if on_host else "GPU")
         for pool in pools:
             pool.allocator = ref(self)
 
@@ -245,8 +246,9 @@ class Allocator:
         """A new request with the first `tokens` tokens of `request`: whole pages are shared; a
         partial last page, slots and rings are copied.
 
-        Raises ValueError where `truncate` does, as the state after `tokens` tokens is gone,
-        OutOfPages, and RequestPinned while a room receives the request; all change nothing.
+        Raises ValueError if the state at that prefix is gone (slots and rings hold only the last
+        token's; window pages are freed, or were dead when received), OutOfPages, and RequestPinned
+        while a room receives the request; all change nothing.
         """
         tokens = whole(tokens)
         rows = rows_of(self._tables, [request])
@@ -278,9 +280,11 @@ class Allocator:
         rows = rows_of(self._tables, [request])
         (row,) = rows.tolist()
         self._tables.pins.check_free(row)
-        self._tables.remove(rows)
-        if self.prefix is not None:
-            self.prefix.free(row)
+        if self.prefix is None:
+            self._tables.release(rows)
+        else:
+            self.prefix.free(row, lambda: self._tables.release(rows))
+        self._tables.remove(row)
         request._row = FREED
 
     def check_unshared(self, id_list: str, ids: Ints) -> None:
@@ -301,14 +305,13 @@ class Allocator:
         """Raises RuntimeError unless every item is free or has as many holders as its reference
         count, every request holds the items of its tokens, and the prefix cache lists what it has.
         """
-        tables = self._tables
-        live = np.setdiff1d(np.arange(tables.tokens.size), tables.free_rows)
-        for free_list in tables.free_lists:
-            tables_of_list = [self.lists[space.name] for space in free_list.spaces]
-            held = [table.check_integrity(live, tables.tokens[live]) for table in tables_of_list]
-            if self.prefix is not None:
-                held += [self.prefix.pinned_items(space.name) for space in free_list.spaces]
-            free_list.check_integrity(np.concatenate(held))
+        ids = self._tables.check_integrity()
+        if self.prefix is not None:
+            for name, of_requests in ids.items():
+                ids[name] = np.concatenate([of_requests, self.prefix.pinned_items(name)])
+        for free_list in self._tables.free_lists:
+            names = [space.name for space in free_list.spaces]
+            free_list.check_integrity(np.concatenate([ids[name] for name in names]))
 
     def _copy_items(self, id_list: str, src: Ints, dst: Ints) -> None:
         """Copies items in every pool that has the id list."""

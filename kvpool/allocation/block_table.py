@@ -32,6 +32,13 @@ class Change(NamedTuple):
     copied: Cells
 
 
+class Fork(NamedTuple):
+    """The numbers of the items that a fork shares, and of those that it copies."""
+
+    shared: range
+    copied: range
+
+
 def alive_start(space: Space, tokens: Ints) -> Ints:
     """The first live entry of requests of `tokens` `[B]` tokens."""
     if space.window is None:
@@ -182,17 +189,15 @@ class BlockTable:
         """How many items of each request were freed before those that it holds, `[B]`."""
         return self._first[rows]
 
-    def of_fork(self, row: int, tokens: int) -> tuple[int, Ints, Ints]:
-        """What a fork of a request at `tokens` tokens holds: the number of its first item, the ids
-        that it shares, and those of which it needs a copy: of slots, rings, and of a last page that
-        the tokens do not fill.
-        """
-        end = np.array([tokens], dtype=np.int64)
-        stop = int(self.stop(end)[0])
-        first = min(max(int(self.first(end)[0]), int(self._first[row])), stop)
-        copies = self.space.per_request or tokens % self.space.tokens_per_item > 0
-        shared = max(stop - copies, first)
-        return first, self._table[row, first:shared], self._table[row, shared:stop]
+    def fork(self, row: int, child: int, fork: Fork) -> tuple[Ints, Ints]:
+        """Gives a new request its items; returns the ids to copy from and to."""
+        shared, source = (
+            self._table[row, numbers.start : numbers.stop] for numbers in (fork.shared, fork.copied)
+        )
+        self.free_list.share(shared)
+        fresh = self.free_list.take(source.size)
+        self.adopt(child, fork.shared.start, np.concatenate([shared, fresh]))
+        return source, fresh
 
     def adopt(self, row: int, first: int, ids: Ints) -> None:
         """Makes held items those of a new request, from number `first` on."""
@@ -209,14 +214,21 @@ class BlockTable:
 
     def check_integrity(self, live: Ints, tokens: Ints) -> Ints:
         """See Allocator.check_integrity: `tokens` of requests `live`. Returns their ids."""
-        first, stop = self._first[live], self._stop[live]
-        wrong = np.flatnonzero((first > self.first(tokens)) | (stop != self.stop(tokens)))
-        for row in wrong.tolist():
-            raise RuntimeError(
-                f"space {self.space.name}: items {first[row]} to {stop[row] - 1} are held by a "
-                f"request of {tokens[row]} tokens."
-            )
-        return self._table[_cells(live, first, stop)]
+        what, bounds = f"space {self.space.name}: item", (self.first(tokens), self.stop(tokens))
+        for has, end, start, needs in zip(self._first[live], self._stop[live], *bounds):
+            if has > start or end != needs:
+                raise RuntimeError(
+                    f"{what}s {has} to {end - 1} are held by a request whose tokens are in "
+                    f"{start} to {needs - 1}."
+                )
+        rows, columns = _cells(live, self._first[live], self._stop[live])
+        ids = self._table[rows, columns]
+        once = np.unique(np.stack([rows, ids]), axis=1)
+        if once.shape[1] != ids.size:
+            raise RuntimeError(f"{what}s are listed twice in one request.")
+        if (self._table >= 0).sum() != (ids >= 0).sum():
+            raise RuntimeError(f"space {self.space.name}: ids are left in rows without items.")
+        return ids
 
     def _put(self, cells: Cells) -> None:
         ids = self._table[cells]

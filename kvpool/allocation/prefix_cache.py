@@ -10,7 +10,7 @@ allocator.store(request, prompt[known:])             # its full pages are there 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 
@@ -19,23 +19,25 @@ import numpy.typing as npt
 
 from kvpool.allocation.block_table import BlockTable
 from kvpool.allocation.free_list import OutOfPages
-from kvpool.allocation.tables import Copy
+from kvpool.allocation.prefix_items import PrefixItems
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key, token_ids
-from kvpool.prefix.index import PrefixIndex
+from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, Event
 
 
 @dataclass(slots=True)
 class PrefixStats:
     """Counts since the cache was made: lookups of new requests, of which `hits` found something; of
-    `asked_tokens`, `found_tokens` needed no computation. `kept`: items that are a prefix's now,
-    held or free, by id list.
+    `asked_tokens`, `found_tokens` needed no computation; items that were `stored` for a prefix, and
+    `removed` again. `kept`: items that are a prefix's now, held or free, by id list.
     """
 
     lookups: int = 0
     hits: int = 0
     asked_tokens: int = 0
     found_tokens: int = 0
+    stored: int = 0
+    removed: int = 0
     kept: dict[str, int] = field(default_factory=dict)
 
 
@@ -55,20 +57,28 @@ class PrefixCache:
     of a window those that are alive. Slots and rings hold the state of one number of tokens, and
     belong to one request: where a pool has any, `store` at a multiple of `checkpoint_tokens` (which
     must be a multiple of the tokens of every page) copies them to free ones, and prefixes that can
-    be reused end there.
+    be reused end there. With `events`, what is stored and removed is noted for `take_events`.
     """
 
-    def __init__(self, *, checkpoint_tokens: int = 1024) -> None:
+    def __init__(self, *, checkpoint_tokens: int = 1024, events: bool = False) -> None:
         if checkpoint_tokens < 1:
             raise ValueError(f"checkpoint_tokens: 1 or more, got {checkpoint_tokens}.")
         self.checkpoint_tokens = checkpoint_tokens
         self._stats = PrefixStats()
-        self._lists: dict[str, _KeptItems] = {}
+        self._lists: dict[str, PrefixItems] = {}
         self._chains: dict[int, Chain] = {}
         self._pinned: list[PinnedPrefix] = []
+        self._events: list[Event] | None = [] if events else None  # since they were last taken
 
-    def bind(self, lists: Mapping[str, BlockTable], copy: Copy) -> None:
-        """Called by the allocator whose block tables these are."""
+    def bind(
+        self,
+        lists: Mapping[str, BlockTable],
+        copy: Callable[[str, Ints, Ints], None],
+        medium: str,
+    ) -> None:
+        """Called by the allocator whose block tables these are. `copy(id_list, from, to)` copies
+        items in `medium`, the events' word for the memory.
+        """
         if self._lists:
             raise ValueError("this PrefixCache belongs to another allocator. Make one for each.")
         sizes = [x.space.tokens_per_item for x in lists.values() if not x.space.per_request]
@@ -79,11 +89,13 @@ class PrefixCache:
                     f"multiples of {lcm(*sizes)} tokens. Give one of these."
                 )
             sizes.append(self.checkpoint_tokens)
-        self._page, self._step, self._copy = gcd(*sizes), lcm(*sizes), copy
-        for name, table in lists.items():
+        self._page, self._step = gcd(*sizes), lcm(*sizes)
+        self._copy, self._medium = copy, medium
+        for group, (name, table) in enumerate(lists.items()):
             space = table.space
             tokens = self.checkpoint_tokens if space.per_request else space.tokens_per_item
-            self._lists[name] = _KeptItems(table, tokens, self._page)
+            self._lists[name] = id_list = PrefixItems(group, table, tokens, self._page)
+            id_list.index.on_forget = self._removed
 
     @property
     def stats(self) -> PrefixStats:
@@ -116,9 +128,22 @@ class PrefixCache:
         """Forgets all prefixes, as after new weights. What requests that are live now have stored
         or will store is not kept either.
         """
+        events, self._events = self._events, None
         for name, id_list in self._lists.items():
             id_list.free_list.forget(id_list.index.ids(name))
         self._chains.clear()
+        self._events = events
+        if events is not None:
+            events.append(AllBlocksCleared())
+
+    def take_events(self) -> list[Event]:
+        """What was stored and removed since the last call, in order. Raises ValueError without
+        `events=True`.
+        """
+        if self._events is None:
+            raise ValueError("this cache notes no events. Make it with PrefixCache(events=True).")
+        events, self._events = self._events, []
+        return events
 
     def pinned_items(self, id_list: str) -> Ints:
         """Ids that pinned prefixes hold, each as often as they do."""
@@ -165,13 +190,10 @@ class PrefixCache:
             )
         before = chain.pages
         chain.append(more)
-        for name, id_list in self._lists.items() if chain.pages > before else ():
+        for id_list in self._lists.values() if chain.pages > before else ():
             if not id_list.space.per_request:
                 whole = id_list.table.first_whole(received)
-                keys, first = id_list.keys(chain), max(before // id_list.pages, whole)
-                ids = id_list.held(row, np.arange(first, max(first, len(keys))))
-                there = np.flatnonzero(ids >= 0)
-                id_list.index.add(name, [keys[first + n] for n in there], ids[there])
+                self._keep(row, chain, id_list, max(before // id_list.pages, whole))
             elif stored == held and stored % id_list.tokens == 0:
                 self._checkpoint(row, chain, id_list)
 
@@ -183,21 +205,44 @@ class PrefixCache:
             self._chains[child] = chain
 
     def truncate(self, row: int, tokens: int) -> None:
-        """A request was truncated to `tokens` tokens: it will write to the rest of its last page,
-        which is not kept any more. Pages that were stored after that stay until they are taken, or
-        found again once it is stored anew.
+        """A request was truncated to `tokens` tokens: it will write to the rest of its last page.
+        Where that was kept, it is not any more, and what follows it in this request neither. What
+        others have stored after it stays until it is taken, or found again once it is stored anew.
         """
+        chain = self._chains.get(row)
         for id_list in self._lists.values():
             number, more = divmod(tokens, id_list.tokens)
-            if more and not id_list.space.per_request:
-                last = id_list.held(row, np.array([number]))
-                id_list.free_list.forget(last[last >= 0])
-        if row in self._chains:
-            self._chains[row].truncate(tokens)
+            if id_list.space.per_request or not more:
+                continue
+            gone = id_list.held(row, np.array([number]))
+            if gone[0] < 0 or not id_list.index.known[gone[0]]:
+                continue
+            later = gone[:0] if chain is None else id_list.find(chain)[number:]
+            if later.size and later[0] == gone[0]:  # else another request has stored it
+                gone = later[later >= 0]
+            id_list.free_list.forget(gone)
+        if chain is not None:
+            chain.truncate(tokens)
 
-    def free(self, row: int) -> None:
-        """A request has ended."""
-        self._chains.pop(row, None)
+    def free(self, row: int, release: Callable[[], None]) -> None:
+        """A request ends: `release` gives its items back.
+
+        Where it computed pages anew that were there, those are the older ones, or are gone by now:
+        its own take the place of what is gone, and all its prefix has been in use until now.
+        """
+        chain, paths = self._chains.pop(row, None), []
+        if chain is None:
+            release()
+            return
+        for id_list in self._lists.values():
+            numbers = np.arange(chain.pages // id_list.pages)
+            if id_list.space.grows and (id_list.find(chain) != id_list.held(row, numbers)).any():
+                self._keep(row, chain, id_list, 0)
+                paths.append(id_list)
+        release()
+        for id_list in paths:
+            ids = id_list.find(chain)
+            id_list.index.touch(ids[ids >= 0][::-1])
 
     def _chain(self, tokens: npt.ArrayLike, salt: str) -> Chain:
         chain = Chain(self._page, salt)
@@ -209,8 +254,8 @@ class PrefixCache:
         ends = np.arange(0, chain.num_tokens + 1, self._step)
         fits, candidates = np.ones(ends.size, dtype=np.bool_), {}
         for name, id_list in self._lists.items():
-            ids = id_list.index.find(name, id_list.keys(chain))
-            first, stop = id_list.first(ends), ends // id_list.tokens
+            ids, stop = id_list.find(chain), ends // id_list.tokens
+            first = id_list.first(ends)
             counts = np.zeros(ids.size + 1, dtype=np.int64)
             np.cumsum(ids >= 0, out=counts[1:])
             fits &= counts[stop] - counts[first] == stop - first
@@ -219,7 +264,7 @@ class PrefixCache:
         items = {n: ids[int(i[longest]) : int(j[longest])] for n, (ids, i, j) in candidates.items()}
         return int(ends[longest]), items
 
-    def _go_on(self, id_list: _KeptItems, row: int, kept: Ints) -> None:
+    def _go_on(self, id_list: PrefixItems, row: int, kept: Ints) -> None:
         """Gives a request a copy of a checkpoint; where nothing is free, the checkpoint itself."""
         name = id_list.space.name
         if not id_list.free_list.num_free and not id_list.free_list.is_shared(kept).any():
@@ -235,8 +280,9 @@ class PrefixCache:
         finally:
             id_list.free_list.release(kept)
 
-    def _checkpoint(self, row: int, chain: Chain, id_list: _KeptItems) -> None:
+    def _checkpoint(self, row: int, chain: Chain, id_list: PrefixItems) -> None:
         """Copies the state of a request to a free item, if there is one, and keeps that."""
+        number = np.array([chain.num_tokens // id_list.tokens - 1])
         key, name = chain.keys[-1:], id_list.space.name
         if id_list.index.find(name, key)[0] >= 0 or not id_list.free_list.num_free:
             return
@@ -246,31 +292,24 @@ class PrefixCache:
             id_list.index.add(name, key, copy)
         finally:
             id_list.free_list.release(copy)
+        self._stored(id_list, chain, number)
 
+    def _keep(self, row: int, chain: Chain, id_list: PrefixItems, first: int) -> None:
+        """Keeps a request's items from number `first` on."""
+        keys = id_list.keys(chain)
+        numbers = np.arange(first, len(keys))
+        ids = id_list.held(row, numbers)
+        numbers, ids = numbers[ids >= 0], ids[ids >= 0]
+        added = id_list.index.add(id_list.space.name, [keys[number] for number in numbers], ids)
+        self._stored(id_list, chain, numbers[added])
 
-class _KeptItems:
-    """An id list: item n is of `tokens` tokens, which are `pages` pages of the keys. A checkpoint
-    counts as an item of the tokens since the one before.
-    """
+    def _stored(self, id_list: PrefixItems, chain: Chain, numbers: Ints) -> None:
+        self._stats.stored += numbers.size
+        if self._events is not None and numbers.size:
+            self._events += id_list.stored_events(chain, numbers, self._medium)
 
-    def __init__(self, table: BlockTable, tokens: int, page: int) -> None:
-        self.table, self.tokens, self.pages = table, tokens, tokens // page
-        self.space, self.free_list = table.space, table.free_list
-        if self.free_list.kept is None:
-            names = [space.name for space in self.free_list.spaces]
-            self.free_list.kept = PrefixIndex(self.free_list.items, names)
-        self.index = self.free_list.kept
-
-    def keys(self, chain: Chain) -> list[Key]:
-        """The keys of the prefixes that end with each item."""
-        return chain.keys[self.pages - 1 :: self.pages]
-
-    def first(self, ends: Ints) -> Ints:
-        """The first item that a prefix of `ends` `[N]` tokens needs: of a slot, its checkpoint."""
-        if self.space.per_request:
-            return np.maximum(ends // self.tokens - 1, 0)
-        return self.table.first(ends)
-
-    def held(self, row: int, numbers: Ints) -> Ints:
-        """The items `numbers` of a request; -1 where it has none."""
-        return np.asarray(self.table.find(np.array([row]), numbers[None])[0])
+    def _removed(self, id_list: str, keys: list[Key]) -> None:
+        self._stats.removed += len(keys)
+        if self._events is not None:
+            group = self._lists[id_list].group
+            self._events.append(BlockRemoved(keys, self._medium, group))

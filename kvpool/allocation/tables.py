@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from kvpool.allocation.block_table import BlockTable, Change, alive_start
+from kvpool.allocation.block_table import BlockTable, Change, Fork, alive_start
 from kvpool.allocation.free_list import free_lists
 from kvpool.allocation.pins import Pins
 from kvpool.layout import PoolLayout, Space, Span
@@ -81,15 +81,18 @@ class Tables:
                 table.add_rows(more)
         return self.free_rows.pop()
 
-    def remove(self, rows: Ints) -> None:
-        """Gives back the items of requests, and their rows."""
+    def release(self, rows: Ints) -> None:
+        """Gives back the items of requests."""
         for table in self.lists.values():
             table.release(rows)
-        self.tokens[rows] = self.received[rows] = 0
-        self.least[rows] = SETTLED
+
+    def remove(self, row: int) -> None:
+        """A row whose items were given back is that of no request."""
+        self.tokens[row] = self.received[row] = 0
+        self.least[row] = SETTLED
         for lost in self.lost.values():
-            lost[rows] = 0
-        self.free_rows.extend(rows.tolist())
+            lost[row] = 0
+        self.free_rows.append(row)
 
     def check_settled(self, rows: Ints) -> None:
         """Raises ValueError if of one of the rows it is not known how many tokens came."""
@@ -123,7 +126,15 @@ class Tables:
         """See Allocator.truncate: requests `[B]` of more than `after` `[B]` tokens, or unsettled
         ones.
         """
-        lost = self._lost_at(rows, after)
+        unsettled = self.least[rows] != SETTLED
+        # of requests that receive at most so many tokens, nothing after those that came was written
+        written = np.where(unsettled, after, self.tokens[rows])
+        received = np.where(unsettled, after, self.received[rows])
+        for space in self.spaces:
+            if not space.wraps:
+                freed = self.lists[space.id_list].freed(rows) * space.entries_per_item
+                _need_kept(space, written, after, received, freed)
+        lost = self._lost_at(rows, written, after, received)
         changes = {name: table.truncation(rows, after) for name, table in self.lists.items()}
         copied = [row for change in changes.values() for row in change.copied[0].tolist()]
         self.pins.check_truncate(rows, after, copied)
@@ -134,30 +145,25 @@ class Tables:
         for name, (src, _) in copies.items():  # after the copies: nobody takes them before
             self.lists[name].free_list.release(src)
         self.tokens[rows], self.least[rows] = after, SETTLED
-        self.received[rows] = np.minimum(self.received[rows], after)
+        self.received[rows] = np.minimum(received, after)
         for name, entries in lost.items():
             self.lost[name][rows] = entries
 
     def fork(self, row: int, tokens: int) -> tuple[int, dict[str, tuple[Ints, Ints]]]:
         """See Allocator.fork; returns the fork's row, and the ids to copy from and to."""
-        lost = self._lost_at(np.array([row]), np.array([tokens], dtype=np.int64))
-        items = {name: table.of_fork(row, tokens) for name, table in self.lists.items()}
-        needed = {name: copied.size for name, (_, _, copied) in items.items()}
+        tokens_before, received = self.tokens[row : row + 1], self.received[row : row + 1]
+        end = np.array([tokens], dtype=np.int64)
+        forks = {name: self._fork(table, row, tokens) for name, table in self.lists.items()}
+        lost = self._lost_at(np.array([row]), tokens_before, end, received)
+        needed = {name: len(fork.copied) for name, fork in forks.items()}
         for free_list in self.free_lists:
             free_list.check(needed, {})
         child = self.add()
         self.tokens[child] = tokens
-        self.received[child] = min(int(self.received[row]), tokens)
+        self.received[child] = min(int(received[0]), tokens)
         for name, entries in lost.items():
             self.lost[name][child] = entries[0]
-        copies = {}
-        for name, (first, shared, copied) in items.items():
-            table = self.lists[name]
-            table.free_list.share(shared)
-            fresh = table.free_list.take(copied.size)
-            table.adopt(child, first, np.concatenate([shared, fresh]))
-            copies[name] = copied, fresh
-        return child, copies
+        return child, {n: table.fork(row, child, forks[n]) for n, table in self.lists.items()}
 
     def locate(self, rows: Ints, positions: Ints, after: Ints) -> dict[str, Ints]:
         """Flat locations by space of `positions` `[B, T]` of requests of `after` `[B]` tokens; -1
@@ -175,6 +181,12 @@ class Tables:
             locations[space.name] = np.where(present, items * space.steps + steps, -1)
         return locations
 
+    def check_integrity(self) -> dict[str, Ints]:
+        """See Allocator.check_integrity; returns the ids that requests hold, by id list."""
+        live = np.setdiff1d(np.arange(self.tokens.size), self.free_rows)
+        tokens = self.tokens[live]
+        return {name: table.check_integrity(live, tokens) for name, table in self.lists.items()}
+
     def _check_free(self, changes: Mapping[str, Change]) -> None:
         """Raises OutOfPages if too few items are free for changes by id list."""
         needed = {name: change.needed for name, change in changes.items()}
@@ -188,21 +200,42 @@ class Tables:
             table.give_back(changes[name])
         return {name: table.take(changes[name]) for name, table in self.lists.items()}
 
-    def _lost_at(self, rows: Ints, after: Ints) -> dict[str, Ints]:
-        """First entries that rings have once requests `[B]` have `after` `[B]` tokens again, by
-        space. Raises ValueError if state after those tokens is gone.
+    def _fork(self, table: BlockTable, row: int, tokens: int) -> Fork:
+        """What a fork of the first `tokens` tokens shares and copies of an id list."""
+        space, end = table.space, np.array([tokens], dtype=np.int64)
+        before = int(self.tokens[row])
+        if space.per_request and tokens not in (0, before):
+            raise ValueError(
+                f"space {space.name}: holds the state after {before} tokens, not after {tokens}. "
+                f"Fork at {before} tokens."
+            )
+        first, stop = int(table.first(end)[0]), int(table.stop(end)[0])
+        start = int(table.start(end)[0])
+        came = int(table.start(self.received[row : row + 1])[0])
+        if tokens and start < came:
+            raise ValueError(
+                f"space {space.name}: entries {start} to {came - 1} of that prefix were dead when "
+                "it was received, and were not transferred."
+            )
+        freed = int(table.freed(np.array([row]))[0])
+        if stop > first and first < freed:
+            raise ValueError(
+                f"space {space.name}: items {first} to {freed - 1} of that prefix have left the "
+                "window and were freed."
+            )
+        copied = space.per_request or tokens % space.tokens_per_item > 0
+        end_shared = max(stop - copied, first)
+        return Fork(range(first, end_shared), range(end_shared, stop))
+
+    def _lost_at(self, rows: Ints, before: Ints, after: Ints, received: Ints) -> dict[str, Ints]:
+        """First entries that rings have once requests of `before` `[B]` tokens have `after` `[B]`
+        again, by space. Raises ValueError if state after those tokens is gone.
         """
-        unsettled = self.least[rows] != SETTLED
-        # of requests that receive at most so many tokens, nothing after those that came was written
-        written = np.where(unsettled, after, self.tokens[rows])
-        received = np.where(unsettled, after, self.received[rows])
         lost = {}
-        for space in self.spaces:
-            gone = self.lists[space.id_list].freed(rows) * space.entries_per_item
-            if space.wraps:
-                gone = _overwritten(space, written, after, self.lost[space.name][rows])
-                lost[space.name] = gone
-            _need_kept(space, written, after, received, gone)
+        for space in self.rings:
+            gone = _overwritten(space, before, after, self.lost[space.name][rows])
+            _need_kept(space, before, after, received, gone)
+            lost[space.name] = gone
         return lost
 
 
@@ -245,7 +278,7 @@ def _need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: In
         return
     start, stop = alive_start(space, after), after // space.tokens_per_entry
     alive = start < stop
-    why = "left the window and were freed. Truncate or fork before the next tokens are extended"
+    why = "left the window and were freed. Truncate before the next tokens are extended"
     if space.wraps:
         why = (
             f"were overwritten in the ring of {space.steps}. Build the pool with longer "

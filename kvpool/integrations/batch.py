@@ -6,8 +6,8 @@ b in column c is its position c - padding[b], and no column before is in the poo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,39 +24,81 @@ PADDING = -2
 """The location of a column that is no token. -1, as ever, is a token whose state is gone."""
 
 
-@dataclass
-class Progress:
-    """What PoolCaches have written of one request: `tokens` (None before a first forward), and
-    whether its last forward left layers unwritten.
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """`before`, `[B]`: the columns before each row's first token; `columns`: those that end with
+    the tokens that rows have.
     """
 
-    pool: UnionPool
-    tokens: int | None = None
-    unfinished: bool = False
+    before: tuple[int, ...]
+    columns: int
 
-    def truncate(self, tokens: int) -> None:
-        """Forgets what was written after `tokens` tokens. Raises ValueError if they end inside a
-        window that a compressor has closed: it keeps the window's gates no more.
+    @classmethod
+    def of(cls, padding: npt.ArrayLike, lengths: Sequence[int], spaces: Sequence[Space]) -> Padding:
+        """Padding of rows that have `lengths` `[B]` tokens. Raises ValueError unless these end in
+        one column, and rows without any begin after it.
         """
-        if self.tokens is None or self.tokens <= tokens:
-            return
-        for space in self.pool.layout.spaces:
-            step = space.window_step
-            if space.window and step > 1 and tokens % step and tokens // step < self.tokens // step:
+        numbers = np.asarray(padding)
+        if numbers.dtype.kind not in "iu" or numbers.shape not in ((), (len(lengths),)):
+            raise ValueError(
+                f"padding: a whole number, or one for each of {len(lengths)} rows, got {padding!r}."
+            )
+        before = np.broadcast_to(numbers, len(lengths)).tolist()
+        if min(before) < 0:
+            raise ValueError(f"padding: 0 or more, got {before}.")
+        ends = {n + p for n, p in zip(lengths, before) if n}
+        columns = max(ends, default=0)
+        if len(ends) > 1 or any(p < columns for n, p in zip(lengths, before) if not n):
+            fits = [max(lengths) - n for n in lengths]
+            raise ValueError(
+                f"requests: {list(lengths)} tokens with padding {before} do not end in one column. "
+                f"Give padding={fits}, and the model what inputs() returns."
+            )
+        compressed = [space for space in spaces if space.tokens_per_entry > 1]
+        if any(before) and compressed:
+            raise ValueError(
+                f"space {compressed[0].name}: padding {before}, but the model compresses windows "
+                f"of {compressed[0].tokens_per_entry} columns. Make a batch of each length."
+            )
+        return cls(tuple(before), columns)
+
+    def tokens(self, columns: int) -> list[int]:
+        """How many of the first columns are tokens, of each row."""
+        return [max(columns - before, 0) for before in self.before]
+
+
+@dataclass
+class Progress:
+    """What the caches of each owner (target, draft) have written of one request.
+
+    `written`: tokens, where fewer than the request has; `unfinished`: owners of whose last forward
+    some layers were not written.
+    """
+
+    written: dict[str, int] = field(default_factory=dict)
+    unfinished: set[str] = field(default_factory=set)
+
+    def truncate(self, pool: UnionPool, tokens: int) -> None:
+        """Forgets what was written after `tokens` tokens. Raises ValueError if they end inside a
+        window that a compressor of `pool` has closed: it keeps the window's gates no more.
+        """
+        for space in pool.layout.spaces if self.written.get(pool.owner, 0) > tokens else ():
+            step, end = space.window_step, self.written[pool.owner]
+            if space.window and step > 1 and tokens % step and tokens // step < end // step:
                 raise ValueError(
                     f"space {space.name}: {tokens} tokens end inside a window of {step} that was "
                     f"compressed. Keep {tokens // step * step} tokens."
                 )
-        self.tokens = tokens
+        self.written = {owner: min(count, tokens) for owner, count in self.written.items()}
 
 
 PROGRESS: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
 
 
 class Batch:
-    """`padding`: the columns before each row's first token. `where`: flat locations `[B, columns]`
-    by space, PADDING where there is no token. `written`: columns, by layer and state. `failed`: why
-    a state changed in place was not written.
+    """`where`: flat locations `[B, columns]` by space, PADDING where there is no token. `written`:
+    columns, by layer and state. `query_length`: of the forward whose mask was made last. `failed`:
+    why a state changed in place was not written.
 
     Raises ValueError where cached tokens do not end in one column.
     """
@@ -74,27 +116,29 @@ class Batch:
         if not isinstance(pool, UnionPool):
             name = type(pool).__name__
             raise ValueError(f"{name}: PoolCache needs a UnionPool, which has kinds of state.")
-        if allocator.pools != (pool,):
+        if pool not in allocator.pools:
             raise ValueError("allocator: it allocates another pool's items. Use Allocator(pool).")
         located = [allocator.locations(request) for request in requests]
-        self.progress = [PROGRESS.setdefault(request, Progress(pool)) for request in requests]
-        if any(progress.unfinished for progress in self.progress):
-            raise ValueError("the last forward over a request did not finish. Free it.")
-        lengths = []
+        self.progress = [PROGRESS.setdefault(request, Progress()) for request in requests]
         for request, progress in zip(requests, self.progress):
-            progress.truncate(request.num_tokens)
-            written = request.num_tokens if progress.tokens is None else progress.tokens
-            lengths.append(max(written, request.received_tokens))
+            progress.truncate(pool, request.num_tokens)
         if _copy_progress not in allocator.on_fork:
             allocator.on_fork.append(_copy_progress)
-        self.padding = _padding(padding, lengths, pool.layout.spaces)
-        self.columns = max((n + before for n, before in zip(lengths, self.padding) if n), default=0)
+        if any(pool.owner in progress.unfinished for progress in self.progress):
+            raise ValueError("the last forward over a request did not finish. Free it.")
+        lengths = [
+            max(progress.written.get(pool.owner, request.num_tokens), request.received_tokens)
+            for request, progress in zip(requests, self.progress)
+        ]
+        self.padding = Padding.of(padding, lengths, pool.layout.spaces)
+        self.columns = self.padding.columns
         self.where = {
             name: self._stack([row[name][:n] for row, n in zip(located, lengths)], self.columns)
             for name in located[0]
         }
         self.written: dict[tuple[int, str], int] = {}
         self._behind = 0  # states that lack the tokens of this forward
+        self.query_length = 0
         self.failed: Exception | None = None
 
     def count(self, states: Iterable[tuple[int, str]]) -> None:
@@ -104,11 +148,7 @@ class Batch:
     def positions(self, tokens: int) -> torch.Tensor:
         """The position of each column `[B, columns so far and tokens]`, negative in padding."""
         columns = torch.arange(self.columns + tokens, device=self._device)
-        return columns - torch.tensor(self.padding, device=self._device)[:, None]
-
-    def tokens(self, columns: int) -> list[int]:
-        """How many of the first columns are tokens, of each row."""
-        return [max(columns - before, 0) for before in self.padding]
+        return columns - torch.tensor(self.padding.before, device=self._device)[:, None]
 
     def advance(self, layer: int, state: str, tokens: int) -> int:
         """Counts `tokens` new columns of a layer's state; returns the first.
@@ -127,16 +167,39 @@ class Batch:
         self.written[layer, state] = start + tokens
         self._behind -= 1
         if self._behind == 0:
-            for progress, tokens_of_row in zip(self.progress, self.tokens(self.columns)):
-                progress.tokens, progress.unfinished = tokens_of_row, False
+            for progress, tokens_of_row in zip(self.progress, self.padding.tokens(self.columns)):
+                progress.written[self.pool.owner] = tokens_of_row
+                progress.unfinished.discard(self.pool.owner)
         return start
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See PoolCache.crop."""
+        length = self.columns + tokens_to_remove
+        if not 0 <= length <= self.columns:
+            raise ValueError(
+                f"crop: {-self.columns} to 0, minus the tokens to remove, got {tokens_to_remove}."
+            )
+        if length == self.columns:
+            return
+        if any(count != self.columns for count in self.written.values()):
+            raise ValueError("the last forward over a request did not finish. Free it.")
+        tokens_kept = self.padding.tokens(length)
+        left = [min(n, request.num_tokens) for n, request in zip(tokens_kept, self.requests)]
+        for progress, n in zip(self.progress, tokens_kept):
+            replace(progress).truncate(self.pool, n)  # raises before anything is changed
+        self.allocator.truncate_batch(self.requests, left)
+        for progress, n in zip(self.progress, tokens_kept):
+            progress.truncate(self.pool, n)
+        self.where = {name: locations[:, :length] for name, locations in self.where.items()}
+        self.written = dict.fromkeys(self.written, length)
+        self.columns = length
 
     def tokens_only(self, where: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
         """The locations `[B, T]` of new columns that are tokens, flat, and their states, each
         `[B * T, ...]`.
         """
         flat = [where.flatten(), *states]
-        if self.columns - where.shape[1] >= max(self.padding):
+        if self.columns - where.shape[1] >= max(self.padding.before):
             return flat
         kept = flat[0] != PADDING
         return [values[kept] for values in flat]
@@ -145,7 +208,7 @@ class Batch:
         """What `load` reads at locations `[N]`, each `[N, ...]` or None, with zeros where there is
         no token.
         """
-        if not any(self.padding):
+        if not any(self.padding.before):
             return load(where)
         empty = where == PADDING
         return [
@@ -158,7 +221,7 @@ class Batch:
         self.failed = error
         if len(self.written) == 1:  # no other state of this forward is there to raise it
             for progress in self.progress:
-                progress.unfinished = True
+                progress.unfinished.add(self.pool.owner)
 
     def raise_failure(self) -> None:
         """Raises what `fail` kept."""
@@ -210,22 +273,43 @@ class Batch:
                 "place and something still holds the tensor (let go of it), or the model has no "
                 "such state (build the pool for this model)."
             )
-        before, after = self.tokens(self.columns), self.tokens(self.columns + columns)
-        for row, (request, tokens) in enumerate(zip(self.requests, before)):
-            if request.num_tokens != tokens:
-                raise ValueError(
-                    f"row {row}: the request has {request.num_tokens} tokens, this cache wrote "
-                    f"{tokens}. Build a new PoolCache once the state of all of them is written."
-                )
+        before, after = (
+            self.padding.tokens(self.columns),
+            self.padding.tokens(self.columns + columns),
+        )
         more = [b - a for a, b in zip(before, after)]
-        fresh = self.allocator.extend_batch(self.requests, more)
+        room = [request.num_tokens - n for request, n in zip(self.requests, before)]
+        others = {region.owner for region in self.allocator.layout.regions} - {self.pool.owner}
+        fresh: Mapping[str, Any]
+        if not any(room):
+            fresh_rows = self.allocator.extend_batch(self.requests, more)
+            fresh = {name: [row[:n] for row, n in zip(x, more)] for name, x in fresh_rows.items()}
+            for progress, n in zip(self.progress, before):
+                for owner in others:
+                    progress.written.setdefault(owner, n)
+        elif others and room == more:  # a draft's forward after its target's
+            rows = [self.allocator.locations(request) for request in self.requests]
+            fresh = {name: [row[name][n:] for row, n in zip(rows, before)] for name in rows[0]}
+            gone = [s.name for s in self.allocator.spaces if not s.per_request]
+            gone = [name for name in gone if any((row < 0).any() for row in fresh[name])]
+            if gone:
+                raise ValueError(
+                    f"space {gone[0]}: tokens left the window before {self.pool.owner} wrote "
+                    "them. Run its forward after each of the target's."
+                )
+        else:
+            row = next(row for row, n in enumerate(room) if n)
+            raise ValueError(
+                f"row {row}: the request has {self.requests[row].num_tokens} tokens, this cache "
+                f"wrote {before[row]}. Give it the same tokens, or requests of its own."
+            )
         for progress in self.progress:
-            progress.unfinished = True
+            progress.unfinished.add(self.pool.owner)
         for name, located in fresh.items():
-            rows = self._stack([row[:n] for row, n in zip(located, more)], columns)
-            self.where[name] = torch.cat([self.where[name], rows], dim=1)
+            self.where[name] = torch.cat([self.where[name], self._stack(located, columns)], dim=1)
         self.columns += columns
         self._behind = len(self.written)
+        self.query_length = 0
 
     def _stack(self, rows: Sequence[npt.NDArray[np.int64]], columns: int) -> torch.Tensor:
         """Locations of rows of different lengths as `[B, columns]`, after PADDING."""
@@ -239,41 +323,10 @@ class Batch:
         return self.pool.item_bytes_view(self.pool.layout.buffers[0]).device
 
 
-def _padding(
-    padding: npt.ArrayLike, lengths: Sequence[int], spaces: Sequence[Space]
-) -> tuple[int, ...]:
-    """The columns before each row's first token, of rows that have `lengths` `[B]` tokens. Raises
-    ValueError unless these end in one column, and rows without any begin after it.
-    """
-    numbers = np.asarray(padding)
-    if numbers.dtype.kind not in "iu" or numbers.shape not in ((), (len(lengths),)):
-        raise ValueError(
-            f"padding: a whole number, or one for each of {len(lengths)} rows, got {padding!r}."
-        )
-    before = np.broadcast_to(numbers, len(lengths)).tolist()
-    if min(before) < 0:
-        raise ValueError(f"padding: 0 or more, got {before}.")
-    ends = {n + p for n, p in zip(lengths, before) if n}
-    columns = max(ends, default=0)
-    if len(ends) > 1 or any(p < columns for n, p in zip(lengths, before) if not n):
-        fits = [max(lengths) - n for n in lengths]
-        raise ValueError(
-            f"requests: {list(lengths)} tokens with padding {before} do not end in one column. "
-            f"Give padding={fits}, and the model what inputs() returns."
-        )
-    compressed = [space for space in spaces if space.tokens_per_entry > 1]
-    if any(before) and compressed:
-        raise ValueError(
-            f"space {compressed[0].name}: padding {before}, but the model compresses windows "
-            f"of {compressed[0].tokens_per_entry} columns. Make a batch of each length."
-        )
-    return tuple(before)
-
-
 def _copy_progress(request: Request, child: Request, tokens: int) -> None:
     """Called when a request is forked."""
     if progress := PROGRESS.get(request):
         if progress.unfinished:
             raise ValueError("the last forward over this request did not finish. Free it.")
-        PROGRESS[child] = replace(progress)
-        PROGRESS[child].truncate(tokens)
+        written = {owner: min(count, tokens) for owner, count in progress.written.items()}
+        PROGRESS[child] = Progress(written)

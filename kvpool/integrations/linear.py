@@ -21,11 +21,6 @@ class LinearStates:
     """One linear-attention state of a layer; `name` is what the cache counts its tokens by."""
 
     def __init__(self, batch: Batch, layer: int, name: str, kind: LinearState, at: At) -> None:
-        if not kind.taps or not kind.conv_inputs:
-            raise ValueError(
-                f"{batch.pool.owner} layer {layer} {name}: models with such a state have a cache "
-                "of their own. A PoolCache takes states whose convolution is given its inputs."
-            )
         self.batch, self.layer, self.name = batch, layer, name
         self.kind, self.at = kind, at
         self._lent: dict[str, torch.Tensor] = {}
@@ -45,10 +40,12 @@ class LinearStates:
         is there is never equal to the second one, so that it shows whether the model has shifted
         them.
         """
-        if not self.columns:
+        if not self.columns or not self.kind.taps:
             return None
         self.check_returned()
         first, taps = self._taps()
+        if not self.kind.conv_inputs:
+            return taps
         self._lent, self._views, self._unshifted = {}, {}, first
         return self._lend("conv", torch.cat([first, taps], dim=-1))
 
@@ -59,8 +56,15 @@ class LinearStates:
         return self._lend("temporal", self._read()[1])
 
     def update_conv(self, conv: torch.Tensor) -> torch.Tensor:
-        """Writes the last of the inputs `[B, channel, T]`; returns all after the previous state."""
-        self._check("conv", conv, (self.kind.channels(self.at.shard), conv.shape[-1]))
+        """Writes the last of the inputs `[B, channel, T]`; returns all after the previous state.
+        Where the model gives the new state itself, writes and returns it.
+        """
+        width = conv.shape[-1] if self.kind.conv_inputs else self.kind.taps
+        self._check("conv", conv, (self.kind.channels(self.at.shard), width))
+        if not self.kind.conv_inputs:
+            self._advance(self._new_tokens())
+            self._write(conv, None)
+            return conv
         if self.columns:
             before = self._taps()
         else:
@@ -78,6 +82,8 @@ class LinearStates:
         """
         heads = self.at.shard.of(self.kind.heads)[1] if self.kind.heads else 0
         self._check("temporal", state, (heads, *self.kind.state_shape), widen=True)
+        if not self.kind.taps:
+            self._advance(self._new_tokens())
         self._settle(state)
         return state
 
@@ -120,6 +126,18 @@ class LinearStates:
         conv = self._lent.get("conv")
         return conv is not None and not torch.equal(conv[..., :1], self._unshifted)
 
+    def _new_tokens(self) -> int:
+        """Tokens of this forward, for a state that does not show how many it took."""
+        batch = self.batch
+        tokens = batch.columns - self.columns or batch.query_length
+        if not tokens:
+            raise ValueError(
+                f"{batch.pool.owner} layer {self.layer} {self.name}: the model did not say "
+                "how many tokens it was given. Give it no 4D mask of your own, or call "
+                "get_mask_sizes(tokens, layer) before it."
+            )
+        return tokens
+
     def _advance(self, tokens: int) -> None:
         self.batch.advance(self.layer, self.name, tokens)
 
@@ -137,7 +155,7 @@ class LinearStates:
         if conv is None and temporal is None:
             return
         batch, slots = self.batch, self._slots()
-        rows = [row for row, tokens in enumerate(batch.tokens(self.columns)) if tokens]
+        rows = [row for row, tokens in enumerate(batch.padding.tokens(self.columns)) if tokens]
         if not all(batch.requests[row].num_tokens for row in rows):
             return  # a tensor outlived its request, whose slot may be another's now
         if len(rows) < len(batch.requests):

@@ -234,7 +234,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return state
 
     reset = unsupported("reset", "Free the requests and build a new PoolCache.")
-    crop = unsupported("crop", "Truncate the requests and build a new PoolCache.")
+    crop = unsupported("crop of a layer", "Crop the whole cache.")
     activate_past_recording = unsupported("past recording", "Decode without an assistant model.")
     reorder_cache = unsupported("reorder_cache", "Decode without beams, or with a DynamicCache.")
     batch_repeat_interleave = unsupported("repeating rows", "Prefill a request for every row.")

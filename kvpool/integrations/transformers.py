@@ -18,7 +18,7 @@ from kvpool.allocation.allocator import Allocator, Request
 from kvpool.integrations.batch import Batch
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
 from kvpool.layout.dtypes import PACKINGS
-from kvpool.layout.formats import IndexKey
+from kvpool.layout.formats import IndexKey, LinearState
 from kvpool.pools.base import KVPool
 from kvpool.pools.states import UnionPool
 
@@ -48,6 +48,15 @@ class PoolCache(Cache):
     Raises ValueError where cached tokens do not end in one column. The caller frees the requests.
     """
 
+    def __new__(cls, pool: UnionPool, *_: Any, **__: Any) -> PoolCache:
+        """A cache of the class that the models of such pools take."""
+        kinds = pool.kinds if isinstance(pool, UnionPool) else ()
+        if cls is PoolCache and any(isinstance(k, LinearState) and not k.taps for k, _ in kinds):
+            from kvpool.integrations.minimax import MiniMaxPoolCache
+
+            cls = MiniMaxPoolCache
+        return super().__new__(cls)
+
     def __init__(
         self,
         pool: UnionPool,
@@ -57,15 +66,16 @@ class PoolCache(Cache):
     ) -> None:
         self.batch = Batch(pool, allocator, requests, padding)
         self.pool, self.allocator, self.requests = pool, allocator, self.batch.requests
+        self.padding = self.batch.padding
         self.pool_layers = [PoolLayer(self.batch, layer) for layer in range(pool.end_layer)]
         blocks = [layer.layer for layer in self.pool_layers if layer.selects_blocks]
-        if blocks and any(self.batch.padding):
+        if blocks and any(self.padding.before):
             raise ValueError(
-                f"{pool.owner} layer {blocks[0]} index_key: padding {list(self.batch.padding)}, "
+                f"{pool.owner} layer {blocks[0]} index_key: padding {list(self.padding.before)}, "
                 "but the model selects blocks of columns. Make a batch of each length."
             )
         self.batch.count((layer.layer, name) for layer in self.pool_layers for name in layer.states)
-        super().__init__(layers=list(self.pool_layers))
+        Cache.__init__(self, layers=list(self.pool_layers))  # its subclasses make other layers
 
     @classmethod
     def new(
@@ -90,6 +100,13 @@ class PoolCache(Cache):
             "attention_mask": (positions[:, seen:] >= 0).long(),
             "position_ids": positions[:, columns:].clamp(min=0),
         }
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last `-tokens_to_remove` columns of every row, a negative number: drafts
+        that were rejected. See Allocator.truncate, which refuses where state was overwritten; then
+        nothing was changed.
+        """
+        self.batch.crop(tokens_to_remove)
 
     def update(
         self, key_states: Any, value_states: Any, layer_idx: int, *_: Any, **__: Any
@@ -137,6 +154,11 @@ class PoolCache(Cache):
     def is_linear(self) -> list[bool]:
         """Whether a layer has linear attention only."""
         return [layer.is_linear for layer in self.pool_layers]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(tokens that the next forward attends to, tokens dropped before them)."""
+        self.batch.query_length = query_length
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def _layer(self, layer: int) -> PoolLayer:
         self.batch.raise_failure()

@@ -1,7 +1,8 @@
 """Keys of prefixes of tokens: a chain of hashes, the same in every process.
 
 The key of no tokens is blake2b of the salt (UTF-8); that of a longer prefix is blake2b of the key
-of one page less and of the page's tokens as little-endian int32. A key is 32 bytes.
+of one page less and of the page's tokens as little-endian int32. A key is 32 bytes. Events for
+routers publish these keys.
 """
 
 from __future__ import annotations

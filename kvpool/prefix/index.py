@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +13,19 @@ from kvpool.prefix.chain import Key
 
 
 class PrefixIndex:
-    """The items of one free list that hold the state of known prefixes, by id list.
+    """The items of one free list that hold the state of known prefixes.
 
     An item is of one id list and one prefix, the one that ends with it. An item without holders is
     idle: it is free, and taken after all other free items, the one that became idle first before
     the others. Of a chain of pages the last is to become idle first: then no page is taken while a
-    later one is idle.
+    later one is idle. `on_forget` is called with an id list and the keys of its items that are
+    forgotten.
     """
 
-    def __init__(self, items: int, id_lists: Iterable[str]) -> None:
+    def __init__(self, items: int) -> None:
         self.known: npt.NDArray[np.bool_] = np.zeros(items, dtype=np.bool_)
-        self._items: dict[str, dict[Key, int]] = {id_list: {} for id_list in id_lists}
+        self.on_forget: Callable[[str, list[Key]], None] = lambda id_list, keys: None
+        self._items: dict[str, dict[Key, int]] = {}
         self._prefixes: dict[int, tuple[str, Key]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
 
@@ -31,6 +33,10 @@ class PrefixIndex:
     def num_idle(self) -> int:
         """Known items without holders."""
         return len(self._idle)
+
+    def use(self, id_list: str) -> None:
+        """Makes an id list known."""
+        self._items[id_list] = {}
 
     def ids(self, id_list: str) -> Ints:
         """Known items of an id list, ascending."""
@@ -42,20 +48,31 @@ class PrefixIndex:
         items = self._items[id_list]
         return np.array([items.get(key, -1) for key in keys], dtype=np.int64)
 
-    def add(self, id_list: str, keys: Sequence[Key], ids: Ints) -> None:
+    def add(self, id_list: str, keys: Sequence[Key], ids: Ints) -> Ints:
         """Makes held items `[N]` those of prefixes with keys `[N]`. Leaves out prefixes that have
-        an item, and items of another prefix.
+        an item, and items of another prefix; returns which were added, in order.
         """
-        items = self._items[id_list]
-        for key, item in zip(keys, ids.tolist()):
-            if key not in items and item not in self._prefixes:
+        items, prefixes, added = self._items[id_list], self._prefixes, []
+        for number, (key, item) in enumerate(zip(keys, ids.tolist())):
+            if key not in items and item not in prefixes:
                 items[key] = item
-                self._prefixes[item] = id_list, key
-                self.known[item] = True
+                prefixes[item] = id_list, key
+                added.append(number)
+        places: Ints = np.array(added, dtype=np.int64)
+        self.known[ids[places]] = True
+        return places
 
     def idle(self, ids: Ints) -> None:
-        """These known items have no holders by now; the first of them is taken first."""
-        self._idle.update(dict.fromkeys(ids.tolist()))
+        """These known items have no holders, the first of them is taken first. Those that were idle
+        count as held until now.
+        """
+        for item in ids.tolist():
+            self._idle[item] = None
+            self._idle.move_to_end(item)
+
+    def touch(self, ids: Ints) -> None:
+        """Those of these items that are idle are taken after all others, the first first."""
+        self.idle(self.wake(ids))
 
     def wake(self, ids: Ints) -> Ints:
         """These items are not idle any more, as they have a holder; returns those that were."""
@@ -75,10 +92,15 @@ class PrefixIndex:
 
     def forget(self, ids: Ints) -> None:
         """These items, held or just taken, are no prefix's any more."""
-        for item in ids[self.known[ids]].tolist():
-            id_list, key = self._prefixes.pop(item)
-            del self._items[id_list][key]
+        forgotten: dict[str, list[Key]] = {}
+        for item in ids.tolist():
+            if item in self._prefixes:
+                id_list, key = self._prefixes.pop(item)
+                del self._items[id_list][key]
+                forgotten.setdefault(id_list, []).append(key)
         self.known[ids] = False
+        for id_list, keys in forgotten.items():
+            self.on_forget(id_list, keys)
 
     def idle_ids(self) -> Ints:
         """Idle items, the first to be taken first."""

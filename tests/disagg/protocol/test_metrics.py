@@ -232,6 +232,8 @@ def test_what_a_prefix_cache_found_and_keeps_is_served():
     assert count("kvpool_prefix_lookups_total", outcome="miss") == 2
     assert count("kvpool_prefix_tokens_total", tokens="asked") == 45
     assert count("kvpool_prefix_tokens_total", tokens="found") == 12
+    assert count("kvpool_prefix_items_total", change="stored") == 7
+    assert count("kvpool_prefix_items_total", change="removed") == 3
     assert count("kvpool_kept_items", ids="kv") == 4
 
 

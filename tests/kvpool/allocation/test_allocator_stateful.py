@@ -301,12 +301,24 @@ class Lives(Machine):
             with pytest.raises(RequestPinned, match="a fork would"):
                 self.alloc.fork(parent.request, tokens)
             return
-        gone = any(self.gone(parent, name, tokens) for name in self.spaces)
+        gone = False
         copied = {}
         for name in self.lists:
-            space, (_, stop) = self.by_name[name], self.bounds(name, tokens, tokens)
-            partial = space.kind != "paged" or tokens % space.tokens_per_item
-            copied[name] = stop - 1 if tokens and partial else None
+            space = self.by_name[name]
+            first, stop = self.bounds(name, tokens, tokens)
+            if space.kind == "paged":
+                incomplete = tokens % (space.entries_per_item * space.tokens_per_entry)
+                lost = start(space, tokens) < start(space, parent.received)
+                gone |= tokens > 0 and (lost or first < parent.first[name])
+            else:
+                gone |= tokens not in (0, parent.tokens)
+                incomplete = tokens
+            copied[name] = stop - 1 if incomplete else None
+        for space in self.spaces.values() if tokens else ():
+            if space.ring:
+                alive = self.live_entries(space.name, tokens)
+                gone |= alive.start < start(space, parent.received)
+                gone |= not gone and any(parent.lacks(space, entry) for entry in alive)
         out = any(
             sum(copied[each] is not None for each in self.siblings(name)) > len(self.free_ids(name))
             for name in self.lists
@@ -319,7 +331,7 @@ class Lives(Machine):
             return
         child = Held(self.alloc.fork(parent.request, tokens), {}, {}, tokens, since=tokens)
         child.received = min(parent.received, tokens)
-        child.lost = self.lost_by(parent, tokens)
+        child.lost = Counter(parent.lost if tokens else {})
         child.there = {name: dict(there) for name, there in parent.there.items()}
         self.live.append(child)
         for name in self.lists:
@@ -330,15 +342,6 @@ class Lives(Machine):
             self.take(child, name, *self.bounds(name, tokens, tokens))
         for name in self.spaces:
             child.marks[name] = dict(parent.marks[name])
-
-    def lost_by(self, held: Held, tokens: int) -> Counter[str]:
-        """Entries before which a ring has none, once a request has that many tokens again."""
-        lost: Counter[str] = Counter()
-        for name, space in self.spaces.items() if tokens else ():
-            if space.kind == "ring":
-                most, left = (t // space.tokens_per_entry for t in (held.tokens, tokens))
-                lost[name] = max(held.lost[name], min(most - space.entries_per_item, left))
-        return lost
 
     def gone(self, held: Held, name: str, tokens: int) -> bool:
         """Whether the request lacks what is alive in a space at that many tokens."""
@@ -400,7 +403,12 @@ class Lives(Machine):
         else:
             self.alloc.truncate_batch(requests, ends)
         for number, (each, tokens) in enumerate(fewer):
-            each.lost = self.lost_by(each, tokens)
+            for name in self.spaces:
+                space = self.spaces[name]
+                if space.kind == "ring":
+                    most, left = (t // space.tokens_per_entry for t in (each.tokens, tokens))
+                    rest = min(most - space.entries_per_item, left)
+                    each.lost[name] = max(each.lost[name], rest) if tokens else 0
             for name in self.lists:
                 stop = self.bounds(name, tokens, tokens)[1]
                 kept = {n: item for n, item in each.ids[name].items() if n < stop}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvpool import Allocator, OutOfPages, PrefixCache
 from kvpool.prefix.chain import Chain, next_keys, root_key, token_ids
+from kvpool.prefix.events import encode
 from tests.pools import dsv4, hybrid, mla
 
 PAGE = 4
@@ -155,6 +157,56 @@ def test_a_cache_serves_one_allocator():
     Allocator(mla(device="meta"), prefix=cache)
     with pytest.raises(ValueError, match="another allocator"):
         Allocator(mla(device="meta"), prefix=cache)
+
+
+def hashes(salt, tokens):
+    found = [blake2b(salt.encode(), digest_size=32).digest()]
+    for at in range(0, len(tokens), PAGE):
+        page = b"".join(t.to_bytes(4, "little") for t in tokens[at : at + PAGE])
+        found.append(blake2b(found[-1] + page, digest_size=32).digest())
+    return found
+
+
+def test_events_are_what_vllm_publishes():
+    """The bytes, decoded without our types, beside the fields of vllm/distributed/kv_events.py."""
+    alloc = cached(mla(num_pages=4, device="meta"), events=True)
+    left(alloc, [*range(300, 312)], chunk=8, salt="lora")
+    left(alloc, [*range(400, 404)], chunk=8)
+    raw = encode(alloc.prefix.take_events(), data_parallel_rank=3)
+    _, events, rank = msgspec.msgpack.decode(raw)
+    _, *pages = hashes("lora", [*range(300, 312)])
+    same = {"block_size": PAGE, "lora_id": None, "medium": "GPU", "lora_name": None}
+    same |= {"type": "BlockStored", "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    tokens = [*range(300, 308)], [*range(308, 312)], [*range(400, 404)]
+    assert rank == 3
+    assert events == [
+        {
+            **same,
+            "block_hashes": pages[:2],
+            "parent_block_hash": None,
+            "token_ids": tokens[0],
+            "extra_keys": [["lora"]] * 2,
+        },
+        {
+            **same,
+            "block_hashes": pages[2:],
+            "parent_block_hash": pages[1],
+            "token_ids": tokens[1],
+            "extra_keys": [["lora"]],
+        },
+        {"type": "BlockRemoved", "block_hashes": pages[2:], "medium": "GPU", "group_idx": 0},
+        {
+            **same,
+            "block_hashes": hashes("", tokens[2])[1:],
+            "parent_block_hash": None,
+            "token_ids": tokens[2],
+        },
+    ]
+    alloc.prefix.clear()
+    _, events, _ = msgspec.msgpack.decode(encode(alloc.prefix.take_events()))
+    assert events == [{"type": "AllBlocksCleared"}]
+    with pytest.raises(ValueError, match="events=True"):
+        cached().prefix.take_events()
 
 
 @pytest.mark.parametrize(("received", "found"), [(0, 8), (9, 8), (10, 0), (12, 0)])

@@ -93,7 +93,7 @@ class List:
 class Prefixes(Machine):
     """An allocator with a prefix cache, its pools, and the model of all."""
 
-    prefix = staticmethod(lambda: PrefixCache(checkpoint_tokens=CHECKPOINT))
+    prefix = staticmethod(lambda: PrefixCache(checkpoint_tokens=CHECKPOINT, events=True))
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,8 +110,8 @@ class Prefixes(Machine):
             free.users.append(self.lists[name])
         self.step = lcm(*(each.tokens for each in self.lists.values()))
         self.pinned: list[tuple[PinnedPrefix, dict[str, list[int]]]] = []
-        # a page may be idle without those before it: they were taken back, or computed twice
-        self.cut = False
+        self.cut = False  # stored tokens were taken back: what followed them may go later
+        self.published: dict[tuple[int, bytes], tuple] = {}
 
     # the model
 
@@ -176,7 +176,6 @@ class Prefixes(Machine):
         each = self.lists[name]
         for number in range(first, stop):
             prefix, item = held.prefix((number + 1) * each.tokens), held.ids[name].get(number)
-            self.cut |= item is not None and each.kept.get(prefix, item) != item
             if item is not None and prefix not in each.kept and item not in each.free.kept():
                 each.kept[prefix] = item
 
@@ -396,8 +395,16 @@ class Prefixes(Machine):
             self.put(name, items)
         for name, each in self.lists.items():
             n, more = divmod(tokens, each.tokens)
-            if self.by_name[name].kind == "paged" and more and n in held.ids[name]:
-                each.free.forget(held.ids[name][n])
+            own = held.ids[name].get(n)
+            if self.by_name[name].kind != "paged" or not more or own not in each.kept.values():
+                continue
+            self.cut, stops = True, range((n + 1) * each.tokens, held.stored + 1, each.tokens)
+            if held.keeps and stops and each.kept.get(held.prefix(stops[0])) == own:
+                for item in [each.kept.pop(held.prefix(stop), None) for stop in stops]:
+                    if item in each.free.idle:
+                        each.free.idle.remove(item)
+                        each.free.items.add(item)
+            each.free.forget(own)
         self.cut |= tokens < held.stored
         held.tokens, held.stored = tokens, min(held.stored, tokens)
         held.since, held.received = min(held.since, tokens), min(held.received, tokens)
@@ -408,9 +415,22 @@ class Prefixes(Machine):
     @rule(number=PICK)
     def end(self, number: int) -> None:
         held = self.live.pop(number % len(self.live))
+        paths = {}
+        for name, each in self.lists.items() if held.keeps else ():
+            space = self.by_name[name]
+            if space.kind == "paged" and space.window is None:
+                keys = [held.prefix(n) for n in range(each.tokens, held.stored + 1, each.tokens)]
+                own = [held.ids[name][n] for n in range(len(keys))]
+                if [each.kept.get(key) for key in keys] != own:
+                    self.keep(held, name, 0, len(keys))
+                    paths[name] = keys
         self.alloc.free(held.request)
         for name, ids in held.ids.items():
             self.put(name, list(ids.values()))
+        for name, keys in paths.items():
+            each, free = self.lists[name], self.lists[name].free
+            used = [each.kept[key] for key in reversed(keys) if each.kept.get(key) in free.idle]
+            free.idle = [item for item in free.idle if item not in used] + used
 
     @rule(script=st.integers(0, 2), tokens=st.integers(0, 40))
     def pin(self, script: int, tokens: int) -> None:
@@ -477,6 +497,30 @@ class Prefixes(Machine):
                     item, step, value = self.place(held, name, entry)
                     for view in self.memory[name]:
                         assert (view[item, step] == value).all(), (name, entry)
+
+    @invariant()
+    def events_say_what_is_kept(self) -> None:
+        for event in self.cache.take_events():
+            match type(event).__name__:
+                case "AllBlocksCleared":
+                    self.published.clear()
+                case "BlockRemoved":
+                    for digest in event.block_hashes:
+                        del self.published[event.group_idx, digest]
+                case "BlockStored":
+                    size, salt = event.block_size, event.extra_keys
+                    for n, digest in enumerate(event.block_hashes):
+                        assert (event.group_idx, digest) not in self.published
+                        tokens = tuple(event.token_ids[n * size : (n + 1) * size])
+                        found = salt and salt[n], tokens
+                        self.published[event.group_idx, digest] = found
+        groups = {name: n for n, name in enumerate(self.alloc.lists)}
+        said = Counter((group, *found) for (group, _), found in self.published.items())
+        assert said == Counter(
+            (groups[name], (salt,) if salt else None, tokens[-each.tokens :])
+            for name, each in self.lists.items()
+            for salt, tokens in each.kept
+        )
 
 
 BLOCKS = {"placement": "block", "num_pages": 24}

@@ -95,10 +95,10 @@ def assert_same(model: Any, ours: Any, theirs: Any, logits: Any, expected: Any) 
     columns = ours.get_seq_length() - sum(a.shape[1] for a in logits)
     for step, (a, b) in enumerate(zip(logits, expected, strict=True)):
         columns += a.shape[1]
-        for row, padding in enumerate(ours.batch.padding):
+        for row, padding in enumerate(ours.padding.before):
             since = min(max(padding - columns + a.shape[1], 0), a.shape[1])
             assert torch.equal(a[row, since:], b[row, since:]), f"step {step} row {row}"
-    for row, (request, padding) in enumerate(zip(ours.requests, ours.batch.padding)):
+    for row, (request, padding) in enumerate(zip(ours.requests, ours.padding.before)):
         tokens = request.num_tokens
         assert tokens == ours.get_seq_length() - padding
         found = same_as_transformers(ours.pool, request.address(), Row(theirs, row, tokens))

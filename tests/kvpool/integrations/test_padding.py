@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from kvpool import Allocator, OutOfPages  # noqa: E402
 from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
 from tests.kvpool.integrations.caches import (  # noqa: E402
+    CHUNKS,
     PROMPT,
     argument_of,
     assert_same,
@@ -158,6 +159,41 @@ def test_generate_takes_a_batch_that_is_padded_on_the_left(family):
     given = model.generate(ids, past_key_values=ours, **kwargs)
     assert torch.equal(given, model.generate(ids, **kwargs))
     assert [request.num_tokens for request in ours.requests] == [27, 34, 14]
+
+
+def test_drafts_of_rows_of_different_lengths_are_taken_back():
+    model = model_of("llama")
+    pool = pool_of(model)
+    ours = PoolCache.new(pool, Allocator(pool), 2, padding=[0, 14])
+    theirs = transformers.DynamicCache(config=model.config)
+    expected = run(model, theirs, prompt(2), (0, 14))
+    run(model, ours, prompt(2), (0, 14), steps=0)
+    before = pool._slab.clone()
+    forward(model, ours, prompt(2)[:, :4], ours.inputs(4))
+    ours.crop(-4)
+    assert [request.num_tokens for request in ours.requests] == [PROMPT, PROMPT - 14]
+    assert not torch.equal(pool._slab, before)
+    ids = expected[len(CHUNKS) - 1][:, -1:].argmax(-1)
+    for step in expected[len(CHUNKS) :]:
+        logits = forward(model, ours, ids, ours.inputs(1))
+        assert torch.equal(logits, step)
+        ids = step.argmax(-1)
+
+
+def test_a_draft_shares_the_padding_of_its_target():
+    model, small = model_of("llama"), model_of("olmo")
+    target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
+    allocator = Allocator(target, draft)
+    requests = [allocator.new_request() for _ in range(2)]
+    ours = [PoolCache(pool, allocator, requests, padding=[0, 13]) for pool in (target, draft)]
+    logits = []
+    for chunk in prompt(2).split(11, dim=1):
+        for cache, each in zip(ours, (model, small)):
+            logits.append(forward(each, cache, chunk, cache.inputs(chunk.shape[1])))
+    theirs = transformers.DynamicCache(config=small.config)
+    expected = run(small, theirs, prompt(2), (0, 13), chunks=(11, 11, 7), steps=0)
+    assert_same(small, ours[1], theirs, logits[1::2], expected)
+    assert [request.num_tokens for request in requests] == [29, 16]
 
 
 def test_a_padded_batch_that_does_not_fit_changes_nothing():

@@ -233,7 +233,8 @@ def verify(model: Any, cache: Any, drafts: int) -> None:
 
 
 @pytest.mark.parametrize("family", CUT)
-def test_a_request_that_drafts_were_taken_back_of_is_one_that_never_had_them(family):
+@pytest.mark.parametrize("how", ["crop", "truncate"])
+def test_a_request_that_drafts_were_taken_back_of_is_one_that_never_had_them(family, how):
     model, ids = model_of(family, torch.bfloat16), prompt(2)
     theirs = transformers.DynamicCache(config=model.config)
     # a compressor takes back what ends with a window, or in the one that is open
@@ -248,27 +249,34 @@ def test_a_request_that_drafts_were_taken_back_of_is_one_that_never_had_them(fam
         ids = ids[:, size:]
         for drafts in CUT[family]:
             verify(model, ours, drafts)
-            tokens = ours.get_seq_length() - drafts
-            ours.allocator.truncate_batch(ours.requests, tokens)
-            ours = PoolCache(pool, ours.allocator, ours.requests)
+            if how == "crop":
+                ours.crop(-drafts)
+            else:
+                tokens = ours.get_seq_length() - drafts
+                ours.allocator.truncate_batch(ours.requests, tokens)
+                ours = PoolCache(pool, ours.allocator, ours.requests)
     logits += run(model, ours, logits[-1][:, -1:].argmax(-1), chunks=(1,), steps=STEPS - 1)
     assert_same(model, ours, theirs, logits, expected)
 
 
-def test_tokens_inside_a_window_that_was_compressed_are_no_place_to_go_on():
-    """Its gates are kept no more."""
+def test_what_cannot_be_taken_back_is_refused_and_the_cache_goes_on():
+    pool = pool_of(model := model_of("qwen3_next"))
+    ours = PoolCache.new(pool, Allocator(pool), 2)
+    run(model, ours, prompt(2), steps=0)
+    with pytest.raises(ValueError, match="space state: a slot holds the state after 29 tokens"):
+        ours.crop(-1)
+    with pytest.raises(ValueError, match="crop: -29 to 0"):
+        ours.crop(1)
+    theirs = transformers.DynamicCache(config=model.config)
+    assert_same(model, ours, theirs, [], run(model, theirs, prompt(2), steps=0)[:0])
+
     pool = pool_of(model := model_of("deepseek_v4"), speculation=True)
     ours = PoolCache.new(pool, Allocator(pool), 1)
     ratio = sorted({space.window_step for space in pool.layout.spaces if space.window})[-1]
     run(model, ours, prompt(1, 4 * ratio), chunks=(4 * ratio,), steps=0)
-    alloc, (request,) = ours.allocator, ours.requests
-    says = f"end inside a window of {ratio} that was compressed"
-    with pytest.raises(ValueError, match=says):
-        alloc.fork(request, 4 * ratio - 1)
-    assert alloc.usage().requests == 1
-    alloc.truncate(request, 4 * ratio - 1)
-    with pytest.raises(ValueError, match=says):
-        PoolCache(pool, alloc, [request])
+    with pytest.raises(ValueError, match=f"end inside a window of {ratio} that was compressed"):
+        ours.crop(-1)
+    assert ours.get_seq_length() == ours.requests[0].num_tokens == 4 * ratio
 
 
 def test_out_of_pages_leaves_all_rows_as_they_were():
@@ -363,10 +371,6 @@ def test_requests_that_make_no_batch_are_refused():
         PoolCache(pool, allocator, [])
     with pytest.raises(ValueError, match=r"another pool's items\. Use Allocator\(pool\)"):
         PoolCache(pool_of(model_of("llama")), allocator, [first])
-    draft = pool_of(model_of("llama"), owner="draft")
-    both = Allocator(pool_of(model_of("llama")), draft)
-    with pytest.raises(ValueError, match=r"another pool's items\. Use Allocator\(pool\)"):
-        PoolCache(draft, both, [both.new_request()])
     allocator.free(first)
     with pytest.raises(ValueError, match="freed"):
         PoolCache(pool, allocator, [first])
@@ -414,7 +418,6 @@ def test_what_a_pool_cannot_do_is_refused_with_what_to_do_instead():
         "offload": (0,),
         "prefetch": (0,),
         "activate_past_recording": (),
-        "crop": (-1,),
     }
     for name, args in calls.items():
         with pytest.raises(NotImplementedError, match=r"PoolCache: .* is not supported\. [A-Z]"):
@@ -474,6 +477,56 @@ def test_states_that_the_model_does_not_write_are_noticed():
     run(model, ours, prompt(1)[:, :4], chunks=(4,), steps=0)
     with pytest.raises(RuntimeError, match=r"layer 0 indexer: 0 tokens, others 4.* no such state"):
         run(model, ours, prompt(1)[:, 4:], chunks=(1,), steps=0)
+
+
+def test_a_draft_writes_the_tokens_of_its_target():
+    model, small = model_of("llama"), model_of("gpt_oss")
+    target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
+    allocator = Allocator(target, draft)
+    request = allocator.new_request()
+    ours = [PoolCache(pool, allocator, [request]) for pool in (target, draft)]
+    ids = prompt(1)
+    for chunk in (slice(0, 11), slice(11, 28), slice(28, 29)):
+        for cache, each in zip(ours, (model, small)):  # the target's forward makes room for both
+            run(each, cache, ids[:, chunk], chunks=(ids[:, chunk].shape[1],), steps=0)
+    assert request.num_tokens == 29
+    again = PoolCache(draft, allocator, [request])
+    theirs = transformers.DynamicCache(config=small.config)
+    expected = run(small, theirs, ids, steps=2)
+    with pytest.raises(ValueError, match="row 0: the request has 29 tokens, this cache wrote 28"):
+        ours[1].batch.columns = 28
+        ours[1].batch.count(ours[1].batch.written)
+        run(small, ours[1], ids[:, 11:13], chunks=(2,), steps=0)
+    last = expected[-3][:, -1:].argmax(-1)
+    for step in (-2, -1):
+        (logits,) = run(small, again, last, chunks=(1,), steps=0)
+        assert torch.equal(logits, expected[step])
+        last = logits.argmax(-1)
+
+
+def late_draft(name):
+    """A draft of another model, whose cache joins a target's requests once these have tokens."""
+    model, small = model_of("llama"), model_of(name)
+    target, draft = pool_of(model, page_size=8), pool_of(small, page_size=8, owner="draft")
+    allocator = Allocator(target, draft)
+    ours = PoolCache.new(target, allocator)
+    run(model, ours, prompt(1), steps=0)
+    assert PoolCache(target, allocator, ours.requests).get_seq_length() == PROMPT
+    return small, PoolCache(draft, allocator, ours.requests)
+
+
+def test_tokens_that_a_draft_did_not_write_are_not_cached():
+    small, late = late_draft("olmo")
+    assert late.get_seq_length() == 0
+    (logits,) = run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
+    theirs = transformers.DynamicCache(config=small.config)
+    assert torch.equal(logits, run(small, theirs, prompt(1), chunks=(PROMPT,), steps=0)[0])
+
+
+def test_a_draft_that_comes_after_its_window_has_moved_is_refused():
+    small, late = late_draft("gpt_oss")
+    with pytest.raises(ValueError, match="space swa: tokens left the window before draft wrote"):
+        run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
 
 
 def test_tokens_received_after_some_were_computed_count_as_cached():

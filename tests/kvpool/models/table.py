@@ -17,8 +17,6 @@ from tests.kvpool.models.tiny import TEXTS, TYPES, changes
 
 # not run: their models need an image, or a package for images
 AS_TEXT = ("dots3_note", "gemma3n", "gemma4", "gemma4_unified")
-# their linear states have caches of their own
-OWN_CACHES = ("minimax", "zaya")
 HEAD = """# Models
 
 The model types of transformers for which kvpool can build a pool.
@@ -70,7 +68,6 @@ caches them, so the declared pool has one KV head per query head. Serving engine
 ## Types
 
 "as its text type": the model needs an image or an image package, so only its text type was run.
-"not over `PoolCache`": the model changes its linear states in a form of its own.
 """
 COLUMNS = """
 | type | kinds of state | per token | per token in a window | per request | logits bit-equal |
@@ -123,8 +120,7 @@ def _row(name: str) -> str:
         elif not space.grows:
             windows += part.item_bytes * len(part.layers) // space.entries_per_item
     token = f"{pool.bytes_per_token:,g}"
-    equal = "not over `PoolCache`" if name in OWN_CACHES else "yes"
-    return f"| `{name}` | {_kinds(declared)} | {token} | {windows:,} | {once:,} | {equal} |"
+    return f"| `{name}` | {_kinds(declared)} | {token} | {windows:,} | {once:,} | yes |"
 
 
 def _kinds(declared: Declaration) -> str:

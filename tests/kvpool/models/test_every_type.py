@@ -19,7 +19,7 @@ from kvpool.layout.dtypes import ITEMSIZE  # noqa: E402
 from kvpool.models import known  # noqa: E402
 from kvpool.models.families import FAMILIES, WRAPPERS  # noqa: E402
 from kvpool.models.refused import REFUSED  # noqa: E402
-from tests.kvpool.models.table import AS_TEXT, OWN_CACHES, main  # noqa: E402
+from tests.kvpool.models.table import AS_TEXT, main  # noqa: E402
 from tests.kvpool.models.tiny import TEXTS, TYPES, kept, own_cache, run, tiny  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,8 +81,11 @@ def test_a_model_over_a_declared_pool_caches_and_computes_the_same(name):
             tokens = space.window or tokens
             full, swa = full + count * space.grows, swa + count * (not space.grows)
         assert (full, swa, tokens, once) == kept(theirs, number, PROMPT, unread), f"layer {number}"
-    for chunks in () if name in OWN_CACHES else ((PROMPT - 1, 1), (5, 7, 1, 7, 1)):
-        ours = PoolCache.new(pool, Allocator(pool))
+    kind = PoolCache
+    if name == "minimax":
+        from kvpool.integrations.minimax import MiniMaxPoolCache as kind
+    for chunks in ((PROMPT - 1, 1), (5, 7, 1, 7, 1)):
+        ours = kind.new(pool, Allocator(pool))
         reference = run(model, own_cache(model), prompt(), chunks)
         for step, (a, b) in enumerate(zip(run(model, ours, prompt(), chunks), reference)):
             assert torch.equal(a, b), f"chunk {step} of {chunks}"

@@ -1,0 +1,58 @@
+"""Events for routers, in the form in which vLLM publishes them (vllm/distributed/kv_events.py).
+
+`encode([...])` is the payload of a batch; vLLM sends it over a ZeroMQ PUB socket as the last of
+three frames, after the topic and a number of 8 bytes, big-endian, that counts batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    """Consecutive items were kept: they hold the state of `block_size` tokens each.
+
+    A hash is the key of a prefix (kvpool.prefix.chain), `parent_block_hash` that of what precedes
+    the first item. `extra_keys` has the salt of each. `group_idx` numbers the allocator's id lists.
+    """
+
+    block_hashes: list[bytes]
+    parent_block_hash: bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    """Items were taken: the state of these prefixes is gone from an id list."""
+
+    block_hashes: list[bytes]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
+    """All prefixes were forgotten."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class _Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: Sequence[Event]
+    data_parallel_rank: int | None = None
+
+
+def encode(events: Sequence[Event], data_parallel_rank: int | None = None) -> bytes:
+    """A batch of events as msgpack, with the time of now."""
+    return msgspec.msgpack.encode(_Batch(time.time(), events, data_parallel_rank))
