@@ -20,8 +20,6 @@ from disagg import (
     Engine,
     Group,
     KVPoll,
-    MemoryNetwork,
-    MemoryTransport,
     PrefillEndpoint,
     TransferError,
     UsageError,
@@ -37,6 +35,7 @@ from tests.fuzz import build, planning, samples
 from tests.fuzz.build import Choices, pick
 from tests.fuzz.guard import Finding
 from tests.fuzz.stretch import stretched
+from tests.memory import MemoryNetwork, MemoryTransport
 
 MOST_STEPS = 40
 ROOMS: tuple[messages.Room, ...] = (0, 1, "r", "x" * messages.MAX_ROOM_NAME)

@@ -8,13 +8,12 @@ from itertools import pairwise
 from disagg import (
     DecodeEndpoint,
     KVPoll,
-    MemoryNetwork,
-    MemoryTransport,
     PrefillEndpoint,
     create_engine,
 )
 from kvpool import MLAPool, RequestAddress
 from tests import oracle
+from tests.memory import MemoryNetwork, MemoryTransport
 
 TOKENS = 75
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}

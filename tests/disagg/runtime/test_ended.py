@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from disagg import DecodeEndpoint, Ended, KVPoll, MemoryNetwork, MemoryTransport, create_engine
+from disagg import DecodeEndpoint, Ended, KVPoll, create_engine
 from disagg.protocol.rooms.prefill_rooms import MAX_FAILED_UNSENT
 from kvpool import MLAPool
 from tests import oracle
 from tests.disagg.protocol.pair import Pair
 from tests.disagg.stepping import MLA, stepped
+from tests.memory import MemoryNetwork, MemoryTransport
 
 TOKENS = 40
 

@@ -14,8 +14,6 @@ import pytest
 from disagg import (
     DecodeEndpoint,
     KVPoll,
-    MemoryNetwork,
-    MemoryTransport,
     PrefillEndpoint,
     SocketTransport,
 )
@@ -47,6 +45,7 @@ from tests.disagg.runtime.sides import (
 )
 from tests.disagg.stepping import Clock
 from tests.disagg.waiting import until
+from tests.memory import MemoryNetwork, MemoryTransport
 from tests.streams import dial
 
 TIMEOUT = 3.0

@@ -11,8 +11,6 @@ from disagg import (
     DecodeEndpoint,
     EndpointClosed,
     KVPoll,
-    MemoryNetwork,
-    MemoryTransport,
     PeerError,
     PrefillEndpoint,
     SocketTransport,
@@ -21,6 +19,7 @@ from disagg import (
 )
 from kvpool import MHAPool
 from tests import oracle
+from tests.memory import MemoryNetwork, MemoryTransport
 
 TOKENS = 75
 FILES = {"ca": "a", "certificate": "b", "key": "c"}

@@ -8,8 +8,6 @@ import pytest
 from disagg import (
     DecodeEndpoint,
     KVPoll,
-    MemoryNetwork,
-    MemoryTransport,
     PrefillEndpoint,
     TransferError,
 )
@@ -19,6 +17,7 @@ from kvpool import MHAPool, RequestAddress, Span
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.stepping import stepped
+from tests.memory import MemoryNetwork, MemoryTransport
 
 TOKENS = 150
 MHA = {"num_kv_heads": 4, "head_dim": 64, "dtype": "bf16", "num_pages": 24, "page_size": 16}
