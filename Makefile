@@ -208,7 +208,7 @@ long: venv chromium $(NPU_FILES)  ## the suite with its long runs
 MINUTES ?= 30
 SOAK ?=
 .PHONY: soak
-soak: venv  ## endpoints under load and faults for MINUTES (30), and nothing grows; a report in build/soak
+soak: venv  ## endpoints under load and faults for MINUTES (30), and nothing grows
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
 
 clean:  ## remove the environment and caches

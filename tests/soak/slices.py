@@ -24,75 +24,55 @@ from tests.faults.worlds import KINDS
 from tests.soak.child import CHECKPOINT, DOCUMENTS, SoakChild
 
 PAGE = resource.getpagesize()
+MIB = 1 << 20
 LEAST = 12
 """Samples without which nothing is said."""
+LIMITS = {"memory": 4 * MIB, "files": 1, "threads": 1, "items": 0}
+"""By how much a median may grow. `items` are those of a pool that are neither free nor a filler's,
+and leases: while no request is under way, there are none.
+"""
+
+Sample = dict[str, int]
+"""What a process holds while no request is under way: memory in bytes, files, threads, items."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What a process holds while no request is under way. Memory in bytes."""
-
-    seconds: float
-    memory: int
-    files: int
-    threads: int
-    items: int
-    """Items of its pool that are neither free nor a filler's, and leases: none are under way."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """By how much a median may grow. Memory in bytes."""
-
-    memory: int
-    files: int = 1
-    threads: int = 1
-    items: int = 0
-
-
-@dataclass(frozen=True)
-class Trend:
-    """Medians of what one process held in the second and in the last quarter of its life."""
-
-    process: str
-    what: str
-    before: float
-    after: float
-    limit: float
-
-    @property
-    def flat(self) -> bool:
-        """Whether it has not grown by more than the limit."""
-        return self.after - self.before <= self.limit
-
-
-def sample(pid: int, seconds: float, items: int) -> Sample:
+def sample(pid: int, items: int) -> Sample:
     """What the kernel says of a process now."""
     proc = Path(f"/proc/{pid}")
-    return Sample(
-        seconds=seconds,
-        memory=int((proc / "statm").read_text().split()[1]) * PAGE,
-        files=len(os.listdir(proc / "fd")),
-        threads=len(os.listdir(proc / "task")),
-        items=items,
-    )
+    return {
+        "memory": int((proc / "statm").read_text().split()[1]) * PAGE,
+        "files": len(os.listdir(proc / "fd")),
+        "threads": len(os.listdir(proc / "task")),
+        "items": items,
+    }
 
 
-def trends(samples: Mapping[str, Sequence[Sample]], limits: Limits) -> Iterator[Trend]:
-    """Four of each process. The first quarter is warm-up: caches fill, buffers become resident."""
-    for process, series in samples.items():
-        quarter = len(series) // 4
-        if len(series) < LEAST:
-            raise ValueError(f"{process}: {len(series)} samples, {LEAST} are needed. Run longer.")
-        for what in ("memory", "files", "threads", "items"):
-            values = [getattr(each, what) for each in series]
-            yield Trend(
-                process=process,
-                what=what,
-                before=median(values[quarter : 2 * quarter]),
-                after=median(values[-quarter:]),
-                limit=getattr(limits, what),
-            )
+def medians(series: Sequence[Sample], what: str) -> tuple[float, float]:
+    """In the second and in the last quarter. The first is warm-up: caches fill, buffers become
+    resident. Raises ValueError for too few samples.
+    """
+    if len(series) < LEAST:
+        raise ValueError(f"{len(series)} samples, {LEAST} are needed. Run longer.")
+    quarter, values = len(series) // 4, [each[what] for each in series]
+    return median(values[quarter : 2 * quarter]), median(values[-quarter:])
+
+
+def leaks(series: Sequence[Sample], limits: Mapping[str, int]) -> Iterator[str]:
+    """What has grown by more than its limit."""
+    for what, limit in limits.items():
+        before, after = medians(series, what)
+        if after - before > limit:
+            yield f"{what} grew from {before:,g} to {after:,g}, by more than {limit:,}"
+
+
+def summary(series: Sequence[Sample]) -> str:
+    """What a process has held."""
+    parts = []
+    for what in LIMITS:
+        before, after = medians(series, what)
+        unit = MIB if what == "memory" else 1
+        parts.append(f"{what} {before / unit:.4g} to {after / unit:.4g}")
+    return ", ".join(parts)
 
 
 LONG_LIVED = ("p0", "d0")
@@ -167,13 +147,20 @@ class Slice:
     """How many, by fault."""
     rooms: Counter[str] = field(default_factory=Counter)
     prefix: Counter[str] = field(default_factory=Counter)
-    """Requests on the long-lived processes, and how many of them began with a reused prefix."""
+    """Requests on the long-lived processes that began with a reused prefix."""
     late: int = 0
     """Rounds in which something came later than it must, which a busy machine causes too."""
 
     @property
     def name(self) -> str:
         return f"{self.engine} {self.family}"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.rounds.total():,} rounds, {self.rooms['succeeded']:,} rooms "
+            f"succeeded, {self.rooms['failed']:,} failed, {self.prefix['hits']:,} reused prefixes, "
+            f"{self.late:,} late"
+        )
 
     def run(self) -> Iterator[float]:
         """Makes rounds until the time is over and there are enough samples; yields the seconds
@@ -187,7 +174,7 @@ class Slice:
             world.ensure()
             while (now := time.monotonic() - began) < self.seconds or self._few():
                 self._round(world, pick)
-                self._look(world, now)
+                self._look(world)
                 yield now
             world.close()
         finally:
@@ -224,14 +211,13 @@ class Slice:
         run.world.ensure()
         run.settle()
 
-    def _look(self, world: World, seconds: float) -> None:
+    def _look(self, world: World) -> None:
         self.prefix.clear()
         for name in LONG_LIVED:
             audit = world.ask(name, "audit")
             leases = audit["leases"]
             items = sum(every - free for every, free in audit["items"].values())
             items += sum(leases.leased.values()) + sum(leases.quarantined.values())
-            entry = sample(world.peers[name].pid, seconds, items)
+            entry = sample(world.peers[name].pid, items)
             self.samples.setdefault(name, []).append(entry)
-            self.prefix["lookups"] += audit["prefix"].lookups
             self.prefix["hits"] += audit["prefix"].hits
