@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -192,15 +191,3 @@ def replace_hello(hello, layout):
     return msgspec.structs.replace(
         hello, layout=layout.to_msgpack(), generation=layout.generation, metadata=b""
     )
-
-
-def test_a_thousand_strangers_leave_room_for_a_decode():
-    with Prefill("local") as prefill, Decode("local") as decode:
-        strangers = [dial(prefill.address) for _ in range(1000)]
-        for number, stranger in enumerate(strangers):
-            stranger.socket.sendall(os.urandom(1 + number % 50))
-        link = decode.endpoint.connect([prefill.address], timeout=30)
-        decode.receives("good", prefill, link)
-        for stranger in strangers:
-            stranger.socket.close()
-        prefill.close()

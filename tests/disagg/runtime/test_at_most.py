@@ -289,6 +289,8 @@ def test_the_number_is_known_of_every_room_that_has_succeeded():
         for room in ("exact", "declined"):
             with pytest.raises(RoomError, match="known once it has succeeded"):
                 decode.num_tokens(room)
+            with pytest.raises(RoomError, match="has succeeded"):
+                decode.aux(room)
             prefill.send(room, table)
         turn(prefill, decode)
         assert decode.poll("exact") is decode.poll("declined") is KVPoll.Success

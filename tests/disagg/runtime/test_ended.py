@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg import DecodeEndpoint, Ended, KVPoll, create_engine
+from disagg import DecodeEndpoint, KVPoll, create_engine
 from disagg.protocol.rooms.prefill_rooms import MAX_FAILED_UNSENT
 from kvpool import MLAPool
 from tests import oracle
@@ -26,17 +26,6 @@ def tables(engine, seed=0):
     return oracle.place(source, TOKENS, seed), oracle.place(dest, TOKENS, seed + 1)
 
 
-def test_a_room_that_succeeds_is_in_the_list_of_each_side_once(engine):
-    given, into = tables(engine)
-    assert engine.prefill.ended() == engine.decode.ended() == []
-    engine.decode.receive("r", into)
-    engine.prefill.send("r", given)
-    engine.step_until_ended("r")
-    for side in engine.all:
-        assert side.ended() == [Ended("r", KVPoll.Success, None)]
-        assert side.ended() == []
-
-
 def test_a_room_that_is_aborted_is_in_the_list_with_the_reason(engine):
     given, into = tables(engine)
     engine.decode.receive("r", into)
@@ -52,18 +41,6 @@ def test_a_room_that_is_aborted_is_in_the_list_with_the_reason(engine):
     engine.step_until(lambda: engine.prefill.poll("r").ended)
     (told,) = engine.prefill.ended()  # a decode has asked for it, and nothing was sent
     assert (told.room, told.failure.side, told.failure.reason) == ("r", "decode", "no room.")
-
-
-def test_a_lease_that_ends_puts_its_room_in_the_list():
-    with stepped(prefill_lease=5.0) as engine:
-        engine.prefill.send("r", tables(engine)[0])
-        engine.step(3)
-        assert engine.prefill.ended() == []
-        for _ in range(12):
-            engine.clock.now += 0.5
-            engine.step()
-        (ended,) = engine.prefill.ended()
-        assert (ended.room, ended.failure.kind) == ("r", "lease")
 
 
 def test_a_failed_room_is_in_decodes_list_once_no_read_may_write_to_it():

@@ -8,8 +8,7 @@ import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
-from disagg.plan import IncompatibleLayouts
-from kvpool import MHAPool, MLAPool, RequestAddress, Shard
+from kvpool import MHAPool, MLAPool, Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.runtime.sides import (
@@ -35,33 +34,6 @@ def ready(pool, start=0, salt=1):
     return address
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_pp2_x_tp2_prefill_hands_over_to_one_decode_in_chunks(engine):
-    ranks = [
-        {**MHA, "layers": layers, "total_kv_layers": 5, "shard": Shard(rank, 2), "order": "hnd"}
-        for layers in ([0, 1, 2], [3, 4])
-        for rank in range(2)
-    ]
-    dest = MHAPool(layers=range(5), **{**MHA, "page_size": 8, "num_pages": 20})
-    address = ready(dest)
-    with (
-        prefills(engine, "MHAPool", ranks, TOKENS) as sources,
-        DecodeEndpoint(dest.layout, create_engine(engine)) as decode,
-    ):
-        decode.connect([source.address for source in sources], timeout=60)
-        decode.receive("r1", address)
-        for source in sources:
-            source.send("r1", 0, 20, last=False)
-        for source in sources:
-            source.send("r1", 20, TOKENS, aux={"first_token": 7})
-        succeeds(decode, "r1")
-        assert decode.aux("r1") == {"first_token": 7}
-        oracle.assert_holds(dest, address)
-        assert decode.metrics("r1").bytes_moved == TOKENS * dest.bytes_per_token
-        for source in sources:
-            assert source.call("wait", "r1", 30)[0] is KVPoll.Success
-
-
 @pytest.mark.parametrize(
     ("engine", "start"),
     [*(("local", start) for start in (0, 16, TOKENS)), *((engine, 33) for engine in ENGINES)],
@@ -81,26 +53,6 @@ def test_a_prefix_that_decode_holds_is_neither_read_nor_touched(engine, start):
         assert decode.metrics(1).bytes_moved == (TOKENS - start) * dest.bytes_per_token
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_decode_ranks_read_one_room_and_prefill_waits_for_both(engine):
-    dests = [
-        MHAPool(layers=range(2), **{**MHA, "shard": Shard(rank, 2), "placement": "page"})
-        for rank in range(2)
-    ]
-    with prefills(engine, "MHAPool", [{**MHA, "layers": range(2)}], TOKENS) as [source]:
-        source.send(5, 0, TOKENS)
-        states = []
-        for dest in dests:
-            address = ready(dest)
-            with DecodeEndpoint(dest.layout, create_engine(engine), ranks=2) as decode:
-                decode.connect([source.address], timeout=60)
-                decode.receive(5, address)
-                succeeds(decode, 5)
-                oracle.assert_holds(dest, address)
-                states.append(source.call("wait", 5, 0.2)[0])
-        assert states == [KVPoll.Transferring, KVPoll.Success]
-
-
 @pytest.fixture
 def pair():
     """Both endpoints in this process over `local`, with pools and addresses."""
@@ -110,23 +62,6 @@ def pair():
     oracle.fill(source, given)
     with connected(source, dest) as (prefill, decode):
         yield prefill, given, decode, dest, ready(dest)
-
-
-def test_states_follow_the_protocol(pair):
-    prefill, given, decode, dest, address = pair
-    decode.receive("r", address)
-    until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
-    assert decode.poll("r") is KVPoll.WaitingForInput
-    prefill.send("r", RequestAddress(32, given.spans), last=False)
-    until(decode, lambda: decode.poll("r") is KVPoll.Transferring)
-    assert prefill.poll("r") is KVPoll.Transferring
-    with pytest.raises(ValueError, match="has succeeded"):
-        decode.aux("r")
-    prefill.send("r", given)
-    assert decode.wait("r", 10) is prefill.wait("r", 10) is KVPoll.Success
-    oracle.assert_holds(dest, address)
-    for side in (prefill, decode):
-        side.forget("r")
 
 
 def test_chunks_that_do_not_follow_one_another_are_refused_at_once(pair):
@@ -167,24 +102,6 @@ def test_aux_values_on_which_ranks_disagree_fail_by_name():
             rank.send("r", oracle.place(pool, TOKENS), aux={"first_token": number})
         assert decode.wait("r", 10) is KVPoll.Failed
         assert "ranks send different values of aux first_token" in str(decode.failure("r"))
-
-
-def test_a_refusal_reaches_both_sides_with_all_reasons():
-    source = MLAPool(layers=range(2), **{**MLA, "dtype": "bf16"})
-    dest = MLAPool(layers=range(3), **MLA)
-    with (
-        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
-        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
-    ):
-        link = decode.connect([prefill.address])
-        with pytest.raises(IncompatibleLayouts) as refused:
-            decode.handshake(link, 30)
-        decode.receive("r", ready(dest))
-        assert decode.poll("r") is KVPoll.Failed
-        until(prefill, prefill.refusals)
-        for text in (str(refused.value), str(decode.failure("r")), prefill.refusals()[0]):
-            assert "target layers 0-1 latent: bfloat16 on prefill, float32 on decode" in text
-            assert "target layer 2 rope: prefill offers no such region" in text
 
 
 @pytest.mark.parametrize(

@@ -430,33 +430,6 @@ def test_a_decode_that_closes_is_forgotten_at_once():
         until(prefill, lambda: peers_of(prefill) == 0)
 
 
-def test_a_stuck_read_fails_its_room_and_pages_wait_for_the_fence():
-    with prefill_side() as (prefill, given), decode_side(read_timeout=1) as (decode, dest, at):
-        decode.connect([prefill.address], timeout=20)
-        fenced, fence = threading.Event(), decode.engine.fence
-        decode.engine.poll = lambda transfer: False
-        decode.engine.fence = lambda peer, timeout=None: fenced.is_set() and fence(peer)
-        decode.receive("r", at)
-        prefill.send("r", given)
-        assert decode.wait("r", 20) is KVPoll.Failed
-        assert "The peer is stuck" in str(decode.failure("r"))
-        assert decode.reading("r")
-        assert decode.leases().quarantined == {"kv": 10}
-        assert decode.leases().leased == {}
-        fenced.set()
-        until(decode, lambda: not decode.reading("r"))
-        assert decode.leases().quarantined == {}
-        del decode.engine.poll, decode.engine.fence
-        assert prefill.wait("r", 20) is KVPoll.Failed
-        for side in (prefill, decode):
-            side.forget("r")
-        oracle.blank(dest)
-        decode.receive("r", at)
-        prefill.send("r", given)
-        succeeds(decode, "r")
-        oracle.assert_holds(dest, at)
-
-
 def test_one_rank_that_is_stuck_does_not_hold_up_another():
     with (
         prefill_side() as (prefill, given),

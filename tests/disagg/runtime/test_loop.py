@@ -8,7 +8,6 @@ import pytest
 
 import disagg
 from disagg import (
-    DecodeEndpoint,
     EndpointClosed,
     KVPoll,
     PeerError,
@@ -17,47 +16,20 @@ from disagg import (
     UsageError,
     create_engine,
 )
-from kvpool import MHAPool
 from tests import oracle
+from tests.disagg.runtime.sides import decode_side, pool, prefill_side
 from tests.memory import MemoryNetwork, MemoryTransport
 
-TOKENS = 75
 FILES = {"ca": "a", "certificate": "b", "key": "c"}
-MHA = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 12, "page_size": 16}
 
 
-@pytest.fixture
-def pools():
-    """A pool that holds a request, and one that is to hold it, each with its block table."""
-    source = MHAPool(layers=range(2), **MHA)
-    dest = MHAPool(layers=range(2), **{**MHA, "page_size": 8, "num_pages": 40})
-    given = oracle.place(source, TOKENS)
-    oracle.fill(source, given)
-    oracle.blank(dest)
-    return source, given, dest, oracle.place(dest, TOKENS, 9)
-
-
-@pytest.mark.parametrize(
-    ("transport", "verify"),
-    [("unix", None), ("insecure", None), ("keys", "checksum"), ("memory", "checksum")],
-)
-def test_a_room_is_handed_over_by_steps_alone(pools, transport, verify, keys):
-    source, given, dest, into = pools
-    bind, sides = "tcp://127.0.0.1:*", [{"threaded": False}, {"threaded": False}]
-    if transport == "memory":
-        network, bind = MemoryNetwork(), "here"
-        sides = [{**each, "transport": MemoryTransport(network)} for each in sides]
-    elif transport == "unix":
-        bind = None
-    elif transport == "insecure":
-        sides = [{**each, "insecure": True} for each in sides]
-    elif transport == "keys":
-        sides = [{**each, "keys": keys} for each in sides]
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_room_is_handed_over_by_steps_alone(keyed, keys):
+    options = {"threaded": False, **({"keys": keys} if keyed else {})}
     threads = {*threading.enumerate()}
-    engines = create_engine("local"), create_engine("local")
     with (
-        PrefillEndpoint(source.layout, engines[0], bind, **sides[0]) as prefill,
-        DecodeEndpoint(dest.layout, engines[1], verify=verify, **sides[1]) as decode,
+        prefill_side(**options) as (prefill, given),
+        decode_side(verify="checksum" if keyed else None, **options) as (decode, dest, into),
     ):
         started = {thread.name for thread in {*threading.enumerate()} - threads}
         # the engine's, which sleeps until a peer dials, and one that ends by itself
@@ -75,22 +47,18 @@ def test_a_room_is_handed_over_by_steps_alone(pools, transport, verify, keys):
         oracle.assert_holds(dest, into)
 
 
-def test_a_step_never_waits(pools):
+def test_a_step_never_waits():
     class Watched(MemoryTransport):
         def wait(self, timeout, wake=None):
             raise AssertionError(f"it waits {timeout} s")
 
     options = {"transport": Watched(MemoryNetwork()), "threaded": False}
-    with PrefillEndpoint(pools[0].layout, create_engine("local"), "x", **options) as prefill:
+    with prefill_side("x", **options) as (prefill, _):
         assert [prefill.step() for _ in range(3)] == [False] * 3
 
 
-def test_wait_turns_the_loop_where_no_thread_does(pools):
-    source, given, dest, into = pools
-    with (
-        PrefillEndpoint(source.layout, create_engine("local")) as prefill,
-        DecodeEndpoint(dest.layout, create_engine("local"), threaded=False) as decode,
-    ):
+def test_wait_turns_the_loop_where_no_thread_does():
+    with prefill_side() as (prefill, given), decode_side(threaded=False) as (decode, dest, into):
         decode.connect([prefill.address], timeout=20)
         prefill.send("r", given)
         decode.receive("r", into)
@@ -100,8 +68,9 @@ def test_wait_turns_the_loop_where_no_thread_does(pools):
         oracle.assert_holds(dest, into)
 
 
-def test_calls_that_an_endpoint_does_not_take_are_the_callers_errors(pools):
-    layout, engine = pools[0].layout, create_engine("local")
+def test_calls_that_an_endpoint_does_not_take_are_the_callers_errors():
+    memory = pool()
+    layout, engine = memory.layout, create_engine("local")
     for more in ({"keys": "k"}, {"tls": FILES}, {"insecure": True}):
         with pytest.raises(ValueError, match="a transport was given"):
             PrefillEndpoint(layout, engine, transport=MemoryTransport(MemoryNetwork()), **more)
@@ -115,29 +84,15 @@ def test_calls_that_an_endpoint_does_not_take_are_the_callers_errors(pools):
         prefill.abort("r", "late")
 
 
-def test_a_transport_is_closed_by_its_maker(pools):
-    layout, transport = pools[0].layout, SocketTransport()
+def test_a_transport_is_closed_by_its_maker():
+    transport = SocketTransport()
     for _ in range(2):
         with (
-            PrefillEndpoint(layout, create_engine("local"), "ipc://*", transport=transport) as made,
-            DecodeEndpoint(layout, create_engine("local")) as decode,
+            prefill_side("ipc://*", transport=transport) as (prefill, _),
+            decode_side() as (decode, _, _),
         ):
-            decode.connect([made.address], timeout=20)
+            decode.connect([prefill.address], timeout=20)
     transport.close()
-
-
-def test_a_peer_without_a_connection_cannot_be_reached_in_memory():
-    network = MemoryNetwork()
-    listener, dialler = MemoryTransport(network), MemoryTransport(network)
-    listener.bind("x")
-    dialler.connect(3, "x")
-    dialler.send(3, b"up")
-    ((peer, data),) = listener.poll()
-    assert data == b"up"
-    assert listener.send(peer, b"down") is None
-    assert [*dialler.poll()] == [(3, b"down")]
-    dialler.connect(3, None)
-    assert listener.send(peer, b"down") == dialler.send(3, b"up") == "it cannot be reached."
 
 
 @pytest.mark.parametrize(

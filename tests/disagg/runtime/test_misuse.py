@@ -15,18 +15,15 @@ from disagg import (
     KVPoll,
     PrefillEndpoint,
     SocketTransport,
-    UnknownRoom,
 )
 from disagg.engines.base import create_engine
 from disagg.engines.local import LocalEngine
-from disagg.protocol import codec, messages
 from kvpool import MLAPool, RequestAddress, Span
 from kvpool.layout import Slab
 from tests import oracle
 from tests.disagg.engines.owners import batch_of, read
 from tests.disagg.runtime.sides import MLA, TOKENS, connected, succeeds
 from tests.disagg.waiting import until
-from tests.streams import dial
 
 
 @pytest.fixture
@@ -110,20 +107,6 @@ def test_aux_values_may_be_any_number(pair):
     assert np.isnan(decode.aux("r")["logprob"])
 
 
-def test_more_rooms_at_once_than_a_socket_queues_by_default():
-    source, dest = (
-        MLAPool(layers=[0], **{**MLA, "num_pages": 3002, "page_size": 1}) for _ in range(2)
-    )
-    with connected(source, dest) as (prefill, decode):
-        page = [RequestAddress(1, {"kv": Span([n + 1])}) for n in range(3000)]
-        for room, address in enumerate(page):
-            prefill.send(room, address)
-        for room, address in enumerate(page):
-            decode.receive(room, address)
-        assert all(decode.wait(room, 60) is KVPoll.Success for room in range(3000))
-        assert all(prefill.wait(room, 60) is KVPoll.Success for room in range(3000))
-
-
 def test_after_close_calls_are_refused_and_no_stranger_is_written_to(pair, tmp_path):
     prefill, given, *_ = pair
     before = {int(name) for name in os.listdir("/proc/self/fd")}
@@ -182,17 +165,6 @@ def test_endpoints_leave_no_file_and_no_thread_behind():
     assert left[0] <= files and left[1] <= threads
 
 
-def test_rubbish_on_the_socket_is_dropped_and_the_others_go_on(pair):
-    with dial(pair[0].address) as stranger:
-        whole = codec.encode(
-            messages.ReadRequest(
-                generation="g", room="r", attempt="a", start=0, num_tokens=5, readers=1
-            )
-        )
-        stranger.send(b"\xc1", b"x" * 10_000, whole, *(whole[:n] for n in range(1, len(whole))))
-        works(pair, "r")
-
-
 def test_rubbish_from_a_known_peer_costs_its_rooms_and_not_the_link():
     source, dest = (MLAPool(layers=range(2), **MLA) for _ in range(2))
     oracle.fill(source, given := oracle.place(source, TOKENS))
@@ -215,22 +187,6 @@ def test_rubbish_from_a_known_peer_costs_its_rooms_and_not_the_link():
         decode.handshake(link, 20)
         works((prefill, given, decode, address, dest), "next")
     transport.close()
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_typo_is_the_callers_error_and_makes_no_room(pair, side):
-    endpoint = pair[0] if side == "prefill" else pair[2]
-    for call in (
-        lambda: endpoint.poll("typo"),
-        lambda: endpoint.wait("typo"),
-        lambda: endpoint.failure("typo"),
-        lambda: endpoint.abort("typo", "why"),
-        lambda: endpoint.forget("typo"),
-    ):
-        with pytest.raises(UnknownRoom, match="room 'typo' is not known here"):
-            call()
-    assert endpoint.snapshot().open_rooms == 0
-    works(pair, "typo")
 
 
 def test_a_wait_that_takes_too_long_says_what_the_room_waits_for(pair):
