@@ -1,7 +1,7 @@
 """One rank of a serving engine: its endpoints, and the rooms of its requests.
 
-Nothing here waits. The endpoints have threads. The engine's own calls take turns too: while its
-main thread runs Python, theirs get the GIL late.
+Nothing here waits but `wait` and `wait_layer`. The endpoints have threads. The engine's own calls
+take turns too: while its main thread runs Python, theirs get the GIL late.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from kvpool.device import Event, get_device
 from kvpool.layout import PoolLayout, RequestAddress
 
 E = TypeVar("E")
+LayerId = tuple[str, int]
+"""Owner and number of a layer, as layouts have them."""
+
 BUSY_SECONDS = 0.001
 """How long an endpoint that says that it has more to do may keep the engine from its next step."""
 ABORTED = "the request was aborted or preempted."
@@ -153,19 +156,30 @@ class Rank:
         tokens: range,
         *,
         last: bool,
+        layer: LayerId | None = None,
         aux: Aux | None = None,
         after: Event | None = None,
     ) -> None:
-        """Offers positions `tokens` of a request, once the device has done the work before `after`
-        (None: that it was given so far). Of a room that has ended nothing is offered any more.
-        Raises ValueError; `not_sent` is for that.
+        """Offers positions `tokens` of a request, of a layer or of all, once the device has done
+        the work before `after` (None: that it was given so far). Of a room that has ended nothing
+        is offered any more. Raises ValueError; `not_sent` is for that.
         """
         prefill = self.prefill
         if self._sending.setdefault(room, _Sending(request)).ended:
             return
         if after is None and self._device is not None:
             after = self._device.record()
-        prefill.send(room, address, tokens=tokens, last=last, aux=aux, after=after)
+        owner, number = layer or ("target", 0)
+        prefill.send(
+            room,
+            address,
+            tokens=tokens,
+            layers=None if layer is None else range(number, number + 1),
+            owner=owner,
+            last=last,
+            aux=aux,
+            after=after,
+        )
 
     def not_sent(self, request: str, room: Room, why: Exception) -> None:
         """A request cannot be offered: its pages come back, and all others go on."""
@@ -223,6 +237,17 @@ class Rank:
             if not self._sending.pop(room).ended:
                 with self._contained(room):
                     self.prefill.reject(room, ABORTED)
+
+    def wait_layer(self, room: Room, layer: LayerId) -> None:
+        """Waits until a layer of a room has come, or the room has failed."""
+        owner, number = layer
+        if room in self._receiving:
+            self.decode.wait_layer(room, number, owner=owner)
+
+    def wait(self, room: Room) -> None:
+        """Waits until a room has ended."""
+        if room in self._receiving:
+            self.decode.wait(room)
 
     def results(self, finished: Collection[str]) -> Results:
         """What has ended since the last call, in which the engine has `finished` these requests.

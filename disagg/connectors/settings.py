@@ -36,8 +36,12 @@ class Settings:
     """Seconds: an engine that is silent for longer is dead."""
     verify: Literal["checksum"] | None = None
     """"checksum": digests of both sides are compared before a request goes on."""
-    stream: Literal["chunks"] | None = None
-    """A prompt is offered while it is computed, chunk by chunk."""
+    stream: Literal["chunks", "layers"] | None = None
+    """A prompt is offered while it is computed, chunk by chunk or each layer of a chunk. A decode
+    engine with "layers" waits for each layer in its forward pass.
+    """
+    shared_memory: bool = True
+    """KV memory of the CPU is made so that engine `local` of another process can map it."""
     conventions: Mapping[str, Convention | None] = field(default_factory=dict)
     """Instead of what the engine knows of its model; null: not compared (docs/connectors.md)."""
 

@@ -58,12 +58,13 @@ RULES: Mapping[str, Rule] = {
     "insecure": _TRUTH,
     "threaded": _TRUTH,
     "prefault": _TRUTH,
+    "shared_memory": _TRUTH,
     "peer_timeout": Rule(Seconds, _BOUNDED),
     "offer_timeout": Rule(Seconds | None, f"{_BOUNDED}, or None"),
     "read_timeout": Rule(_Positive, "a number of seconds above 0"),
     "lease": Rule(_Positive | None, "a number of seconds above 0, or None"),
     "verify": Rule(Literal["checksum"] | None, "'checksum', or None"),
-    "stream": Rule(Literal["chunks"] | None, "'chunks', or None"),
+    "stream": Rule(Literal["chunks", "layers"] | None, "'chunks', 'layers', or None"),
     "ranks": Rule(
         Annotated[int, Meta(ge=1, le=MAX_READERS)], f"a number from 1 to {MAX_READERS}, or a Group"
     ),

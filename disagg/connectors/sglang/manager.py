@@ -83,7 +83,7 @@ class KvpoolManager(CommonKVManager):
         )
         settings = Settings.of_environment(  # a request waits as long as SGLang would have it wait
             SETTINGS,
-            unused=("stream",),
+            unused=("stream", "shared_memory"),
             lease=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
             offer_timeout=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         )

@@ -112,12 +112,21 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.read(transfer.kv_connector_extra_config, EXTRA)
         self._roles = {"produces": transfer.is_kv_producer, "consumes": transfer.is_kv_consumer}
+        # microbatches compute a layer several times a step, each time for some requests
+        self._by_layer = (
+            self._settings.stream == "layers" and not vllm_config.parallel_config.use_ubatching
+        )
         if role == KVConnectorRole.SCHEDULER:
+            cuts = _moves_on(kv_cache_config)
+            # vLLM cannot be told of a block that did not come where it has several groups, and an
+            # engine that waits for another must not be one that another waits for
+            whole = cuts or len(kv_cache_config.kv_cache_groups) > 1 or transfer.is_kv_producer
             self._scheduler = ConnectorScheduler(
                 kv_cache_config,
                 **self._roles,
                 stream=self._settings.stream is not None,
-                cuts=_moves_on(kv_cache_config),
+                cuts=cuts,
+                waits=self._settings.stream == "layers" and not whole,
             )
 
     # scheduler
@@ -155,7 +164,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     # worker
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        return SharedAllocation() if self._settings.engine == "local" else None
+        shared = self._settings.shared_memory and self._settings.engine == "local"
+        return SharedAllocation() if shared else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         described = engine_layout(self._vllm_config, self._kv_cache_config, kv_caches)
@@ -170,7 +180,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             log=log,
             conventions=_conventions(self._vllm_config),
         )
-        self._worker = ConnectorWorker(rank, described.groups)
+        self._worker = ConnectorWorker(rank, described.groups, described.layers)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return Handshake(self._worker.rank.prefill.address) if self._roles["produces"] else None
@@ -179,19 +189,24 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.begin(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """A request is scheduled once all of its state has come."""
+        self._worker.wait_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """`wait_for_save` offers all layers."""
+        step = self._get_connector_metadata()
+        if self._by_layer and step.sends:
+            self._worker.save_layer(layer_name, step)
 
     def wait_for_save(self) -> None:
         self._worker.save(self._get_connector_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = self._worker.rank.results(finished_req_ids)
+        results = self._worker.results(finished_req_ids)
         return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.invalid_blocks()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.role == KVConnectorRole.SCHEDULER:
@@ -204,6 +219,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.rank.close()
 
     # both
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return extra_config.get("stream") == "layers"
 
     @classmethod
     def build_kv_connector_stats(

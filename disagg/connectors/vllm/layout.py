@@ -76,11 +76,13 @@ def block_table(groups: Sequence[BlockGroup], blocks: Blocks, tokens: int) -> Re
 @dataclass(frozen=True)
 class VllmLayout:
     """What a rank's tensors mean, and how vLLM's block ids address them. `groups` are the
-    transferable cache groups, in the order of `transfer_group_ids`.
+    transferable cache groups, in the order of `transfer_group_ids`. `layers`: owner and number of
+    each layer that has state, by vLLM's name; two may have one number.
     """
 
     layout: PoolLayout
     groups: tuple[BlockGroup, ...]
+    layers: Mapping[str, tuple[str, int]]
 
 
 def engine_layout(
@@ -97,6 +99,7 @@ def engine_layout(
     platform = platform or platform_of_process()
     groups: list[BlockGroup] = []
     placed: list[PlacedTensor] = []
+    names: dict[str, tuple[str, int]] = {}
     for number in kv_cache_config.transfer_group_ids:
         group = kv_cache_config.kv_cache_groups[number]
         layers = registered_layers(group, vllm_config, kv_caches, platform)
@@ -104,6 +107,7 @@ def engine_layout(
             groups.append(BlockGroup("", 1, 1))
             continue
         tensors = [read_layer(layer) for layer in layers]
+        names |= {layer.name: (t.owner, t.number) for layer, t in zip(layers, tensors)}
         tensors, blocks = fold_blocks(tensors, kv_cache_config.num_blocks)
         spaces = [space_of(number, layer, blocks) for layer in layers]
         spec, space = layers[0].spec, spaces[0]
@@ -115,7 +119,7 @@ def engine_layout(
         placed += zip(spaces, tensors)
     model = vllm_config.model_config
     layout = layout_of(placed, model.get_total_num_hidden_layers(), model.model)
-    return VllmLayout(layout, tuple(groups))
+    return VllmLayout(layout, tuple(groups), names)
 
 
 def registered_layers(

@@ -37,13 +37,16 @@ class SendTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveTask:
-    """Positions `start` to `stop` of a request are to be read to `blocks`."""
+    """Positions `start` to `stop` of a request are to be read to `blocks`. With `waits`, the step
+    computes with them, and waits for each layer.
+    """
 
     request: str
     source: Source
     blocks: Blocks
     start: int
     stop: int
+    waits: bool = False
 
 
 @dataclass(slots=True)
@@ -76,13 +79,21 @@ class ConnectorScheduler:
 
     `groups` is vLLM's KVCacheConfig. `stream`: prompts are offered while they are computed.
     `cuts`: recurrent and windowed state must exclude the last prompt token, because decode computes
-    it again, for its logits; so prefill's request is cut by one token.
+    it again, for its logits; so prefill's request is cut by one token. `waits`: a request of decode
+    is computed in the step that asks for its state.
     """
 
     def __init__(
-        self, groups: Any, *, produces: bool, consumes: bool, stream: bool, cuts: bool
+        self,
+        groups: Any,
+        *,
+        produces: bool,
+        consumes: bool,
+        stream: bool,
+        cuts: bool,
+        waits: bool = False,
     ) -> None:
-        self._groups, self._stream, self._cuts = groups, stream, cuts
+        self._groups, self._stream, self._cuts, self._waits = groups, stream, cuts, waits
         self._produces, self._consumes = produces, consumes
         self._addresses: tuple[str, ...] = ()
         self._step = Step()
@@ -187,7 +198,7 @@ class ConnectorScheduler:
         more = request.num_prompt_tokens - 1 - computed
         if more < 1 or request.request_id not in self._wanted:
             return 0, False
-        return more, True
+        return more, not self._waits
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks were allocated, for `external` tokens of prefill's."""
@@ -195,7 +206,8 @@ class ConnectorScheduler:
         if not external:
             self._decline(name)
         elif source := self._wanted.pop(name, None):
-            self._receiving.add(name)
+            if not self._waits:
+                self._receiving.add(name)
             stop = request.num_prompt_tokens - 1
             self._step.receives.append(
                 ReceiveTask(
@@ -204,6 +216,7 @@ class ConnectorScheduler:
                     blocks=self._transferred(blocks.get_block_ids()),
                     start=stop - external,
                     stop=stop,
+                    waits=self._waits,
                 )
             )
 

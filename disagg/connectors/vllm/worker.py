@@ -1,18 +1,31 @@
-"""The connector's half in vLLM's workers: what a scheduler step asks of a rank."""
+"""The connector's half in vLLM's workers: a step's requests, their blocks and layers."""
 
 from __future__ import annotations
 
-from disagg.connectors.rank import Rank
+from collections.abc import Collection, Mapping
+
+from disagg.connectors.rank import LayerId, Rank, Results
 from disagg.connectors.source import FIRST_TOKEN
 from disagg.connectors.vllm.layout import BlockGroup, block_table
 from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step
 
 
 class ConnectorWorker:
-    """Does what a scheduler step asks of a rank. `groups` are vLLM's cache groups."""
+    """Does what a scheduler step asks of a rank. `groups` are vLLM's cache groups, `layers` all
+    that have state here by vLLM's names.
+    """
 
-    def __init__(self, rank: Rank, groups: tuple[BlockGroup, ...]) -> None:
-        self.rank, self._groups = rank, groups
+    def __init__(
+        self, rank: Rank, groups: tuple[BlockGroup, ...], layers: Mapping[str, LayerId]
+    ) -> None:
+        self.rank, self._groups, self._layers = rank, groups, layers
+        self._begun = False
+        """Whether vLLM has told of any layer in this forward pass."""
+        self._left: dict[str, LayerId] = {}
+        """Of which it has not told, by name. Several may be of one layer."""
+        self._loading: dict[str, ReceiveTask] = {}
+        """By request, what is waited for layer by layer in this step."""
+        self._invalid: set[int] = set()
 
     def begin(self, step: Step) -> None:
         """Asks for what requests need of prefill."""
@@ -22,28 +35,79 @@ class ConnectorWorker:
             self.rank.decline(source.room, source.addresses)
         self.rank.turn()
 
+    def wait_layer(self, name: str) -> None:
+        """Waits for a layer of the requests that this step begins."""
+        if name in self._layers:
+            for receive in self._loading.values():
+                self.rank.wait_layer(receive.source.room, self._layers[name])
+
+    def save_layer(self, name: str, step: Step) -> None:
+        """Offers a layer, once all that vLLM computes under its number was computed."""
+        if name in self._layers and not self._begun:
+            self._begun, self._left = True, dict(self._layers)
+        layer = self._left.pop(name, None)
+        if layer is not None and layer not in self._left.values():
+            self._offer(step, layer)
+            self.rank.turn()
+
     def save(self, step: Step) -> None:
-        """Offers what was computed. Aborts come before: a request that was preempted has a new room
-        among the sends.
-        """
-        for request in step.aborts:
-            self.rank.abort(request)
-        for send in step.sends:
-            self._send(send)
+        """Offers what was computed, and waits until all has come that this step has used."""
+        if not self._begun:
+            self._offer(step)
+        while self._left:
+            layer = next(iter(self._left.values()))
+            self._left = {name: left for name, left in self._left.items() if left != layer}
+            self._offer(step, layer)
+        self._begun = False
+        for receive in self._loading.values():
+            self.rank.wait(receive.source.room)
         self.rank.turn()
 
-    def _send(self, send: SendTask) -> None:
-        try:
-            self.rank.send(
-                send.request,
-                send.room,
-                block_table(self._groups, send.blocks, send.stop),
-                range(send.start, send.stop),
-                last=send.last,
-                aux=None if send.following is None else {FIRST_TOKEN: send.following},
-            )
-        except Exception as error:  # of one request: the engine serves others
-            self.rank.not_sent(send.request, send.room, error)
+    def results(self, finished: Collection[str]) -> Results:
+        """What has ended, where vLLM has `finished` these requests. Requests that this step has
+        begun wait for no result: blocks of those that have failed are `invalid_blocks`.
+        """
+        results = self.rank.results(finished)
+        for request in results.received & self._loading.keys():
+            results.received.remove(request)
+            if request in results.failed:
+                results.failed.remove(request)
+                receive = self._loading[request]
+                first = receive.start // self._groups[0].tokens
+                self._invalid.update(receive.blocks[0][first:])
+        self._loading.clear()
+        return results
+
+    def invalid_blocks(self) -> set[int]:
+        """Blocks, since the last call, of which the state did not come."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def _offer(self, step: Step, layer: LayerId | None = None) -> None:
+        """Offers one layer of what the step computes, or all at once. Aborts come before: a request
+        that was preempted has a new room among the sends.
+        """
+        while step.aborts:
+            self.rank.abort(step.aborts.pop())
+        for send in list(step.sends):
+            try:
+                self._send(send, layer)
+            except Exception as error:  # of one request: the engine serves others
+                step.sends.remove(send)
+                self.rank.not_sent(send.request, send.room, error)
+
+    def _send(self, send: SendTask, layer: LayerId | None) -> None:
+        last = send.last and not self._left
+        aux = {FIRST_TOKEN: send.following} if last and send.following is not None else None
+        self.rank.send(
+            send.request,
+            send.room,
+            block_table(self._groups, send.blocks, send.stop),
+            range(send.start, send.stop),
+            last=last,
+            layer=layer,
+            aux=aux,
+        )
 
     def _receive(self, receive: ReceiveTask) -> None:
         try:
@@ -56,3 +120,5 @@ class ConnectorWorker:
             )
         except Exception as error:  # of one request: the engine serves others
             self.rank.not_received(receive.request, error)
+        if receive.waits:
+            self._loading[receive.request] = receive

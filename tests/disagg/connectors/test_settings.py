@@ -27,11 +27,12 @@ WRONG = [
         for value in ("a", {}, {"ca": "a"}, TLS | {"more": "d"}, TLS | {"key": 7})
     ),
     *(("insecure", value, "True or False") for value in ("false", "true", 1, 0, None)),
+    ("shared_memory", "false", "True or False"),
     *(("lease", value, "a number of seconds above 0, or None") for value in ("300", 0, -1, True)),
     *(("offer_timeout", value, f"{SECONDS}, or None") for value in ("60", 0, 1e9)),
     *(("peer_timeout", value, SECONDS) for value in (-5, "10", True, float("nan"))),
     *(("verify", value, "'checksum', or None") for value in ("md5", True, "")),
-    *(("stream", value, "'chunks', or None") for value in ("layers", True)),
+    *(("stream", value, "'chunks', 'layers', or None") for value in ("bytes", True)),
     ("conventions", "llama", "names, each with a number or a short text"),
     ("conventions", {"model": [1]}, "model=[1]: a number, or a text"),
     ("conventions", {"a\nb": None}, "name 'a\\nb': 1 to 128 printable characters"),
@@ -47,7 +48,8 @@ RIGHT = {
     "offer_timeout": 60,
     "peer_timeout": 0.5,
     "verify": "checksum",
-    "stream": "chunks",
+    "stream": "layers",
+    "shared_memory": False,
     "conventions": {"quantization": None, "rope_theta": 1e6, "model": "llama"},
 }
 
@@ -75,7 +77,7 @@ def test_a_name_that_is_not_known_is_refused_with_the_nearest():
         Settings.read({"insecur": True}, "extra")
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"lease": 0}', '{"stream": "chunks"}'])
+@pytest.mark.parametrize("text", ["{", "[1]", '{"lease": 0}', '{"stream": "layers"}'])
 def test_a_variable_that_cannot_be_is_refused_by_name(text, monkeypatch):
     monkeypatch.setenv("KVPOOL", text)
     with pytest.raises(ValueError, match=r"^KVPOOL: "):

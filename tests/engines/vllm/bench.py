@@ -3,6 +3,10 @@
 Two engine processes a connector, in turns, on this machine: prefill computes all prompts, then
 decode is asked for them at once. Times are decode's, from the request to its first token, medians
 of the rounds; ratios are to vLLM's own NixlConnector in the same run (below 1: sooner).
+
+With `--streams`: both engines are asked for one prompt at once, by each way of streaming; times are
+from then to decode's first token. In the first row decode is asked when prefill has answered, as a
+proxy does that does not name rooms.
 """
 
 from __future__ import annotations
@@ -12,18 +16,35 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.engines.vllm.engines import NIXL, PREFILL, Engine, prompts, side_channel
+from tests.engines.vllm.engines import (
+    NIXL,
+    PREFILL,
+    Engine,
+    asked_at_once,
+    prompts,
+    side_channel,
+)
 from tests.engines.vllm.models import save
 
 REFERENCE = "NixlConnector"
 CONNECTORS = (REFERENCE, "local", "nixl")
+APART = "none, decode asked after prefill"
+STREAMS = (
+    (APART, None, None),
+    ("none", None, None),
+    ("chunks", "chunks", None),
+    ("layers", "layers", None),
+    ("layers, decode waits in its pass", "layers", "layers"),
+)
+"""Ways to stream, and the setting of prefill and of decode."""
 OPTIONS: dict[str, Any] = {
     "max_model_len": 8192,
     "max_num_seqs": 32,
@@ -57,6 +78,57 @@ def timed(prefill: Engine, decode: Engine, asked: list[list[int]]) -> tuple[floa
     return statistics.mean(seconds), 16 * len(asked) / (time.monotonic() - began)
 
 
+def streamed(prefill: Engine, decode: Engine, asked: list[int], addresses: list[str]) -> float:
+    """Milliseconds from the request to decode's first token. Without `addresses`, decode is asked
+    when prefill has answered.
+    """
+    began = time.monotonic()
+    if addresses:
+        (sent,), (name,) = asked_at_once(prefill, decode, [asked], 2, addresses)
+    else:
+        first = prefill.generate([asked], tokens=1, params=[dict(PREFILL)])
+        name = decode.add(asked, tokens=2, params=first[0]["params"])
+    decode.event("first", id=name, timeout=300)
+    seconds = time.monotonic() - began
+    decode.finished(name)
+    if addresses:
+        prefill.finished(sent)
+    return 1e3 * seconds
+
+
+def streams(model: Path, logs: Path, tokens: list[int], rounds: int, chunk: int) -> None:
+    """Prints the table of ways to stream. They take turns in every round."""
+    options = OPTIONS | {"kv_cache_memory_bytes": 512 << 20, "max_num_batched_tokens": chunk}
+    found: dict[tuple[str, int], list[float]] = {}
+    with ExitStack() as stack:
+        prefills, decodes = (
+            {
+                stream: stack.enter_context(
+                    Engine(role, model, logs, extra={"stream": stream}, **options)
+                )
+                for stream in dict.fromkeys(way[side] for _, *way in STREAMS)
+            }
+            for side, role in enumerate(("prefill", "decode"))
+        )
+        addresses = {}
+        for stream, prefill in prefills.items():
+            for decode in decodes.values():
+                first = prefill.ready().generate([[7, 8]], tokens=1, params=[dict(PREFILL)])
+                decode.ready().generate([[7, 8]], tokens=1, params=[first[0]["params"]])
+                addresses[stream] = first[0]["params"]["remote_addresses"]
+        for number, length, (name, there, here) in product(range(rounds), tokens, STREAMS):
+            known = [] if name == APART else addresses[there]
+            asked = prompts(length, seed=number)[0]
+            seconds = streamed(prefills[there], decodes[here], asked, known)
+            found.setdefault((name, length), []).append(seconds)
+    title = f"ms to first token: lowest, median; prefill in chunks of {chunk:,}"
+    table = Table("stream", *[f"{length:,} tokens" for length in tokens], title=title)
+    for name, *_ in STREAMS:
+        each = [found[name, length][1:] for length in tokens]
+        table.add_row(name, *[f"{min(one):.0f}, {statistics.median(one):.0f}" for one in each])
+    Console().print(table)
+
+
 def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -64,9 +136,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--rounds", type=int, default=5, help="the first is not counted")
     parser.add_argument("--connectors", nargs="+", default=list(CONNECTORS))
+    parser.add_argument("--streams", action="store_true", help="the ways to stream, beside none")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens, with --streams")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kvpool-bench-"))
     model = save("llama_wide", folder)
+    if given.streams:
+        streams(model, folder, given.tokens, given.rounds, given.chunk)
+        return
     cases = [(count, length) for length in given.tokens for count in given.requests]
     found: dict[tuple[str, int, int], tuple[float, float]] = {}
     console = Console()

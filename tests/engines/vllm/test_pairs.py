@@ -33,12 +33,16 @@ PAIRS = {
     "llama nixl": Pair("llama", "nixl", **blocks(128, 32)),
     "llama mooncake": Pair("llama", "mooncake", **blocks(32, 128)),
     "llama chunks": Pair("llama", extra={"stream": "chunks"}, **blocks(128, 32)),
+    "llama private memory": Pair("llama", extra={"shared_memory": False}),
     "deepseek_v3": Pair("deepseek_v3"),
     "gpt_oss": Pair("gpt_oss", **blocks(64, 32), both=EXACT),
     "gemma3": Pair("gemma3", both=EXACT),
     "gemma3 mooncake": Pair("gemma3", "mooncake", **blocks(32, 64), both=EXACT),
     "qwen3_next": Pair("qwen3_next"),
     "qwen3_next chunks": Pair("qwen3_next", extra={"stream": "chunks"}),
+    "llama layers": Pair("llama", extra={"stream": "layers"}, **blocks(128, 32)),
+    "gpt_oss layers": Pair("gpt_oss", both=EXACT, extra={"stream": "layers"}),
+    "qwen3_next layers": Pair("qwen3_next", extra={"stream": "layers"}),
 }
 
 
@@ -58,14 +62,16 @@ def test_tokens_and_bytes_are_those_of_one_engine(
     decode.idle()
 
 
+@pytest.mark.parametrize(
+    ("stream", "decode_stream"), [("chunks", None), ("chunks", "layers"), ("layers", "layers")]
+)
 def test_decode_may_be_asked_while_prefill_computes(
-    start: Start, expected: Expected, tmp_path: Path
+    stream: str, decode_stream: str | None, start: Start, expected: Expected, tmp_path: Path
 ) -> None:
     """Prompts are computed in chunks of at most 128 tokens, some of several requests."""
     few = {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 96}
-    streams = {"stream": "chunks"}
-    prefill = start("prefill", "llama", extra=streams, watch=tmp_path, **few, **EXACT)
-    decode = start("decode", "llama", watch=tmp_path, **EXACT)
+    prefill = start("prefill", "llama", extra={"stream": stream}, watch=tmp_path, **few, **EXACT)
+    decode = start("decode", "llama", extra={"stream": decode_stream}, watch=tmp_path, **EXACT)
     first = prefill.ready().generate([[7, 8]], tokens=1, params=[dict(PREFILL)])
     decode.ready().generate([[7, 8]], tokens=1, params=[first[0]["params"]])
     addresses = first[0]["params"]["remote_addresses"]
@@ -97,6 +103,26 @@ def test_a_reader_that_leaves_while_prefill_computes_leaves_both_engines_whole(
     assert decode.generate([[7, 8]], tokens=1, params=params)[0]["reason"] == ["length"]
     prefill.idle()
     assert handed_over(prefill, decode, asked) == expected("llama", **EXACT)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_layers_that_do_not_come_are_computed_or_fail_their_request(
+    policy: str, start: Start, expected: Expected
+) -> None:
+    """Decode waits for them in its forward pass; prefill is killed before they are read."""
+    prefill = start("prefill", "llama", extra={"stream": "layers"}, **EXACT)
+    decode = start("decode", "llama", extra={"stream": "layers"}, policy=policy, **EXACT)
+    asked = prompts(*LENGTHS)
+    right = expected("llama", **EXACT)
+    assert handed_over(prefill.ready(), decode.ready(), asked[:1]) == right[:1]
+    first = prefill.generate(asked[1:], tokens=1, params=[dict(PREFILL) for _ in asked[1:]])
+    prefill.kill()
+    got = decode.generate(asked[1:], params=[one["params"] for one in first])
+    if policy == "fail":
+        assert [one["reason"] for one in got] == [["error"]] * len(got)
+    else:
+        assert [one["tokens"][0] for one in got] == right[1:]
+    decode.idle()
 
 
 def test_noise_in_what_was_received_changes_the_tokens(

@@ -33,9 +33,9 @@ class WatchedConnector(KvpoolConnector):
         worker, asked = self._worker, {}
         send, receive, received = worker._send, worker._receive, worker.rank._received
 
-        def saw_send(told: SendTask) -> None:
-            send(told)
-            if told.last:
+        def saw_send(told: SendTask, layer: Any) -> None:
+            send(told, layer)
+            if told.last and not worker._left:  # its last part
                 self._save("prefill", told.room, told.blocks, told.stop)
 
         def saw_receive(told: ReceiveTask) -> None:

@@ -81,7 +81,7 @@ def delta_net(view, layer, block):
 class WorkerSide:
     """A worker over a layout, and what its engine was told."""
 
-    def __init__(self, layout, groups, *, produces, model=None, **extra):
+    def __init__(self, layout, groups, layers, *, produces, model=None, **extra):
         rank = Rank(
             Settings.read(extra, "extra"),
             layout,
@@ -91,7 +91,7 @@ class WorkerSide:
             log=log,
             conventions=model or {},
         )
-        self.rank, self.worker = rank, ConnectorWorker(rank, groups)
+        self.rank, self.worker = rank, ConnectorWorker(rank, groups, layers)
         self.sent, self.received, self.failed = set(), set(), set()
 
     def step(self, finished=("p",), **what):
@@ -99,7 +99,7 @@ class WorkerSide:
         step = Step(**what)
         self.worker.begin(step)
         self.worker.save(step)
-        results = self.rank.results(finished)
+        results = self.worker.results(finished)
         self.sent |= results.sent
         self.received |= results.received
         self.failed |= results.failed

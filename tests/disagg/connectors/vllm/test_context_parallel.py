@@ -133,6 +133,7 @@ def test_blocks_of_shared_groups_hold_positions_of_every_rank():
     assert [(group.space, group.tokens) for group in described.groups] == [
         ("kv0", 16), ("kv1", 16), ("state2", 8),
     ]  # fmt: skip
+    assert described.layers == {ATTN: ("target", 0), MLA: ("target", 1), GDN: ("target", 2)}
     shares = {space.name: space.interleave for space in described.layout.spaces}
     assert shares == {"kv0": Interleave(4, 1, 2), "kv1": Interleave(4, 1, 2), "state2": None}
     assert described.layout.region_by_key["target", 0, "k"].axis("head").start == 1

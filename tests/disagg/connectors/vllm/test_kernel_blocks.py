@@ -96,6 +96,7 @@ class Side(engines.WorkerSide):
         super().__init__(
             self.described.layout,
             self.described.groups,
+            self.described.layers,
             produces=produces,
             verify="checksum",
         )

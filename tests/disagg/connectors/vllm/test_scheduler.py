@@ -104,15 +104,17 @@ def test_the_second_sequence_of_a_prompt_leaves_the_room_to_the_first(read):
     assert len(step.receives) == 1 and not step.declines
 
 
-def test_a_request_that_is_stopped_before_its_state_has_come_aborts_its_room():
-    made = scheduler()
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_request_waits_in_its_step_or_before_it(waits):
+    """One that is stopped before its state has come aborts its room."""
+    made = scheduler(waits=waits)
     asked = arrives(made, "d", **prefilled(scheduler()))
-    assert made.matched(asked, 32) == (7, True)  # of 32 decode has the state
+    assert made.matched(asked, 32) == (7, not waits)  # of 32 decode has the state
     made.allocated(asked, BLOCKS, 7)
     (receive,) = made.step().receives
-    assert receive.start == 32
+    assert (receive.start, receive.waits) == (32, waits)
     made.finished(asked, ())
-    assert made.step().aborts == ["d"]
+    assert made.step().aborts == ([] if waits else ["d"])
 
 
 @pytest.mark.parametrize("stopped", [True, False])

@@ -9,18 +9,20 @@ import torch
 
 from disagg.connectors.source import Source
 from disagg.connectors.vllm.layout import BlockGroup
+from disagg.connectors.vllm.scheduler import Step
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
 from tests.disagg.connectors.vllm import engines
 from tests.disagg.connectors.vllm.engines import until
 
 BLOCKS, TOKENS = 12, 8
+LAYERS = {"attention": ("target", 0), "state": ("target", 1)}
 
 
 class Side(engines.WorkerSide):
     """Blocks of full attention, and states in the same memory, as vLLM's groups lie."""
 
-    def __init__(self, produces, said=None, **extra):
+    def __init__(self, produces, layers=LAYERS, said=None, **extra):
         torch.manual_seed(produces)
         self.memory = torch.randint(0, 255, (BLOCKS, TOKENS * 16), dtype=torch.uint8)
         rows, slots = self.memory.view(BLOCKS, TOKENS, 16), self.memory[:, :50]
@@ -34,7 +36,7 @@ class Side(engines.WorkerSide):
             spaces=[kv, state],
         )
         groups = BlockGroup("kv0", 1, TOKENS), BlockGroup("state1", 1, TOKENS, "first")
-        super().__init__(layout, groups, produces=produces, model=said, **extra)
+        super().__init__(layout, groups, layers, produces=produces, model=said, **extra)
 
 
 @pytest.fixture
@@ -83,14 +85,85 @@ def test_pages_and_states_arrive_in_the_blocks_that_were_named(sides):
     assert torch.equal(decode.memory[live], expected[live])
 
 
+def saved(side, *names, **what):
+    """A step in whose forward pass vLLM tells of these layers."""
+    step = Step(**what)
+    for name in names:
+        side.worker.save_layer(name, step)
+        yield
+    side.worker.save(step)
+
+
+def ready(decode, layer):
+    return lambda: decode.rank.decode.layer_ready("room", layer)
+
+
+@pytest.mark.parametrize("told", [("attention", "state"), ("state",), ("attention", "shared", "x")])
+def test_a_layer_is_there_before_the_pass_that_computes_it_has_ended(sides, told):
+    """Layers of which vLLM does not tell come with the end of the pass, others when it tells."""
+    prefill, decode = sides
+    decode.step(receives=[receive(prefill)])
+    list(saved(prefill, "attention", sends=[send(stop=16, last=False)]))
+    first = LAYERS[told[0]][1]
+    for _ in saved(prefill, *told, sends=[send(start=16)]):
+        until(ready(decode, first), decode, turns=prefill)
+        assert "d" not in decode.received
+    until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
+    assert not decode.failed
+    assert torch.equal(decode.memory[9], prefill.memory[3])
+    assert torch.equal(decode.memory[7, :50], prefill.memory[6, :50])
+
+
+def test_layers_of_one_number_are_offered_once_all_were_computed(opened):
+    layers = {"keys": ("target", 0), "index": ("target", 0), "state": ("target", 1)}
+    prefill, decode = opened(True, layers=layers), opened(False)
+    decode.step(receives=[receive(prefill)])
+    passed = saved(prefill, "keys", "state", "index", sends=[send()])
+    next(passed), next(passed)
+    until(ready(decode, 1), decode, turns=prefill)
+    assert not ready(decode, 0)()
+    next(passed)
+    until(ready(decode, 0), decode, turns=prefill)
+    assert not list(passed)
+    until(lambda: "d" in decode.received, decode, prefill)
+
+
 def test_a_preemption_ends_what_was_offered_before_and_nothing_after(sides):
     prefill, decode = sides
     prefill.step(sends=[send("first", stop=16, last=False)])
     decode.step(receives=[receive(prefill, "again")])
-    prefill.step(aborts=["p"], sends=[send("again")])
+    list(saved(prefill, "attention", "state", aborts=["p"], sends=[send("again")]))
     until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
     assert not decode.failed
     assert prefill.rank.prefill.leases().leased == {}
+
+
+def test_a_step_waits_for_the_layers_that_it_begins_with(sides):
+    prefill, decode = sides
+    step = Step(receives=[replace(receive(prefill), waits=True)])
+    prefill.step(sends=[send()])  # its thread answers from here on
+    decode.worker.begin(step)
+    decode.worker.wait_layer("attention")
+    assert torch.equal(decode.memory[9], prefill.memory[3])
+    decode.worker.wait_layer("shares the state of another layer")
+    decode.worker.save(step)
+    results = decode.worker.results(())
+    assert not results.received and not decode.worker.invalid_blocks()
+
+
+def test_blocks_of_a_step_whose_state_does_not_come_are_told(opened):
+    prefill, decode = opened(True), opened(False, peer_timeout=0.5)
+    one = receive(prefill, start=8)
+    nobody = replace(one, request="lost", source=NOWHERE)
+    step = Step(receives=[replace(each, waits=True) for each in (one, nobody)])
+    decode.worker.begin(step)
+    prefill.rank.close()
+    decode.worker.wait_layer("attention")
+    decode.worker.save(step)
+    results = decode.worker.results(())
+    assert not results.received and not results.failed
+    assert decode.worker.invalid_blocks() == {4, 5}
+    assert not decode.worker.invalid_blocks()
 
 
 def test_a_room_that_ends_while_its_request_is_computed_is_told_when_that_has_finished(sides):
