@@ -177,8 +177,18 @@ COUNTERS: tuple[Family[Snapshot], ...] = (
     ),
     ("kvpool_chunks", "Chunks bound, per source rank.", (), lambda s: [((), s.totals.chunks)]),
     ("kvpool_moved_bytes", "Bytes that have arrived.", (), lambda s: [((), s.totals.bytes_moved)]),
-    ("kvpool_bound_bytes", "Bytes bound.", (), lambda s: [((), s.totals.bytes_bound)]),
-    ("kvpool_runs", "Runs bound.", (), lambda s: [((), s.totals.runs)]),
+    (
+        "kvpool_bound_bytes",
+        "Bytes bound, by roles that share runs.",
+        ("owner", "roles"),
+        lambda s: [(roles, runs.nbytes) for roles, runs in s.totals.by_role.items()],
+    ),
+    (
+        "kvpool_runs",
+        "Runs bound, by roles that share them.",
+        ("owner", "roles"),
+        lambda s: [(roles, runs.runs) for roles, runs in s.totals.by_role.items()],
+    ),
     (
         "kvpool_phase_seconds",
         "Seconds of rooms that have ended, by phase; total is from read request to end.",

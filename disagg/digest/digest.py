@@ -6,8 +6,7 @@ ids, page sizes, ring sizes, axis order, shards, placement or padding.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Annotated, NamedTuple
 
@@ -31,6 +30,7 @@ STEP_BYTES = 4 << 20
 PIECE_SETUP_COST = 32 << 10
 """Cost of starting a piece, in bytes."""
 MAX_CELLS = 1 << 20
+MAX_POSITION_RANGES = 16
 
 
 class Piece(NamedTuple):
@@ -122,57 +122,17 @@ def differing(
 ) -> list[str]:
     """Sentences that name owner, layers, role and positions of entries whose digests differ.
 
-    `own` and `theirs` hold an array per piece, of one digest per entry.
+    `own` and `theirs` hold an array per piece, of one digest per entry; else raises ValueError.
     """
+    counts = [piece.numbers().size for piece in pieces]
+    if any([array.size for array in side] != counts for side in (own, theirs)):
+        raise ValueError("digests to compare: need an array per piece, of one number per entry.")
     wrong = ((piece, np.flatnonzero(a != b)) for piece, a, b in zip(pieces, own, theirs))
     return by_layers(
         (piece.key, f"{_where(layout, piece)}: {_positions(layout, piece, entries)}")
         for piece, entries in wrong
         if entries.size
     )
-
-
-class Digester:
-    """Makes digests in small steps, between which its thread serves others."""
-
-    def __init__(self) -> None:
-        self._jobs: deque[tuple[Hashable, Iterator[Hashes | None]]] = deque()
-        self._parts: list[Hashes] = []
-        """Of the first job."""
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._jobs)
-
-    def add(
-        self,
-        key: Hashable,
-        layout: PoolLayout,
-        address: RequestAddress,
-        pieces: list[Piece],
-        each: bool,
-    ) -> None:
-        """Takes a job over; `step` returns its digests with `key`."""
-        self._jobs.append((key, digests(layout, address, pieces, each)))
-
-    def step(self) -> tuple[Hashable, bytes | None, str] | None:
-        """Goes one step on; where that ends a job, its key, and digests or the reason for none."""
-        if not self._jobs:
-            return None
-        key, steps = self._jobs[0]
-        try:
-            part = next(steps)
-        except StopIteration:
-            values, reason = np.concatenate([*self._parts, np.empty(0, dtype="<u8")]).tobytes(), ""
-        except Exception as error:  # what goes wrong in one job fails that room and no other
-            values, reason = None, str(error) or type(error).__name__
-        else:
-            if part is not None:
-                self._parts.append(part)
-            return None
-        self._jobs.popleft()
-        self._parts = []
-        return key, values, reason
 
 
 _Number = Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -264,11 +224,16 @@ def _positions(layout: PoolLayout, piece: Piece, entries: Ints) -> str:
     if space.per_request and (region.packing or not space.has_entries):
         return "its state differs."
     numbers = piece.numbers()[entries]
+    breaks = np.flatnonzero(np.diff(numbers) > 1) + 1
+    more = ""
+    if breaks.size >= MAX_POSITION_RANGES:
+        numbers = numbers[: breaks[MAX_POSITION_RANGES - 1]]
+        more = f" and {breaks.size + 1 - MAX_POSITION_RANGES} more ranges"
     size = space.tokens_per_item if region.packing else space.tokens_per_entry
     tokens = numbers[:, None] * size + np.arange(size)
     if tokens.size == 1:
         return f"position {tokens.item()} differs."
-    return f"positions {ranges(tokens.ravel().tolist())} differ."
+    return f"positions {ranges(tokens.ravel().tolist())}{more} differ."
 
 
 def _region(layout: PoolLayout, piece: Piece) -> Region:

@@ -55,12 +55,14 @@ class BoundRuns(NamedTuple):
 class CopyBatch:
     """Source pointers, destination pointers and lengths in bytes, int64 `[N]` each.
 
-    Equal lengths are one number, broadcast and read-only.
+    Equal lengths are one number, broadcast and read-only. `shares` are the runs and bytes of each
+    route that has any, of a batch that `bind` returned; its parts have none.
     """
 
     src: Ints
     dst: Ints
     nbytes: Ints
+    shares: tuple[tuple[Route, int, int], ...] = ()
 
     def __iter__(self) -> Iterator[Ints]:
         return iter((self.src, self.dst, self.nbytes))
@@ -170,8 +172,9 @@ class Binder:
 def _batch(blocks: Sequence[tuple[_Pointers, BoundRuns]]) -> CopyBatch:
     """Runs at each record pair of a route, `[B, A, F]`, one block after the other."""
     size = sum(pointers.src_base.size * runs.src.size for pointers, runs in blocks)
-    # several routes may share runs
+    # of runs that several routes share, once
     lengths = {id(runs): runs.nbytes for _, runs in blocks}
+    totals = {key: int(nbytes.sum()) for key, nbytes in lengths.items()}
     edges = {edge for nbytes in lengths.values() for edge in (int(nbytes.min()), int(nbytes.max()))}
     # one allocation: of several, glibc gives the memory back at once, and takes page faults again
     columns = np.empty((2 if len(edges) == 1 else 3, size), dtype=np.int64)
@@ -180,8 +183,9 @@ def _batch(blocks: Sequence[tuple[_Pointers, BoundRuns]]) -> CopyBatch:
         nbytes = np.ndarray(src.shape, np.int64, _LENGTH.pack(edges.pop()), 0, (0,))
     else:
         nbytes = columns[-1]
+    shares: dict[int, tuple[Route, int, int]] = {}
     start = 0
-    for (_, src_base, dst_base), runs in blocks:
+    for (route, src_base, dst_base), runs in blocks:
         pairs, count = src_base.size, src_base.size * runs.src.size
         part, shape = slice(start, start + count), (pairs, *runs.src.shape)
         start = part.stop
@@ -189,7 +193,9 @@ def _batch(blocks: Sequence[tuple[_Pointers, BoundRuns]]) -> CopyBatch:
         np.add(dst_base[:, None, None], runs.dst, out=dst[part].reshape(shape))
         if nbytes.strides != (0,):
             nbytes[part].reshape(shape)[...] = runs.nbytes
-    return CopyBatch(src, dst, nbytes)
+        _, number, total = shares.get(id(route), (route, 0, 0))
+        shares[id(route)] = route, number + count, total + pairs * totals[id(runs)]
+    return CopyBatch(src, dst, nbytes, tuple(shares.values()))
 
 
 def _moved(route: Route, tokens: range, count: Count) -> range | None:

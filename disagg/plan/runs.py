@@ -103,6 +103,8 @@ class Route:
 
     source: int
     keys: tuple[Key, ...]
+    roles: str
+    """The roles of `keys`, for metrics: `latent, rope`."""
     packed: bool
     src: RouteSide
     dst: RouteSide

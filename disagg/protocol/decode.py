@@ -10,10 +10,12 @@ import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from disagg.digest.digester import Verification
 from disagg.errors import RoomError
 from disagg.plan import Group
 from disagg.protocol import events, messages
 from disagg.protocol.codec import Aux
+from disagg.protocol.effects import CancelReads, Effect, StartRead
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Snapshot
@@ -21,7 +23,7 @@ from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFail
 from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.rooms.decode_rooms import DecodeRoom, DecodeRooms
 from disagg.protocol.status import Failure, Phase, RoomEvent
-from disagg.protocol.verification import Comparisons, Verification
+from disagg.protocol.verification import Comparisons
 from kvpool.layout import PoolLayout
 
 
@@ -54,7 +56,7 @@ class DecodeMachine(Machine[DecodeRoom]):
         )
         self._comparisons = Comparisons(layout, self._effects)
 
-    def handle(self, event: events.DecodeEvent, now: float) -> list[events.Effect]:
+    def handle(self, event: events.DecodeEvent, now: float) -> list[Effect]:
         """What is to be done now. Raises RoomError or UnknownRoom for a call that does not fit the
         room; then nothing has changed.
         """
@@ -68,10 +70,10 @@ class DecodeMachine(Machine[DecodeRoom]):
             case events.Received(int(number), message):
                 if rank := self.peers.by_number.get(number):
                     self._receive(rank, message)
-            case events.ReadBegun(read=read):
+            case events.ReadBegun(read, begun, seconds, shares):
                 room = self.room(read.room)
-                room.reads[read] = event.begun
-                room.metrics.bound(event.runs, event.nbytes, event.bind_seconds)
+                room.reads[read] = begun
+                room.metrics.bound(shares, seconds)
             case events.ReadMoved(read, nbytes, seconds):
                 self.room(read.room).metrics.moved(nbytes, seconds)
             case events.ReadEnded(read, problem):
@@ -228,7 +230,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             room.metrics.wait_seconds = self._now - room.opened_at
         room.move(RoomEvent.CHUNK_READY)
         reads = room.new_reads(source, ready, address, self._now)
-        self._effects.extend(events.StartRead(read) for read in reads)
+        self._effects.extend(StartRead(read) for read in reads)
         if not reads:
             self._advance(ready.room, room)
 
@@ -281,7 +283,7 @@ class DecodeMachine(Machine[DecodeRoom]):
         self._end(name, room)
         if room.reading:
             # the reader never looks at a room: only the machine knows why one has ended
-            self._effects.append(events.CancelReads(room.attempt))
+            self._effects.append(CancelReads(room.attempt))
         if not asked:
             drop = messages.DropRoom(name, failure.reason)
             self.peers.drop_room(room.link, drop, except_rank)
@@ -294,6 +296,6 @@ class DecodeMachine(Machine[DecodeRoom]):
                 self.peers.send(rank, abort)
 
     def _end(self, name: Room, room: DecodeRoom) -> None:
-        self._rooms.end(name)
+        self._rooms.end(name, self._now)
         room.metrics.total_seconds = self._now - room.opened_at
         self._record_end(name, room, room.metrics)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Generic
 
-from disagg.protocol.events import AbortAll, AbortRoom, Effects, ForgetRoom, RoomEnded
+from disagg.protocol.effects import Effects, RoomEnded
+from disagg.protocol.events import AbortAll, AbortRoom, ForgetRoom
 from disagg.protocol.messages import Hello, Room
-from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals
+from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.peers.decode_peers import DecodePeers
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.peers.prefill_peers import PrefillPeers
 from disagg.protocol.rooms.rooms import R, Rooms
 from disagg.protocol.status import Failure, KVPoll, Side
-from kvpool.layout.sentences import one_line
-from kvpool.layout.types import MAX_REASON
-
-log = logging.getLogger("disagg")
 
 
 class Machine(ABC, Generic[R]):
@@ -90,6 +86,8 @@ class Machine(ABC, Generic[R]):
         self._effects.append(RoomEnded(name))
         self.totals.add(metrics, room.failure)
         if room.failure is not None:
-            level = logging.INFO if room.failure.kind == "abort" else logging.WARNING
-            reason = one_line(str(room.failure), MAX_REASON)
-            log.log(level, "room %r failed (%s): %s", name, room.failure.kind, reason)
+            # the generation is always prefill's: a room of decode says it
+            own = {"room": name, "generation": self.hello.generation}
+            moved, seconds = metrics.bytes_moved, round(metrics.total_seconds, 6)
+            facts = own | room.facts() | {"bytes_moved": moved, "seconds": seconds}
+            log_failure(room.failure, **facts)

@@ -1,17 +1,36 @@
-"""Bytes, runs and seconds of a room, and of all rooms of an endpoint."""
+"""Bytes, runs and seconds of a room and of an endpoint, and the log line of a failed room."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from disagg.plan.runs import Route
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.status import Failure
+from kvpool.layout.types import MAX_REASON
+
+log = logging.getLogger("disagg")
 
 PHASES = ("plan", "bind", "wait", "wire", "verify", "total")
+
+Shares = Sequence[tuple[Route, int, int]]
+"""The routes of a batch (`CopyBatch.shares`), each with its runs and bytes."""
+Roles = tuple[str, str]
+"""An owner, and the roles that share runs: `("target", "latent, rope")`."""
+
+
+class RoleMetrics(NamedTuple):
+    """Runs and bytes bound for some roles."""
+
+    runs: int = 0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +72,7 @@ class RoomMetrics:
     verify_seconds: float = 0.0
     done_seconds: float = 0.0
     total_seconds: float = 0.0
+    by_role: dict[Roles, RoleMetrics] = field(default_factory=dict)
     reads: list[ReadTimes] = field(default_factory=list)
     released: dict[int, float] = field(default_factory=dict)
 
@@ -66,11 +86,13 @@ class RoomMetrics:
         """Bytes a second while reading."""
         return self.bytes_moved / self.wire_seconds if self.wire_seconds else 0.0
 
-    def bound(self, runs: int, nbytes: int, seconds: float) -> None:
+    def bound(self, shares: Shares, seconds: float) -> None:
         """Counts a chunk of one rank that is bound and about to be read."""
+        for route, runs, nbytes in shares:
+            _add(self.by_role, (route.keys[0][0], route.roles), runs, nbytes)
+            self.runs += runs
+            self.bytes_bound += nbytes
         self.chunks += 1
-        self.runs += runs
-        self.bytes_bound += nbytes
         self.bind_seconds += seconds
 
     def moved(self, nbytes: int, seconds: float) -> None:
@@ -80,7 +102,9 @@ class RoomMetrics:
 
     def copy(self) -> RoomMetrics:
         """The numbers now."""
-        return replace(self, reads=list(self.reads), released=dict(self.released))
+        return replace(
+            self, by_role=dict(self.by_role), reads=list(self.reads), released=dict(self.released)
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,9 +116,8 @@ class Totals:
     rooms: dict[str, int] = field(default_factory=lambda: {"success": 0, "failed": 0})
     failures: Counter[tuple[str, str]] = field(default_factory=Counter)
     chunks: int = 0
-    runs: int = 0
-    bytes_bound: int = 0
     bytes_moved: int = 0
+    by_role: dict[Roles, RoleMetrics] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def add(self, room: RoomMetrics, failure: Failure | None = None) -> None:
@@ -103,9 +126,9 @@ class Totals:
         if failure:
             self.failures[failure.side, failure.kind] += 1
         self.chunks += room.chunks
-        self.runs += room.runs
-        self.bytes_bound += room.bytes_bound
         self.bytes_moved += room.bytes_moved
+        for roles, (runs, nbytes) in room.by_role.items():
+            _add(self.by_role, roles, runs, nbytes)
         for phase in PHASES:
             if phase != "plan":  # rooms of a link share its plan, which the machine counts
                 self.seconds[phase] += getattr(room, f"{phase}_seconds")
@@ -128,3 +151,18 @@ class Snapshot:
     engine: str
     telemetry: Mapping[str, float]
     plans: Mapping[str, int] = field(default_factory=dict)
+
+
+def _add(by_role: dict[Roles, RoleMetrics], roles: Roles, runs: int, nbytes: int) -> None:
+    before = by_role.get(roles, RoleMetrics())
+    by_role[roles] = RoleMetrics(before.runs + runs, before.nbytes + nbytes)
+
+
+def log_failure(failure: Failure, **facts: object) -> None:
+    """Logs a failed room as one line of JSON: an abort as information, all else as a warning.
+    `facts`: `room`, `peer`, `generation`, positions `start` and `tokens`, `bytes_moved`, `seconds`.
+    """
+    reason = failure.reason[:MAX_REASON]
+    why = {"event": "room failed", "side": failure.side, "kind": failure.kind, "reason": reason}
+    level = logging.INFO if failure.kind == "abort" else logging.WARNING
+    log.log(level, "%s", json.dumps(why | facts))

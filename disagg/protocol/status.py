@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 
 class KVPoll(IntEnum):
@@ -154,6 +154,10 @@ class PhasedRoom(ABC):
     @abstractmethod
     def waits_for(self) -> str:
         """What must happen next."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What the log says of it."""
 
     def move(self, event: RoomEvent) -> None:
         """Goes to the phase that follows. Raises ProtocolError if the event cannot happen now."""

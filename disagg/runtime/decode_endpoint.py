@@ -21,7 +21,8 @@ from disagg.host.signals import deferred_signals
 from disagg.plan import Group
 from disagg.protocol.codec import Aux
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.events import Connect, ConnectLink, DisconnectLink, RequestRoom, Send
+from disagg.protocol.effects import Connect, Send
+from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
 from disagg.protocol.messages import Room, room_name
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.link import Link
@@ -219,9 +220,9 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         once it has sent its last chunk and every other reader is done or declines too.
 
         To be called in place of `receive`, before or after prefill has the room; `link` as there.
-        The room ends as any, and is to be forgotten as any: in Success, with prefill's aux values,
-        or Failed. Declining a room again changes nothing. Raises RoomError if the room is received
-        already.
+        The room ends as any: in Success, with prefill's aux values, or Failed; of those that have
+        ended and were not forgotten the latest 1,000 are kept. Declining a room again changes
+        nothing. Raises RoomError if the room is received already.
         """
         name = room_name(room)
         with deferred_signals, self._loop.lock:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from disagg.protocol.events import Peer
+from disagg.protocol.effects import Peer
 
 
 class Lost(NamedTuple):

@@ -142,7 +142,7 @@ def test_leases_that_end_during_reads_fail_rooms_and_none_succeeds_wrongly(monke
             message = structs.replace(message, leased=True)
         return codec.encode(message)
 
-    monkeypatch.setattr("disagg.protocol.events.encode", lie)
+    monkeypatch.setattr("disagg.protocol.effects.encode", lie)
     assert any("a wrong Success" in line for line in Fleet(late).run().broken)
 
 

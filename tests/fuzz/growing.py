@@ -17,7 +17,8 @@ from disagg.digest.digest import digests
 from disagg.plan import IncompatibleLayouts, plan
 from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.events import ComputeDigest, ConnectLink, OfferChunk, Received, RequestRoom
+from disagg.protocol.effects import ComputeDigest
+from disagg.protocol.events import ConnectLink, OfferChunk, Received, RequestRoom
 from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from disagg.snapshot import SnapshotRefused

@@ -15,7 +15,7 @@ from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.cache import PlanCache
 from disagg.protocol import messages
 from disagg.protocol.conventions import differences
-from disagg.protocol.events import Connect, ConnectEngine, DropPeer, Effects
+from disagg.protocol.effects import Connect, ConnectEngine, DropPeer, Effects
 from disagg.protocol.latest import Latest
 from disagg.protocol.messages import Hello, Message
 from disagg.protocol.peers.link import Link, PrefillRank
@@ -27,7 +27,7 @@ from kvpool.layout import PoolLayout, Region, Space
 
 log = logging.getLogger("disagg")
 
-REDIAL_PAUSE = 0.25
+FIRST_PAUSE = 0.25
 """Of the shorter time-out: before a rank is dialled again that refuses this decode for now."""
 KEPT_SHAPES = 64
 """Layouts whose regions others share: those of the latest."""
@@ -190,12 +190,15 @@ class DecodePeers:
         self.send(rank, self.hello)
 
     def _pause(self, rank: PrefillRank, reason: str, side: Side, now: float) -> LinkFailed:
-        """A rank and this decode do not work together for now: it is dialled again later."""
-        shorter = min(self.hello.timeout, rank.hello.timeout if rank.hello else math.inf)
+        """A rank and this decode do not work together for now: it is dialled again after a pause,
+        which doubles up to the shorter time-out.
+        """
+        longest = min(self.hello.timeout, rank.hello.timeout if rank.hello else math.inf)
+        rank.pause = min(longest, max(FIRST_PAUSE * longest, 2 * rank.pause))
         lost = self._lose(rank, reason)
         self.liveness.forget(rank.number)
         self._effects.append(Connect(rank.number, None))
-        rank.redial = now + REDIAL_PAUSE * shorter
+        rank.redial = now + rank.pause
         return LinkFailed(rank.link, Failure(side, lost, "refused"), rank.source, asked=True)
 
     def _lose(self, rank: PrefillRank, reason: str, level: int = logging.WARNING) -> str:
@@ -244,9 +247,14 @@ class DecodePeers:
         if problems:
             return self._refuse(link, problems, "decode")
         link.plan, link.plan_seconds = plan, self.plans.seconds - before
+        if alone := {name for hello in hellos for name in hello.conventions.keys() ^ own.keys()}:
+            names = ", ".join(sorted(alone))
+            log.info("%s: not compared is what only one side says: %s", link.ranks[0], names)
         every = dict.fromkeys(range(len(layouts)), self._readers)
         link.asks = every if self._group is None else plan.asks
         link.layers = {source: layers_by_owner(layouts[source]) for source in link.asks}
+        for rank in link.ranks:
+            rank.pause = 0.0
         link.unconnected = set(plan.contributors())
         for source in link.unconnected:
             self._effects.append(ConnectEngine(link, source, hellos[source]))

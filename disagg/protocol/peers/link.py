@@ -31,6 +31,8 @@ class PrefillRank:
     """Without the layout's bytes once it was read."""
     layout: PoolLayout | None = None
     pinged: float = 0.0
+    pause: float = 0.0
+    """Seconds before it is dialled again if it refuses this decode for now."""
     redial: float | None = None
     """When that will be; it is not connected until then."""
     untold: Latest[Room, DropRoom] = field(default_factory=lambda: Latest(MAX_UNTOLD))

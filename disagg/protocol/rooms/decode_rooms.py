@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from disagg.digest.digester import Verification
 from disagg.errors import RoomError
 from disagg.plan.bind import Count
 from disagg.plan.positions import id_clash
@@ -18,8 +20,10 @@ from disagg.protocol.rooms.block_tables import BlockTables, WrittenItems
 from disagg.protocol.rooms.offered import LayerRange, Offered
 from disagg.protocol.rooms.rooms import Rooms
 from disagg.protocol.status import Phase, PhasedRoom, RoomEvent, Side
-from disagg.protocol.verification import Verification
 from kvpool.layout import PoolLayout, RequestAddress
+
+MAX_DECLINED = 1000
+"""Declined rooms that have ended and were not forgotten: the latest are kept."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -85,6 +89,15 @@ class DecodeRoom(PhasedRoom):
         first = min(open_ranks.values(), key=lambda offered: offered.stop)
         awaited = first.awaited or f"chunks from position {first.stop} on,"
         return f"{awaited} of {link.names(open_ranks)}"
+
+    def facts(self) -> dict[str, Any]:
+        generations = (hello.generation if hello else "" for hello in self.link.hellos)
+        return {
+            "peer": ", ".join(self.link.addresses),
+            "generation": ", ".join(generations),
+            "start": self.start,
+            "tokens": self.address.num_tokens,
+        }
 
     def asked_ranks(self) -> Iterator[tuple[PrefillRank, str]]:
         """The ranks that are asked for it, and not lost, each with its generation."""
@@ -248,6 +261,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         self._of_link: dict[Link, dict[Room, None]] = {}
         self._written = WrittenItems(layout)
         self._block_tables = BlockTables(layout, allow_missing)
+        self._declined: deque[tuple[Room, DecodeRoom]] = deque()
         self.offer_timeout, self._next_check = offer_timeout, 0.0
 
     def add(self, name: Room, room: DecodeRoom) -> None:
@@ -290,7 +304,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         why = f"nothing has happened for {longest:g} s: it waits for"
         return [(name, f"{why} {room.waits_for}.") for name, room in stuck if not room.working]
 
-    def end(self, name: Room) -> None:
+    def end(self, name: Room, now: float) -> None:
         """A room has ended; its items are free unless a read may still write them."""
         room = self.by_name[name]
         self.open.discard(name)
@@ -299,6 +313,12 @@ class DecodeRooms(Rooms[DecodeRoom]):
         if not of_link:
             del self._of_link[room.link]
         self._free(name, room)
+        if room.declined:  # of no more use to its caller
+            self._declined.append((name, room))
+            if len(self._declined) > MAX_DECLINED:
+                name, room = self._declined.popleft()
+                if self.by_name.get(name) is room:
+                    self.forget(name, now)
 
     def end_read(self, read: Read, now: float) -> DecodeRoom | None:
         """None of a read's bytes can land any more; returns its room if that is open."""

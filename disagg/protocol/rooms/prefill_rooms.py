@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from disagg.errors import RoomError
 from disagg.protocol.latest import Latest
@@ -104,6 +104,13 @@ class PrefillRoom(PhasedRoom):
         self.generations.append(generation)
         bounded = None not in (self.patience, request.timeout)
         self.patience = max(self.patience or 0.0, request.timeout or 0.0) if bounded else None
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "peer": ", ".join(self.generations),
+            "start": min((request.start for request in self.requests.values()), default=0),
+            "tokens": self.offered.stop,
+        }
 
     def chunk_problem(self, chunk: OfferChunk) -> str | None:
         """Why positions and layers cannot be offered next."""

@@ -176,13 +176,7 @@ class Lane:
         """Begins reads that are bound; whether more may begin in this step."""
         now, batch = self._context.clock(), joined[0].batch
         for bound in joined:
-            begun = ReadBegun(
-                read=bound.tracked.read,
-                begun=now,
-                runs=bound.batch.runs,
-                nbytes=bound.batch.total,
-                bind_seconds=bound.seconds,
-            )
+            begun = ReadBegun(bound.tracked.read, now, bound.seconds, bound.batch.shares)
             self._context.events.append(begun)
         if joined[1:]:
             src, dst, nbytes = map(np.concatenate, zip(*(bound.batch for bound in joined)))

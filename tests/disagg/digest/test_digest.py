@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings, strategies as st
 
 import disagg.digest.cell_hash
 import disagg.digest.digest
-from disagg.digest.digest import Digester, Piece, differing, digests, from_wire, pieces, to_wire
+from disagg.digest.digest import Piece, differing, digests, from_wire, pieces, to_wire
+from disagg.digest.digester import Digester
 from disagg.plan import TransferPlan, plan
 from kvpool import MHA, PoolLayout, RequestAddress, Shard, Space, Span
 from kvpool.item import Cell, Repeat, Seq, Skip
@@ -422,6 +423,24 @@ def test_layers_with_equal_differences_share_a_sentence():
     ]
 
 
+def test_only_the_first_of_many_ranges_are_named():
+    this = moved([mla(num_pages=40)], mla(num_pages=40), 128)
+    ids = this.here.spans["kv"].ids.tolist()
+    this.dest.view("rope", 2)[ids, ::2] += 1
+    given = [piece for piece in this.pieces(0, range(128)) if piece.key[1:] == (2, "rope")]
+    sides = ([side] for side in this.digests(0, each=True, given=given))
+    (sentence,) = differing(given, *sides, this.dest.layout)
+    assert sentence == (
+        "target layer 2 rope: positions 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30 "
+        "and 48 more ranges differ."
+    )
+
+
+def test_digests_of_other_pieces_are_not_compared():
+    with pytest.raises(ValueError, match="an array per piece, of one number per entry"):
+        differing([ROWS], [np.zeros(5, np.uint64)], [np.zeros(4, np.uint64)], mha().layout)
+
+
 def test_a_target_and_its_draft_are_distinguished():
     both = [merged(mla(**ROOM), mla(layers=range(1), owner="draft", **ROOM)) for _ in range(2)]
     this = moved(both[:1], both[1])
@@ -439,7 +458,7 @@ def test_whatever_goes_wrong_in_one_digest_the_next_is_made(monkeypatch):
         raise MemoryError("the device is gone")
         yield
 
-    monkeypatch.setattr("disagg.digest.digest.digests", gone)
+    monkeypatch.setattr("disagg.digest.digester.digests", gone)
     digester.add("first", *job)
     monkeypatch.undo()
     digester.add("second", *job)

@@ -15,6 +15,7 @@ from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.formats import Shard
 from kvpool.pools.typed import MHAPool, MLAPool
 from tests.oracle import State, apply, assert_holds, blank, built, fill, hand_off, move, place
+from tests.pools import PACKED
 
 COMMON = {"num_pages": 12, "page_size": 4, "dtype": "bf16"}
 
@@ -284,6 +285,24 @@ def test_a_batch_splits_without_losing_a_run():
     parts = list(batch.split(max_bytes=200, max_runs=5))
     assert [part.nbytes.tolist() for part in parts] == [[96, 96]] * 3
     assert np.concatenate([part.dst for part in parts]).tolist() == batch.dst.tolist()
+
+
+def test_shares_are_runs_and_bytes_of_each_route():
+    pool = PACKED["nsa bf16"](num_pages=20)
+    made = plan([pool.layout], pool.layout)
+    batch = made.bind(0, place(pool, 29, 1), place(pool, 29, 2))
+    assert {route for route, _, _ in batch.shares} == set(made.routes)
+    assert sum(runs for _, runs, _ in batch.shares) == batch.runs
+    assert sum(nbytes for _, _, nbytes in batch.shares) == batch.total
+    for route in made.routes:
+        inside = np.zeros(batch.runs, dtype=bool)
+        for name in route.src.buffers:
+            base = pool.layout.buffer_by_name[name].base
+            size = route.src.stride * pool.num_pages
+            inside |= (batch.src >= base) & (batch.src < base + size)
+        mine = [(runs, nbytes) for each, runs, nbytes in batch.shares if each is route]
+        assert sum(runs for runs, _ in mine) == inside.sum()
+        assert sum(nbytes for _, nbytes in mine) == batch.nbytes[inside].sum()
 
 
 def npu_style(layers, items, page, dims):

@@ -9,7 +9,8 @@ import pytest
 from disagg import Failure, KVPoll, Phase, UnknownRoom
 from disagg.digest.digest import from_wire, to_wire
 from disagg.protocol import codec, messages
-from disagg.protocol.events import ConnectLink, DigestComputed, Received, RejectRoom, Send, Tick
+from disagg.protocol.effects import Send
+from disagg.protocol.events import ConnectLink, DigestComputed, Received, RejectRoom, Tick
 from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms import prefill_rooms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -11,15 +12,8 @@ from disagg import KVPoll, RoomError
 from disagg.plan import IncompatibleLayouts
 from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.events import (
-    AbortAll,
-    ConnectLink,
-    DisconnectLink,
-    Malformed,
-    Received,
-    Send,
-    Tick,
-)
+from disagg.protocol.effects import Send
+from disagg.protocol.events import AbortAll, ConnectLink, DisconnectLink, Malformed, Received, Tick
 from disagg.protocol.peers.link import Link
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.peers.prefill_peers import shared_part
@@ -112,25 +106,31 @@ def test_a_decode_that_was_refused_for_a_second_hello_connects_again_and_is_serv
 REFUSED = messages.Refuse(["1024 decodes are connected already."], final=False)
 
 
-def test_who_is_refused_for_now_dials_again_after_a_pause_and_is_served_in_the_end():
+def test_who_is_refused_for_now_dials_again_after_pauses_that_grow_and_is_served_in_the_end():
     pair = Pair()
+    pair.dials.clear()
     pair.link = Link(("y",))
     pair.tell(pair.decode, ConnectLink(pair.link))
+    pair.lose(pair.decode)
     pair.request("r")
-    for _ in range(2):
-        pair.dials.clear()
-        pair.tell(pair.decode, Received(1, REFUSED))
+    dialled, hung_up = [], []
+    while len(hung_up) < 5:
+        if pair.link.ranks[0].redial is None:
+            pair.tell(pair.decode, Received(1, REFUSED))
+        pair.now += 0.1
+        pair.tell(pair.decode, Tick())
         pair.lose(pair.decode)
-        assert "1024 decodes are connected already" in pair.link.lost
-        assert pair.decode.poll("r") is KVPoll.Bootstrapping  # it was never asked for: it waits on
-        refused = pair.now
-        while pair.link.ranks[0].redial is not None:
-            pair.now += 0.1
-            pair.tell(pair.decode, Tick())
-        (_, hung_up), (dialled, again) = [dial for dial in pair.dials if dial[1].peer == 1]
-        assert (hung_up.address, again.address) == (None, "y")  # no socket while it waits
-        pause = dialled - refused
-        assert pause == pytest.approx(TIMEOUT / 4, abs=TIMEOUT / CHECKS_PER_TIMEOUT + 0.2)
+        own = [(now, effect.address) for now, effect in pair.dials if effect.peer == 1]
+        dialled, hung_up = ([now for now, to in own if to == address] for address in ("y", None))
+    assert hung_up == pytest.approx(dialled, abs=0.01)  # no socket while it waits
+    pauses = [late - early for early, late in pairwise(dialled)]
+    shares = [pause / TIMEOUT for pause in pauses]
+    assert shares == pytest.approx([1 / 4, 1 / 2, 1, 1], abs=1 / CHECKS_PER_TIMEOUT + 0.02)
+    assert pair.decode.poll("r") is KVPoll.Bootstrapping  # it was never asked for: it waits on
+    assert "1024 decodes are connected already" in pair.link.lost
+    while pair.link.ranks[0].redial is not None:
+        pair.now += 0.1
+        pair.tell(pair.decode, Tick())
     pair.tell(pair.decode, Received(1, hello("p2")))
     assert pair.decode.poll("r") is KVPoll.WaitingForInput
     assert pair.link.lost is None

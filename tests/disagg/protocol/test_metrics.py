@@ -1,11 +1,14 @@
-"""What is counted, by hand and by the plan; and what Prometheus gets."""
+"""What is counted, by hand and by the plan; what Prometheus gets; the line of a failure."""
 
 from __future__ import annotations
 
+import json
+import logging
 import socket
 import sys
 import urllib.request
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
 from hypothesis import given, strategies as st
@@ -13,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.exporter import export
 from disagg.plan import plan
-from disagg.protocol.metrics import PHASES, RoomMetrics, Snapshot, Totals
+from disagg.protocol.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.status import Failure
 from kvpool import Allocator, PrefixCache
@@ -25,27 +28,39 @@ TOKENS = 29
 ROOM = {"num_pages": 20, "num_window_pages": 40}
 
 
-def test_bytes_are_those_of_rows_times_tokens_times_layers():
+def test_bytes_by_role_are_those_of_rows_times_tokens_times_layers():
     source, target = (merged(mla(**ROOM), mla(layers=[0], owner="draft", **ROOM)) for _ in range(2))
     transfer_plan, metrics = plan([source.layout], target.layout), RoomMetrics()
+    row = 2 * (16 + 8)
     for chunk in (range(13), range(13, TOKENS)):
         copy = metrics.copy()
         batch = transfer_plan.bind(0, place(source, TOKENS), place(target, TOKENS), tokens=chunk)
-        metrics.bound(batch.runs, batch.total, 0.5)
-    row = 2 * (16 + 8)
+        metrics.bound(batch.shares, 0.5)
+    sizes = {roles: role.nbytes for roles, role in metrics.by_role.items()}
+    assert sizes == {
+        ("target", "latent, rope"): 4 * TOKENS * row,
+        ("draft", "latent, rope"): TOKENS * row,
+    }
     assert (metrics.chunks, metrics.bind_seconds, metrics.bytes_bound) == (2, 1.0, 5 * TOKENS * row)
+    assert metrics.runs == sum(role.runs for role in metrics.by_role.values())
     assert metrics.bytes_per_run == metrics.bytes_bound / metrics.runs
     metrics.moved(100, 2.0)
     assert metrics.rate == 50
     # the copy is of its moment
-    assert (copy.chunks, copy.bytes_moved, copy.bytes_bound) == (1, 0, 5 * 13 * row)
+    assert (copy.chunks, copy.bytes_moved) == (1, 0)
+    assert copy.by_role["draft", "latent, rope"].nbytes == 13 * row
 
 
-SUMS = ("chunks", "runs", "bytes_bound", "bytes_moved")
+counts = st.integers(0, 1 << 50)
 rooms = st.builds(
     RoomMetrics,
-    **dict.fromkeys(SUMS, st.integers(0, 1 << 50)),
+    chunks=counts,
+    bytes_moved=counts,
     **{f"{phase}_seconds": st.integers(0, 1000) for phase in PHASES},
+    by_role=st.dictionaries(
+        st.tuples(st.sampled_from(("target", "draft")), st.sampled_from(("k", "v"))),
+        st.builds(RoleMetrics, counts, counts),
+    ),
 )
 failures = st.builds(
     Failure,
@@ -69,8 +84,11 @@ def test_totals_are_sums_over_rooms_and_a_copy_is_of_its_moment(first, more):
         failed = [(failure.side, failure.kind) for _, failure in given_rooms if failure]
         assert counted.rooms == {"success": len(given_rooms) - len(failed), "failed": len(failed)}
         assert counted.failures == {key: failed.count(key) for key in failed}
-        for name in SUMS:
-            assert getattr(counted, name) == sum(getattr(room, name) for room, _ in given_rooms)
+        assert counted.chunks == sum(room.chunks for room, _ in given_rooms)
+        assert counted.bytes_moved == sum(room.bytes_moved for room, _ in given_rooms)
+        for roles in {roles for room, _ in given_rooms for roles in room.by_role}:
+            parts = [room.by_role.get(roles, (0, 0)) for room, _ in given_rooms]
+            assert counted.by_role[roles] == tuple(map(sum, zip(*parts)))
         for phase in PHASES[1:]:
             times = (getattr(room, f"{phase}_seconds") for room, _ in given_rooms)
             assert counted.seconds[phase] == sum(times)
@@ -96,7 +114,16 @@ class Endpoint:
 
 def busy():
     totals = Totals()
-    totals.add(RoomMetrics(chunks=3, runs=8, bytes_bound=5000, bytes_moved=4096, wire_seconds=0.5))
+    done = RoomMetrics(
+        chunks=3,
+        bytes_moved=4096,
+        wire_seconds=0.5,
+        by_role={
+            ("target", "latent, rope"): RoleMetrics(7, 4000),
+            ("draft", "k"): RoleMetrics(1, 96),
+        },
+    )
+    totals.add(done)
     totals.add(RoomMetrics(total_seconds=2.0), Failure("prefill", "gone", "lost"))
     leases = Leases({"kv": 12, "swa": 2}, {"kv": 1})
     return Snapshot(
@@ -132,8 +159,10 @@ def test_every_number_of_an_endpoint_is_served_under_its_name():
         ("failures_total", {"side": "prefill", "kind": "lost"}, 1),
         ("chunks_total", {}, 3),
         ("moved_bytes_total", {}, 4096),
-        ("bound_bytes_total", {}, 5000),
-        ("runs_total", {}, 8),
+        ("bound_bytes_total", {"owner": "target", "roles": "latent, rope"}, 4000),
+        ("bound_bytes_total", {"owner": "draft", "roles": "k"}, 96),
+        ("runs_total", {"owner": "target", "roles": "latent, rope"}, 7),
+        ("runs_total", {"owner": "draft", "roles": "k"}, 1),
         *(
             ("phase_seconds_total", {"phase": phase}, {"wire": 0.5, "total": 2.0}.get(phase, 0.0))
             for phase in PHASES
@@ -258,3 +287,18 @@ def test_without_its_package_the_exporter_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(MissingExtra, match=r"pip install 'kvpool\[metrics\]'"):
         export({})
+
+
+# the line of a failure
+
+
+@given(st.text(), st.text(), st.one_of(st.integers(0, 2**63 - 1), st.text()))
+def test_a_failure_is_one_line_that_reads_back(reason, peer, name):
+    facts = {"room": name, "peer": peer, "start": 3, "bytes_moved": 1 << 40, "seconds": 0.123457}
+    with mock.patch.object(logging.getLogger("disagg"), "log") as log:
+        log_failure(Failure("decode", reason, "read"), **facts)
+    (level, form, line), _ = log.call_args
+    assert (level, form) == (logging.WARNING, "%s")
+    assert line.isascii() and len(line.splitlines()) == 1
+    failure = {"event": "room failed", "side": "decode", "kind": "read", "reason": reason}
+    assert json.loads(line) == failure | facts

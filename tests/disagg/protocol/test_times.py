@@ -21,9 +21,8 @@ def test_times_of_a_room_count_from_its_request():
     pair.now = 104.0
     pair.serve(range(16, 30))
     second, first = pair.reads.pop(), pair.reads.pop()
-    bound = {"runs": 1, "nbytes": 1, "bind_seconds": 0.0}
     for read, begun in ((first, 103.5), (second, 105.0)):
-        pair.tell(pair.decode, ReadBegun(read=read, begun=begun, **bound))
+        pair.tell(pair.decode, ReadBegun(read, begun, 0.0, ()))
     for read, pair.now in ((second, 106.0), (first, 109.0)):
         pair.tell(pair.decode, ReadEnded(read, None))
     pair.now = 112.0

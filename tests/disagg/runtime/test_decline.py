@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disagg import Ended, KVPoll, RoomError
+from disagg.protocol.rooms.decode_rooms import MAX_DECLINED
+from disagg.protocol.rooms.prefill_rooms import MAX_FAILED_UNSENT
 from tests import oracle
 from tests.disagg.protocol.pair import Pair
 from tests.disagg.stepping import stepped
@@ -135,3 +137,30 @@ def test_a_declined_room_for_which_nothing_comes_ends_within_its_bound():
     pair.pump()
     pair.wait(5.5)
     assert pair.polls() == (KVPoll.Failed, KVPoll.Failed)
+
+
+def test_decode_keeps_the_latest_declined_rooms_only():
+    pair = Pair()
+    for name in range(MAX_DECLINED + 20):
+        pair.decline(name)
+        pair.offer(name=name)
+        pair.pump()
+        assert pair.polls(name) == (GOOD, GOOD)
+        pair.forget(pair.prefill, name=name)
+    assert [*pair.decode.rooms()] == [*range(20, MAX_DECLINED + 20)]
+    assert len(pair.decode.ended.take()) == MAX_DECLINED <= MAX_FAILED_UNSENT
+    assert not pair.prefill.rooms()
+
+
+def test_a_declined_room_that_was_forgotten_leaves_its_name_to_the_next():
+    pair = Pair()
+    pair.decline("r")
+    pair.offer()
+    pair.pump()
+    pair.forget(pair.decode, pair.prefill)
+    pair.request("r")
+    for name in range(MAX_DECLINED + 1):
+        pair.decline(name)
+        pair.offer(name=name)
+        pair.pump()
+    assert "r" in pair.decode.rooms() and not pair.decode.poll("r").ended

@@ -569,7 +569,8 @@ def test_what_real_endpoints_count_is_served():
             'kvpool_failures_total{endpoint="d",kind="abort",side="decode"} 1.0',
             'kvpool_failures_total{endpoint="p",kind="abort",side="decode"} 1.0',
             f'kvpool_moved_bytes_total{{endpoint="d"}} {float(moved)}',
-            f'kvpool_bound_bytes_total{{endpoint="d"}} {float(moved)}',
+            f'kvpool_bound_bytes_total{{endpoint="d",owner="target",roles="latent, rope"}} '
+            f"{float(moved)}",
             'kvpool_alive_peers{endpoint="d"} 1.0',
             'kvpool_alive_peers{endpoint="p"} 1.0',
         ):

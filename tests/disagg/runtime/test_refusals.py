@@ -194,9 +194,15 @@ def test_a_room_that_waits_for_the_hello_fails_with_the_reason_and_it_is_final()
         ({"layers": 4}, {"layers": 4.0}),
     ],
 )
-def test_what_only_one_side_says_is_not_compared(prefill, decode):
+def test_what_only_one_side_says_is_not_compared(prefill, decode, caplog):
+    caplog.set_level("INFO", "disagg")
     with stepped(prefill_conventions=prefill, decode_conventions=decode) as engine:
         assert engine.links[0].refusal is None
+        alone = sorted(prefill.keys() ^ decode.keys())
+        assert (
+            not alone
+            or f"not compared is what only one side says: {', '.join(alone)}" in caplog.text
+        )
 
 
 WRONG = [
