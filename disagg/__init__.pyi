@@ -36,4 +36,9 @@ from .runtime.decode_endpoint import DecodeEndpoint as DecodeEndpoint
 from .runtime.prefill_endpoint import PrefillEndpoint as PrefillEndpoint
 from .runtime.socket_transport import SocketTransport as SocketTransport
 from .runtime.sockets.tls import TLSFiles as TLSFiles
-from .runtime.transport import Lost as Lost, Transport as Transport
+from .runtime.transport import (
+    Lost as Lost,
+    MemoryNetwork as MemoryNetwork,
+    MemoryTransport as MemoryTransport,
+    Transport as Transport,
+)

@@ -13,8 +13,8 @@ from functools import partial
 
 import msgspec
 
+from disagg.runtime.transport import MemoryConnection, MemoryNetwork, MemoryTransport
 from tests.fleet.spec import Spec
-from tests.memory import MemoryConnection, MemoryNetwork, MemoryTransport
 
 FIRST_SECOND = 1000.0
 

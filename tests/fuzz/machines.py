@@ -30,12 +30,12 @@ from disagg.protocol.events import ReadEnded
 from disagg.protocol.peers.link import Read
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
+from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from kvpool.layout import PoolLayout, RequestAddress
 from tests.fuzz import build, planning, samples
 from tests.fuzz.build import Choices, pick
 from tests.fuzz.guard import Finding
 from tests.fuzz.stretch import stretched
-from tests.memory import MemoryNetwork, MemoryTransport
 
 MOST_STEPS = 40
 ROOMS: tuple[messages.Room, ...] = (0, 1, "r", "x" * messages.MAX_ROOM_NAME)

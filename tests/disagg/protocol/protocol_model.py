@@ -27,10 +27,10 @@ from disagg import (
 from disagg.protocol.codec import decode
 from disagg.protocol.messages import ReleaseAck, WireError
 from disagg.runtime.staging import StagingBuffers
+from disagg.runtime.transport import MemoryConnection, MemoryNetwork, MemoryTransport
 from kvpool import Allocator
 from tests import oracle
 from tests.disagg.protocol.slow_engine import ALL, SlowEngine, WatchedBuffers
-from tests.memory import MemoryConnection, MemoryNetwork, MemoryTransport
 
 KEPT = 20
 """Messages of each direction of a connection that may come once more."""

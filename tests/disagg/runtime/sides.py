@@ -11,9 +11,9 @@ from disagg import (
     PrefillEndpoint,
     create_engine,
 )
+from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from kvpool import MLAPool, RequestAddress
 from tests import oracle
-from tests.memory import MemoryNetwork, MemoryTransport
 
 TOKENS = 75
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}

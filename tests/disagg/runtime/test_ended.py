@@ -6,11 +6,11 @@ import pytest
 
 from disagg import DecodeEndpoint, KVPoll, create_engine
 from disagg.protocol.rooms.prefill_rooms import MAX_FAILED_UNSENT
+from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from kvpool import MLAPool
 from tests import oracle
 from tests.disagg.protocol.pair import Pair
 from tests.disagg.stepping import MLA, stepped
-from tests.memory import MemoryNetwork, MemoryTransport
 
 TOKENS = 40
 

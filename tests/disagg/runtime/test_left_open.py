@@ -24,9 +24,9 @@ from disagg import (
 )
 from disagg.protocol.codec import decode as decoded
 from disagg.protocol.messages import Disconnect
+from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.runtime.sides import MLA, TOKENS, pool
-from tests.memory import MemoryNetwork, MemoryTransport
 from tests.processes import until
 
 LEAVES = """

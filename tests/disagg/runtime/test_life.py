@@ -31,6 +31,7 @@ from disagg.protocol.messages import (
     ReleaseAck,
     UnknownPeer,
 )
+from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from kvpool import MHAPool, RequestAddress, Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
@@ -45,7 +46,6 @@ from tests.disagg.runtime.sides import (
 )
 from tests.disagg.stepping import Clock
 from tests.disagg.waiting import until
-from tests.memory import MemoryNetwork, MemoryTransport
 from tests.streams import dial
 
 TIMEOUT = 3.0

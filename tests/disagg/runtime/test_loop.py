@@ -16,9 +16,9 @@ from disagg import (
     UsageError,
     create_engine,
 )
+from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from tests import oracle
 from tests.disagg.runtime.sides import decode_side, pool, prefill_side
-from tests.memory import MemoryNetwork, MemoryTransport
 
 FILES = {"ca": "a", "certificate": "b", "key": "c"}
 
