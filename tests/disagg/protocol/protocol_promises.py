@@ -28,6 +28,7 @@ REASONS = {
     "asked for it already|one reader says": "twice",
     "decode made room for|Send the same tokens of a request": "longer",
     "cannot be served": "rubbish",
+    "whose hello was answered already": "repeat",
     "the next chunk starts there|were not sent|(was|were) sent already": "reorder, loss",
     # a hello that comes once more after a silence: prefill knows the decode, and the room no longer
     "released its pages before|gives no digests": "reorder, loss, repeat",
