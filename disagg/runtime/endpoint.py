@@ -28,7 +28,6 @@ from disagg.host.exits import (
     close_aside,
     keep_for_ever,
 )
-from disagg.host.prefault import Prefault
 from disagg.host.signals import deferred_signals
 from disagg.protocol import events
 from disagg.protocol.conventions import checked_conventions
@@ -111,10 +110,6 @@ class Endpoint(Generic[M]):
             clock=clock,
             telemetry=dict(engine.telemetry()),
         )
-        self._prefault = Prefault()
-        for slab in slabs if reads and options.get("prefault", True) else ():
-            if slab.on_host:
-                self._prefault.own(slab.base, slab.nbytes)
         self.driver = Driver(
             self._loop, threaded=options.get("threaded", True), peer_timeout=peer_timeout
         )
@@ -244,7 +239,6 @@ class Endpoint(Generic[M]):
         self.close()
 
     def _release(self) -> None:
-        self._prefault.close()
         if self._own_transport is not None:
             self._own_transport.close()
         self.engine.close()

@@ -57,7 +57,6 @@ RULES: Mapping[str, Rule] = {
     ),
     "insecure": _TRUTH,
     "threaded": _TRUTH,
-    "prefault": _TRUTH,
     "shared_memory": _TRUTH,
     "peer_timeout": Rule(Seconds, _BOUNDED),
     "offer_timeout": Rule(Seconds | None, f"{_BOUNDED}, or None"),
@@ -98,10 +97,6 @@ class Options(TypedDict, total=False):
     """Seconds, monotonic."""
     threaded: bool
     """Without a thread (False), the caller calls `step()`; rooms move only then, and in `wait`."""
-    prefault: bool
-    """Decode allocates host memory that reads write to in the background, before the first read
-    (True). False leaves it to the first read of each page.
-    """
     conventions: Mapping[str, Convention]
     """What its bytes mean beside their layout, by name: the model, its rotary embedding, how index
     keys are turned (docs/connectors.md). A prefill that says something else is refused; names of

@@ -74,13 +74,18 @@ class CPUDevice(HostDevice):
             # the size is sealed, so that a reader cannot fault beyond the end
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
-            memory = _populated(handle, nbytes)
+            memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED)
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryError(
                 f"cannot allocate {nbytes:,} bytes of shared memory: {error}."
             ) from None
         finally:
             os.close(handle)
+        # large pages where the kernel gives them (`shmem_enabled`), and all of them now rather than
+        # one by one in the first transfer; to older kernels (before 5.14) the last is unknown
+        for advice in (mmap.MADV_HUGEPAGE, MADV_POPULATE_WRITE):
+            with suppress(OSError):
+                memory.madvise(advice)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     store_rows = staticmethod(host_rows.store_rows)
@@ -102,20 +107,6 @@ class CPUDevice(HostDevice):
         base, stride, nbytes = np.array(runs, dtype=np.int64).reshape(-1, 3, 1).swapaxes(0, 1)
         start, to = (base + stride * ids.numpy() for ids in (src, dst))
         copy_runs(start.ravel(), to.ravel(), np.broadcast_to(nbytes, start.shape).ravel())
-
-
-def _populated(handle: int, nbytes: int) -> mmap.mmap:
-    """A mapping of a file whose pages are all there, and not to be found one by one in the first
-    transfer; large pages where the kernel gives them (`shmem_enabled`).
-    """
-    try:
-        memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED)
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        memory.madvise(MADV_POPULATE_WRITE)
-        return memory
-    except OSError:  # before Linux 5.14
-        return mmap.mmap(handle, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
 class MetaDevice(HostDevice):

@@ -6,7 +6,6 @@ against one room of as many bytes.
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import time
@@ -21,12 +20,10 @@ import torch
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
-from disagg.host.prefault import Prefault
 from kvpool import MHAPool, RequestAddress, Span
-from kvpool.device.host_copy import copy_runs
 from tests.bench.conftest import shuffled
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import Child, until
+from tests.processes import Child
 
 LAYERS, PAGES, PAGE = 4, 64, 64
 ROOMS = 32
@@ -199,32 +196,3 @@ def test_main_thread_steps(paired, rooms):
     decode_of, hand_over = rooms
     stepped, threaded = decode_of(threaded=False), decode_of()
     paired(lambda: hand_over(stepped, step), lambda: hand_over(threaded, wait), rounds=ROUNDS)
-
-
-def test_first_copy_into_memory(paired, timed):
-    """128 MiB in runs of 256 KiB into new memory: touched before, against untouched."""
-    size = (128 if timed else 1) << 20
-    source, width = np.ones(size, dtype=np.uint8), 256 << 10
-    offsets = np.arange(0, size, width)
-    lengths = np.full(offsets.size, width)
-    held = []
-
-    def memory():
-        """As an engine's pool: the kernel gives no large pages unless it is asked."""
-        held.append(mmap.mmap(-1, size))
-        return np.frombuffer(held[-1], dtype=np.uint8)
-
-    def touched():
-        found, advice = memory(), Prefault()
-        advice.own(found.ctypes.data, size)
-        until(lambda: advice._thread is None)
-        return found
-
-    ready, fresh = ([each() for _ in range(5)] for each in (touched, memory))
-
-    def into(places):
-        dest = places.pop()
-        copy_runs(source.ctypes.data + offsets, dest.ctypes.data + offsets, lengths)
-        assert dest[-1] == 1
-
-    paired(lambda: into(ready), lambda: into(fresh), rounds=3)

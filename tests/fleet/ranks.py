@@ -90,7 +90,6 @@ class Rank:
             transport=self.transport,
             clock=self.fleet.timeline.clock,
             threaded=False,
-            prefault=False,
             peer_timeout=self.fleet.spec.peer_timeout,
         )
 

@@ -30,7 +30,6 @@ from disagg.engines.local.peer import (
     LocalPeer,
     finished,
 )
-from disagg.host.prefault import Prefault
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints
 from kvpool.layout.types import Slab
@@ -80,7 +79,6 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         self._segments: list[Segment] = []
         self._shared: list[DeviceSegment] = []
         self._memory = ""
-        self._prefault = Prefault()
         self._files = Files()
         self._server: OfferServer | None = None
         self._peers: list[LocalPeer] = []
@@ -205,7 +203,6 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
             self._server.close()
             self._server = None
         self._copies.close()
-        self._prefault.close()
         self._segments.clear()
         self._shared.clear()
         self._files.close()
@@ -250,9 +247,6 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
             own = peer.connection.pid == os.getpid()
             peer.attached, moved = attach(offer.devices, self._memory, own=own)
             rows += [(d.base, d.nbytes, n, BY_DEVICE) for d, n in zip(offer.devices, moved)]
-        for base, nbytes, shift, way in rows:
-            if way == BY_MAPPING:
-                self._prefault.peers(base + shift, nbytes)
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
         bases, sizes, peer.shifts, peer.ways = table.T
         peer.bases, peer.ends = bases, bases + sizes

@@ -93,7 +93,7 @@ OPTIONS = {
     PrefillEndpoint: {"lease": -1},
     DecodeEndpoint: {"offer_timeout": 0, "verify": "md5", "ranks": 1 << 17, "staging": -1},
 }
-EITHER = {"insecure": 1, "keys": "", "tls": {}, "peer_timeout": -5, "threaded": "no", "prefault": 2}
+EITHER = {"insecure": 1, "keys": "", "tls": {}, "peer_timeout": -5, "threaded": "no"}
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import resource
 import subprocess
 import sys
 import textwrap
 
-import numpy as np
 import pytest
-import torch
 
 from kvpool import DeviceUnavailable, MLAPool
 from kvpool.device import Device, device_entries, get_device
@@ -140,12 +139,11 @@ def test_operations_take_the_protocols_arguments(name):
     assert taken == list(inspect.signature(getattr(Device, name)).parameters)[1:]
 
 
-@pytest.mark.parametrize("alignment", [None, 1, 64, 4096, 1 << 16, 2 << 20])
-@pytest.mark.parametrize("nbytes", [1, 4097])
-def test_host_memory_is_aligned_as_requested(alignment, nbytes):
-    memory = CPUDevice().allocate(nbytes, alignment)
-    assert memory.data_ptr() % (alignment or CPUDevice.alignment) == 0
-    assert memory.numel() == nbytes and not memory.any()
+def test_host_memory_is_there_before_it_is_written():
+    memory = CPUDevice().allocate(64 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    memory[::4096] = 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 2048  # of 16,384 pages
 
 
 def test_a_device_without_memory_allocates_sizes():
@@ -159,14 +157,6 @@ def test_a_device_without_memory_refuses_to_work(name):
         getattr(MetaDevice(), name)()
 
 
-@pytest.mark.parametrize("device", [CPUDevice(), MetaDevice()], ids=["cpu", "meta"])
-def test_an_event_of_the_host_has_ended(device):
-    event = device.record()
-    assert event.query()
-    event.synchronize()
-    device.wait(event)
-
-
 def test_the_host_waits_for_an_event_of_another_device():
     class Later(CompletedEvent):
         waited = 0
@@ -177,27 +167,3 @@ def test_the_host_waits_for_an_event_of_another_device():
     event = Later()
     CPUDevice().wait(event)
     assert event.waited == 1
-
-
-@pytest.mark.usefixtures("copies")
-def test_runs_of_all_lengths_are_copied_in_one_call_and_nothing_else_changes():
-    random = np.random.default_rng(0)
-    lengths = random.permutation(np.repeat([0, 1, 3, 64, 656, 50_001], 5))
-    starts = np.cumsum(lengths) - lengths
-    source = random.integers(0, 256, int(lengths.sum()), dtype=np.uint8)
-    order, places = random.permutation(lengths.size), np.empty_like(starts)
-    places[order] = np.cumsum(lengths[order] + 1) - lengths[order]  # a byte before each
-    into = np.full(source.size + lengths.size, 77, dtype=np.uint8)
-    expected = into.copy()
-    for start, place, length in zip(starts, places, lengths):
-        expected[place : place + length] = source[start : start + length]
-    CPUDevice().copy_runs(source.ctypes.data + starts, into.ctypes.data + places, lengths)
-    assert np.array_equal(into, expected)
-
-
-def test_copies_within_memory_read_before_they_write():
-    memory = CPUDevice().allocate(8 * 16)
-    memory.copy_(torch.arange(8).repeat_interleave(16).to(torch.uint8))
-    rows, ring = memory.view(8, 16), torch.arange(8)
-    CPUDevice().copy_items([rows], ring, ring.roll(1))
-    assert rows[:, 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
