@@ -7,31 +7,24 @@ size or an order on either side changes where it lies and not what it is.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from disagg.digest.digest import digests, pieces
-from disagg.engines.base import TransferError, create_engine
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
-from kvpool.device import Device, get_device
-from kvpool.layout import Region, Slab
+from kvpool.layout import Region
 from kvpool.layout.formats import Shard
 from kvpool.layout.grid import Ints
 from kvpool.pools.base import KVPool
-from kvpool.process import OtherProcess
-from kvpool.testing.case import Case, Inapplicable, fail, random_of
+from kvpool.testing.case import Case, fail, random_of
 from kvpool.testing.checks.layout import capacity, place
-from kvpool.testing.memory import DeviceMemory, PoolMemory, settle
+from kvpool.testing.memory import PoolMemory
 from kvpool.testing.values import Bytes
-
-PEER_BYTES = 1 << 20
 
 Move = Callable[[Sequence["TransferSide"], "TransferSide", Sequence[CopyBatch]], None]
 
@@ -140,72 +133,12 @@ def digests_do_not_depend_on_where_bytes_lie(case: Case) -> None:
             fail(f"{owner} layer {layer} {role}: digests of the same values differ.")
 
 
-def engine_local_reads_another_process(device: Device) -> None:
-    """Runs of many lengths from this device's memory in another process."""
-    with OtherProcess(Peer, device.name) as process:
-        base, metadata, refusal = process.call("serve")
-        if refusal is not None:
-            raise Inapplicable(refusal)
-        _read_peer(device, base, metadata)
-
-
-def _read_peer(device: Device, base: int, metadata: bytes) -> None:
-    random = random_of(device.memory_kind)
-    memory = DeviceMemory.filled(device, random, PEER_BYTES)
-    lengths = random.permutation(np.concatenate([np.arange(1, 200), np.full(20, 3000)]))
-    src = np.cumsum(lengths) - lengths
-    order = random.permutation(lengths.size)
-    dst = np.empty_like(src)
-    dst[order] = np.cumsum(lengths[order] + 1) - lengths[order]
-    theirs, base_here = _peer_bytes(), memory.tensors[0].data_ptr()
-    for start, stop, nbytes in zip(src, dst, lengths):
-        memory.bytes[stop : stop + nbytes] = theirs[start : start + nbytes]
-    engine = create_engine("local")
-    try:
-        settle(device)
-        engine.register([Slab(base_here, PEER_BYTES, str(memory.tensors[0].device))])
-        peer = engine.connect(metadata)
-        batch = CopyBatch(base + src, base_here + dst, lengths.astype(np.int64))
-        transfer, end = engine.read(peer, batch), time.monotonic() + 20
-        while not engine.poll(transfer):
-            if time.monotonic() > end:
-                fail("a read of 1 MiB has not ended after 20 seconds.")
-        memory.check("memory that a peer's was read into")
-        engine.fence(peer)
-    finally:
-        engine.close()
-
-
-class Peer:
-    """Called by the other process: memory that engine `local` serves."""
-
-    def __init__(self, name: str) -> None:
-        device, self._engine = get_device(name), create_engine("local")
-        self._memory = device.allocate(PEER_BYTES)
-        self._memory.copy_(torch.from_numpy(_peer_bytes()))
-        settle(device)
-
-    def serve(self) -> tuple[int, bytes, str | None]:
-        """The memory's pointer and the engine's metadata, or why the engine refuses it."""
-        base = self._memory.data_ptr()
-        try:
-            self._engine.register([Slab(base, PEER_BYTES, str(self._memory.device))])
-        except TransferError as refusal:
-            return base, b"", str(refusal)
-        return base, self._engine.metadata(), None
-
-
-def _peer_bytes() -> Bytes:
-    return random_of("peer").integers(0, 256, PEER_BYTES, dtype=np.uint8)
-
-
 POOL_CHECKS = (
     plans_lead_to_the_host,
     plans_lead_from_the_host,
     the_device_copies_the_runs_of_a_plan,
     digests_do_not_depend_on_where_bytes_lie,
 )
-DEVICE_CHECKS = (engine_local_reads_another_process,)
 
 
 def _transfer(sources: Sequence[KVPool], dest: KVPool, move: Move) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvpool.testing.pools import (
     CLASSES,
     COMMON as COMMON,
@@ -27,3 +29,14 @@ PACKED = {
     },
     **{name: build for name, build in POOLS.items() if name.endswith("mxfp8")},
 }
+
+QUICK = {
+    *("mha bf16", "mha hnd mxfp8", "mha fp8, one head", "mla fp8 stacked", "nsa bf16", "swa fp8"),
+    *("hybrid bf16", "hybrid nsa fp8 by page", "swa bf16 in blocks", "dsv4 speculating bf16"),
+    "dsv4 fp8, rows of 584",
+}
+"""Pools that together have every class, kind of packing and placement."""
+CONFORMING = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in POOLS
+]
+"""The kit's pools, to check on a device: all but `QUICK` only with --long."""

@@ -7,13 +7,11 @@ arguments, so that other projects can have options of the same names.
 from __future__ import annotations
 
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 
-KIT = Path(__file__).parent
 DEVICE, POOLS = "kvpool_device", "kvpool_pools"
-_ASKED, _HEADER = pytest.StashKey[bool](), pytest.StashKey[str]()
+_ASKED = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -42,20 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
         from kvpool.testing.run import all_checks
 
         try:
-            device = get_device(device_name(config))
-            all_checks(device, pool_names(config))
+            all_checks(get_device(device_name(config)), pool_names(config))
         except (DeviceUnavailable, ValueError) as error:
             raise pytest.UsageError(str(error)) from None
-        limit = device.registration_limit
-        config.stash[_HEADER] = (
-            f"kvpool: device {device.name}, memory {device.memory_kind}, alignment "
-            f"{device.alignment:,} bytes, {limit or 'any number'} of registrations"
-        )
-
-
-def pytest_report_header(config: pytest.Config) -> str | None:
-    """The device that is checked."""
-    return config.stash.get(_HEADER, None)
 
 
 def device_name(config: pytest.Config) -> str:
@@ -78,14 +65,5 @@ def _has(parser: pytest.Parser, option: str) -> bool:
 
 
 def _is_kit(argument: str) -> bool:
-    """Whether an argument names this package or a part of it."""
-    name = argument.partition("::")[0]
-    if name.startswith("-") or "\n" in name:
-        return False
-    if f"{name.removesuffix('.py')}.".startswith(f"{__package__}."):
-        return True
-    try:
-        path = Path(name).resolve()
-    except (OSError, ValueError):
-        return False
-    return path == KIT or KIT in path.parents
+    """Whether an argument of `--pyargs` names this package or a part of it."""
+    return f"{argument.partition('::')[0]}.".startswith(f"{__package__}.")

@@ -20,13 +20,6 @@ from kvpool.testing.pools import POOLS
 
 Check = Callable[[Any], None]
 OTHERS: Sequence[Mapping[str, Any]] = ({}, {"placement": "page"}, {"shard": Shard(1, 2)})
-_WITHOUT_MEMORY = {
-    devices.its_properties_are_valid,
-    devices.a_device_that_is_not_there_is_refused_by_name,
-    layout.views_described_back_are_the_layout,
-    layout.contiguous_lists_agree_with_the_layout,
-    layout.layers_are_the_models,
-}
 
 
 class BoundCheck(NamedTuple):
@@ -84,11 +77,14 @@ def all_checks(
     device: Device, pools: Sequence[str] = ("*",), hardware: bool = True
 ) -> list[BoundCheck]:
     """Every check of a device and of the kit's pools with these names or patterns on it; without
-    `hardware`, but for those of what only some devices have. Raises ValueError for other names.
+    `hardware`, but for those of what only some devices have. Raises ValueError for other names, and
+    for a device without memory.
     """
     for pattern in pools:
         if not matching(POOLS, pattern):
             raise ValueError(f"pool {pattern!r}: no such pool. The kit has {', '.join(POOLS)}.")
+    if device.allocate(1).is_meta:
+        raise ValueError(f"device {device.name}: it has no memory that could be checked.")
     checks = device_checks(device, hardware)
     for name, example in POOLS.items():
         if any(fnmatchcase(name, pattern) for pattern in pools):
@@ -97,28 +93,24 @@ def all_checks(
 
 
 def device_checks(device: Device, hardware: bool = True) -> list[BoundCheck]:
-    """The kit's checks of a device without a pool, and `DEVICE_CHECKS` of the modules with an entry
-    point of the group `kvpool.testing`.
-    """
+    """The kit's checks of a device without a pool."""
     checks = [*_checks_in(devices, "device")]
     for group in HARDWARE_CHECKS:
         if hardware and group.unfit(device) is None:
             checks += group.checks
-    checks += _plugged_in("DEVICE_CHECKS")
-    return [BoundCheck(check, device, device.name) for check in _fitting(checks, device)]
+    return [BoundCheck(check, device, device.name) for check in checks]
 
 
 def pool_checks(case: Case) -> list[BoundCheck]:
-    """The kit's checks of a pool, and `POOL_CHECKS` of those modules."""
+    """The kit's checks of a pool, and `POOL_CHECKS` of the modules with an entry point of the group
+    `kvpool.testing`.
+    """
     checks = [*_checks_in(layout, "case")]
-    checks += [
-        _with_trial(check) for part in (layout, access) for check in _checks_in(part, "trial")
-    ]
-    checks += _plugged_in("POOL_CHECKS")
-    return [
-        BoundCheck(check, case, case.device.name, case.pool)
-        for check in _fitting(checks, case.device)
-    ]
+    for part in (layout, access):
+        checks += [_with_trial(check) for check in _checks_in(part, "trial")]
+    for entry in sorted(entry_points(group="kvpool.testing"), key=lambda entry: entry.name):
+        checks += entry.load().POOL_CHECKS
+    return [BoundCheck(check, case, case.device.name, case.pool) for check in checks]
 
 
 def _checks_in(module: ModuleType, subject: str) -> Iterator[Check]:
@@ -139,17 +131,6 @@ def _with_trial(check: Callable[[Trial], None]) -> Check:
         trial.check()
 
     return checked
-
-
-def _plugged_in(name: str) -> Iterator[Check]:
-    for entry in sorted(entry_points(group="kvpool.testing"), key=lambda entry: entry.name):
-        yield from getattr(entry.load(), name, ())
-
-
-def _fitting(checks: Sequence[Check], device: Device) -> list[Check]:
-    """Those that need no memory, where a device has none."""
-    has_memory = not device.allocate(1).is_meta
-    return [check for check in checks if has_memory or check in _WITHOUT_MEMORY]
 
 
 def _run_all(checks: Sequence[BoundCheck]) -> list[str]:

@@ -12,10 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvpool.device import get_device
+from kvpool.testing.case import Case
+from kvpool.testing.checks import access, layout
+from kvpool.testing.memory import Trial
 from kvpool_npu.device import SCATTER_DTYPES, VIEWED_AS, ReferenceNPU, TorchOperators
 from tests.kvpool_npu import wheel
 from tests.kvpool_npu.pools import NPU
-from tests.kvpool_npu.written import same_bytes, write_everything
 from tests.pools import CLASSES, PACKED
 
 NAME = "npu_scatter_nd_update_"
@@ -87,8 +90,10 @@ def test_events_and_streams_have_the_methods_that_are_called():
     "build",
     [*NPU.values(), *CLASSES.values(), *(b for name, b in PACKED.items() if "fp8" in name)],
 )
-def test_pools_write_the_same_bytes_through_the_operator(build, placement, calls, monkeypatch):
-    pool = build(placement=placement)
-    monkeypatch.undo()
-    same_bytes(pool, build(placement=placement, device="cpu"), write_everything)
+def test_pools_are_written_and_copied_through_the_operator(build, placement, calls):
+    trial = Trial(Case(get_device("npu-reference"), "a pool", build.but(placement=placement)))
+    access.scatter_writes_these_bytes_and_no_others(trial)
+    access.write_packs_as_the_formats_say(trial)
+    layout.copied_items_arrive_whole(trial)
+    trial.check()
     assert calls or placement == "page"

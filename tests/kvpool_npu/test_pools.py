@@ -1,11 +1,9 @@
-"""NPUMHAPool and NPUMLAPool: every descriptor against expectations by hand and raw pointers."""
+"""NPUMHAPool and NPUMLAPool: every descriptor against expectations by hand."""
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,131 +11,73 @@ from kvpool import Shard
 from kvpool.describe import describe
 from kvpool_npu import NPUMLAPool
 from tests.kvpool_npu.pools import NPU, npu_hybrid, npu_mha, npu_mla, npu_nsa
-from tests.kvpool_npu.written import same_bytes, write_everything
-from tests.pools import CLASSES, hybrid_nsa
+from tests.pools import hybrid_nsa
 
 ALL, INDEXED = [0, 1, 2, 3], [1, 3]
-# by hand: (role, layers, bytes of a page) of each kind of buffer, in order
+# by hand, of each kind of buffer, in order: role, layers, dtype, axes of an entry
+ROWS = [("latent", ALL, "bfloat16", [16]), ("rope", ALL, "bfloat16", [8])]
 EXPECTED = {
-    "mha": [("k", ALL, 4 * 4 * 8 * 2), ("v", ALL, 4 * 4 * 8 * 2)],
-    "mha, v differs": [("k", ALL, 4 * 4 * 8 * 2), ("v", ALL, 4 * 4 * 16 * 2)],
-    "mla": [("latent", ALL, 4 * 16 * 2), ("rope", ALL, 4 * 8 * 2)],
-    "nsa": [
-        ("latent", ALL, 4 * 16 * 2),
-        ("rope", ALL, 4 * 8 * 2),
-        ("index_key", INDEXED, 4 * 16 * 2),
-    ],
+    "mha": [("k", ALL, "bfloat16", [4, 8]), ("v", ALL, "bfloat16", [4, 8])],
+    "mha, v differs": [("k", ALL, "bfloat16", [4, 8]), ("v", ALL, "bfloat16", [4, 16])],
+    "mla": ROWS,
+    "nsa": [*ROWS, ("index_key", INDEXED, "bfloat16", [16])],
     "nsa fp8": [
-        ("latent", ALL, 4 * 16 * 2),
-        ("rope", ALL, 4 * 8 * 2),
-        ("index_key", INDEXED, 4 * 16),
-        ("index_key.scale", INDEXED, 4 * 4),
+        *ROWS,
+        ("index_key", INDEXED, "float8_e4m3fn", [16]),
+        ("index_key.scale", INDEXED, "float32", [1]),
     ],
     "nsa int8": [
-        ("latent", ALL, 4 * 16 * 2),
-        ("rope", ALL, 4 * 8 * 2),
-        ("index_key", INDEXED, 4 * 16),
-        ("index_key.scale", INDEXED, 4 * 2),
+        *ROWS,
+        ("index_key", INDEXED, "int8", [16]),
+        ("index_key.scale", INDEXED, "float16", [1]),
     ],
-}
-DTYPES = {
-    "nsa": "bfloat16 bfloat16 bfloat16",
-    "nsa fp8": "bfloat16 bfloat16 float8_e4m3fn float32",
-    "nsa int8": "bfloat16 bfloat16 int8 float16",
 }
 STEPS = {"cpu": 64, "meta": 64, "npu-reference": 2 << 20}
 
-expected = pytest.mark.parametrize("name", EXPECTED)
-devices = pytest.mark.parametrize("device", STEPS)
 
-
-@devices
-@expected
+@pytest.mark.parametrize("device", STEPS)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_every_buffer_is_listed_kind_by_kind_where_a_stack_has_it(name, device):
     pool = NPU[name](device=device)
     kinds, step = EXPECTED[name], STEPS[device]
-    at = 0 if device == "meta" else pool._slab.data_ptr()
-    assert at % step == 0
-    rows = []
-    for _, layers, page in kinds:
+    first = 0 if device == "meta" else pool._slab.data_ptr()
+    rows, pointer = [], first
+    for role, layers, dtype, axes in kinds:
+        stack = pool.stacked(role)
+        assert stack.is_contiguous() and stack.dtype == getattr(torch, dtype)
+        assert stack.shape == (len(layers), 9, 4, *axes)
+        page = stack[0, 0].nbytes
         for layer in layers:
-            rows.append((at, 9 * page, page, layer))
-            at += 9 * page
-        at = -(-at // step) * step
+            rows.append((pointer, 9 * page, page, layer))
+            pointer += 9 * page
+        pointer = -(-pointer // step) * step
+    assert first % step == 0
     assert list(zip(*pool.get_contiguous_buf_infos())) == rows
-    assert pool.nbytes == at - rows[0][0]
-    assert pool.kv_buf_group_sizes == [len(layers) for _, layers, _ in kinds]
+    assert pool.nbytes == pointer - first
+    assert pool.kv_buf_group_sizes == [len(layers) for _, layers, *_ in kinds]
     assert pool.get_state_buf_infos() == []
-    assert (pool.total_kv_layers, pool.start_layer, pool.end_layer) == (4, 0, 4)
 
 
-@pytest.mark.parametrize("device", ["cpu", "npu-reference"])
-@expected
-def test_bytes_lie_at_pointer_plus_page_times_item_length(name, device):
-    pool = NPU[name](device=device)
-    rows = iter(list(zip(*pool.get_contiguous_buf_infos())))
-    random = np.random.default_rng(3)
-    for role, layers, page in EXPECTED[name]:
-        for layer in layers:
-            pointer, length, item, _ = next(rows)
-            written = random.integers(0, 256, page, dtype=np.uint8)
-            view = pool.view(role, layer)
-            view[7] = torch.from_numpy(written).view(view.dtype).view(view.shape[1:])
-            assert ctypes.string_at(pointer + 7 * item, item) == written.tobytes()
-            assert not any(ctypes.string_at(pointer, 7 * item))
-            assert not any(ctypes.string_at(pointer + 8 * item, length - 8 * item))
-
-
-@devices
-@expected
-def test_one_tensor_a_role_is_stacked_over_layers(name, device):
-    pool = NPU[name](device=device)
-    for role, layers, page in EXPECTED[name]:
-        whole = pool.stacked(role)
-        assert whole.is_contiguous() and len(whole) == len(layers)
-        assert whole.nbytes == len(layers) * 9 * page
-        assert whole.shape[1:3] == (9, 4)
-        for part, layer in zip(whole, layers):
-            view = pool.view(role, layer)
-            assert part.dtype == view.dtype and part.stride() == view.stride()
-            assert part.storage_offset() == view.storage_offset()
-
-
-@pytest.mark.parametrize("device", ["cpu", "npu-reference", "meta"])
 @pytest.mark.parametrize("name", NPU)
-def test_a_stack_described_back_is_what_the_layout_says(name, device):
-    pool = NPU[name](device=device)
-    pool.check_integrity()
+def test_a_stack_described_back_is_what_the_layout_says(name):
+    pool = NPU[name](device="npu-reference")
     for role in {region.role for region in pool.layout.regions}:
         regions = [region for region in pool.layout.regions if region.role == role]
-        one = regions[0]
-        inner = [axis.name for axis in one.axes]
-        shards = {axis.name: (axis.start, axis.total) for axis in one.axes}
         seen = describe(
             pool.stacked(role),
-            ("layer", "item", *inner, "cell"),
+            ("layer", "item", *(axis.name for axis in regions[0].axes), "cell"),
             role=role,
             layer=[region.layer for region in regions],
-            space=pool.layout.space_of(one).name,
+            space=pool.layout.space_of(regions[0]).name,
             cell="cell",
-            shards=shards,
+            shards={axis.name: (axis.start, axis.total) for axis in regions[0].axes},
         )
         buffers = {buffer.name: buffer for buffer in seen.buffers}
-        for found, region in zip(seen.regions, regions, strict=True):
-            home, known = buffers[found.buffer], pool.layout.buffer_of(region)
-            assert home.base + found.offset == known.base + region.offset
-            assert home.item_stride == known.item_stride
-            assert replace(found, buffer="?", offset=0) == replace(region, buffer="?", offset=0)
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_dtypes_and_shapes_are_those_of_released_engines(name):
-    pool = NPU[name]()
-    for (role, layers, _), dtype in zip(EXPECTED[name], DTYPES[name].split()):
-        whole = pool.stacked(role)
-        dim = {"latent": 16, "rope": 8, "index_key": 16, "index_key.scale": 1}[role]
-        assert whole.shape == (len(layers), 9, 4, dim)
-        assert str(whole.dtype) == f"torch.{dtype}"
+        for described, region in zip(seen.regions, regions, strict=True):
+            ours, theirs = pool.layout.buffer_of(region), buffers[described.buffer]
+            assert theirs.base + described.offset == ours.base + region.offset
+            assert theirs.item_stride == ours.item_stride
+            assert replace(described, buffer="b", offset=0) == replace(region, buffer="b", offset=0)
 
 
 def test_deepseek_v32_is_four_slabs_of_an_npu_in_61_layers():
@@ -169,15 +109,6 @@ def test_a_pipeline_stage_and_a_shard_hold_their_part():
     assert (head.start, head.size, head.total) == (2, 2, 4)
     # a stage without an indexer has no kind of buffer for it
     assert npu_nsa(layers=[0, 2]).kv_buf_groups == 2
-
-
-@pytest.mark.parametrize("build", [*CLASSES.values(), *NPU.values()])
-def test_placements_hold_the_same_bytes(build):
-    stack, layers = build(placement="stack"), build(placement="layer")
-    stack.check_integrity()
-    same_bytes(stack, layers, write_everything)
-    assert [b.name for b in stack.layout.buffers] == [b.name for b in layers.layout.buffers]
-    same_bytes(build(placement="page"), build(placement="stack"), write_everything)
 
 
 def test_layers_of_a_stack_leave_no_gap_and_kinds_begin_aligned():
@@ -213,35 +144,16 @@ def test_arguments_that_cannot_be_are_refused_with_a_sentence(build, wrong, says
 # typed reads and writes
 
 
-@pytest.mark.parametrize("device", ["cpu", "npu-reference"])
 @pytest.mark.parametrize("packing", ["bf16", "f32", "e4m3"])
-def test_k_and_v_or_latent_and_rope_come_back(device, packing):
-    where = torch.tensor([7, 33, 4])
+def test_k_and_v_or_latent_and_rope_come_back(packing):
+    locations = torch.tensor([7, 33, 4])
     for build in (npu_mha.but(v_head_dim=16), npu_mla):
-        pool = build(device=device, packing=packing)
+        pool = build(device="npu-reference", packing=packing)
         shapes = [pool.view(role, 2).shape[2:] for role in pool.kinds[0][0].inputs]
-        dtype = getattr(torch, pool.dtype)
-        first, second = (torch.randn(3, *shape).to(dtype) for shape in shapes)
-        pool.set_kv_buffer(2, where, first, second)
-        for found, given in zip(pool.get_kv_buffer(2, where), (first, second)):
-            assert torch.equal(found.float(), given.float())
-        assert pool.stacked(pool.kinds[0][0].inputs[0])[2, 1, 3].float().abs().sum() > 0  # entry 7
-
-
-@pytest.mark.parametrize("device", ["cpu", "npu-reference"])
-@pytest.mark.parametrize(("packing", "error"), [(None, 0), ("fp8", 2**-4), ("int8", 1 / 127)])
-@pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float32])
-def test_index_keys_come_back(device, packing, error, given):
-    pool = npu_nsa(device=device, index_packing=packing)
-    if packing is None and given is not torch.bfloat16:
-        return
-    keys = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).to(given)
-    where = torch.tensor([7, 33, 4])
-    pool.set_index_key(3, where, keys)
-    found = pool.get_index_key(3, where).float()
-    largest = keys.float().abs().amax(-1, keepdim=True)
-    assert ((found - keys.float()).abs() <= error * largest + 2**-8 * largest).all()
-    assert not pool.view("index_key", 1).view(torch.uint8).any()
+        written = [torch.randn(3, *shape).to(getattr(torch, pool.dtype)) for shape in shapes]
+        pool.set_kv_buffer(2, locations, *written)
+        for read, values in zip(pool.get_kv_buffer(2, locations), written):
+            assert torch.equal(read.float(), values.float())
 
 
 @pytest.mark.parametrize("device", ["cpu", "npu-reference"])

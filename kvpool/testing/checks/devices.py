@@ -176,24 +176,12 @@ def work_waits_for_an_event(device: Device) -> None:
 
 
 def entries_of_any_dtype_are_stored_and_loaded(device: Device) -> None:
-    """Rows of odd lengths in views with gaps, `[item, entry, head, dim]`, both NHD and HND."""
+    """Rows of odd lengths in views with gaps, `[item, entry, head, dim]`, both NHD and HND; and
+    many rows, of a size that is not a power of two.
+    """
     for dtype, heads_first, width in product(VIEW_DTYPES, (False, True), (1, 7, 32)):
         _entries(device, dtype, heads_first, width)
-
-
-def many_entries_are_stored_and_loaded(device: Device) -> None:
-    """Many rows in one call, of a size that is not a power of two."""
-    random, items, count = random_of(), 250, 1111
-    memory = DeviceMemory.filled(device, random, items * ENTRIES * 48)
-    view = memory.tensors[0].view(torch.bfloat16).view(items, ENTRIES, 24)
-    rows, places = memory.bytes.reshape(-1, 48), random.permutation(items * ENTRIES)[:count]
-    values = random.integers(0, 256, (count, 48), dtype=np.uint8)
-    locations = ids_on(view.device, places)
-    device.store_rows([WriteRow(view, on(view.device, values, "bfloat16"))], locations)
-    rows[places] = values
-    memory.check("store_rows of 1,111 entries")
-    (loaded,) = device.load_rows([ReadRow(view)], locations)
-    same("load_rows of 1,111 entries", off(device, loaded), values)
+    _entries(device, "bfloat16", False, 8, items=250, count=1111)
 
 
 def rows_of_all_kinds_are_loaded_in_one_call(device: Device) -> None:
@@ -285,9 +273,11 @@ def _read_now(memory: torch.Tensor) -> Bytes:
         torch.accelerator.set_stream(before)
 
 
-def _entries(device: Device, dtype: str, heads_first: bool, width: int) -> None:
-    """A view of 6 items with a gap after each item and before the first."""
-    random, items, heads = random_of(dtype, heads_first, width), 6, 3
+def _entries(
+    device: Device, dtype: str, heads_first: bool, width: int, *, items: int = 6, count: int = 17
+) -> None:
+    """A view with a gap after each item and before the first, and `count` entries of it."""
+    random, heads = random_of(dtype, heads_first, width), 3
     size = ITEMSIZE[dtype]
     stride = heads * ENTRIES * width + 16  # elements
     memory = DeviceMemory.filled(device, random, (16 + items * stride) * size)
@@ -302,7 +292,7 @@ def _entries(device: Device, dtype: str, heads_first: bool, width: int) -> None:
         [*(step * size for step in strides[:3]), 1],
     )
     what = f"{dtype} rows of {width}, {'heads' if heads_first else 'entries'} first"
-    places = random.permutation(items * ENTRIES)[:17]
+    places = random.permutation(items * ENTRIES)[:count]
     item, entry = np.divmod(places, ENTRIES)
     locations = ids_on(view.device, places)
     (loaded,) = device.load_rows([ReadRow(view)], locations)

@@ -12,8 +12,8 @@ import torch
 
 from kvpool.device import Device, DeviceUnavailable, IpcHandle, Sharing, get_device
 from kvpool.process import OtherProcess
-from kvpool.testing.case import Case, fail, raises, random_of
-from kvpool.testing.memory import DeviceMemory, Trial, ids_on, same, settle
+from kvpool.testing.case import fail, raises, random_of
+from kvpool.testing.memory import DeviceMemory, same, settle
 from kvpool.testing.pools import POOLS
 
 Work = Callable[[], object]
@@ -43,27 +43,22 @@ def a_stream_that_waits_for_an_event_sees_earlier_writes(device: Device) -> None
         reads_see_writes(device, streams, _long_work(device))
 
 
-def captured_writes_and_reads_replay(device: Device) -> None:
-    """3 of 3 replays write and read what a pool on the host holds."""
+def captured_work_replays(device: Device) -> None:
+    """3 of 3 replays write, read and copy what they do on a pool of the host."""
     with torch.cuda.device(device.allocate(1).device):  # captures are of the current device
         for pool in GRAPH_POOLS:
-            rows_replay(device, pool, _captured)
+            work_replays(device, pool, _captured)
 
 
-def captured_copies_replay(device: Device) -> None:
-    """3 of 3 replays swap other items than were captured, and nothing else."""
-    with torch.cuda.device(device.allocate(1).device):
-        copies_replay(device, _captured)
-
-
-def another_process_maps_an_allocation(device: Device) -> None:
-    """Another process reads all bytes of an allocation, and unmaps them."""
-    _mapped(device, 0, NBYTES)
-
-
-def another_process_maps_a_part(device: Device) -> None:
-    """Another process reads a part of an allocation, and unmaps it."""
-    _mapped(device, *PART)
+def another_process_maps_memory(device: Device) -> None:
+    """Another process reads all bytes of an allocation, and of a part of one, and unmaps them."""
+    memory = DeviceMemory.filled(device, random_of("shared"), NBYTES)
+    settle(device)
+    with OtherProcess(Mapper, device.name) as process:
+        for start, nbytes in ((0, NBYTES), PART):
+            handle = cast("Sharing", device).share(memory.tensors[0].data_ptr() + start, nbytes)
+            mapped = np.frombuffer(process.call("read", handle, nbytes), dtype=np.uint8)
+            same("memory in another process", mapped, memory.bytes[start : start + nbytes])
 
 
 def what_is_no_handle_is_refused(device: Device) -> None:
@@ -99,18 +94,14 @@ HARDWARE_CHECKS = (
         title="captured writes, reads and copies replay with new inputs",
         has=lambda device: device.memory_kind == "cuda",
         otherwise="kvpool captures CUDA graphs only.",
-        checks=(captured_writes_and_reads_replay, captured_copies_replay),
+        checks=(captured_work_replays,),
     ),
     HardwareChecks(
         name="ipc",
         title="another process maps the device's memory",
         has=lambda device: isinstance(device, Sharing),
         otherwise="it has no `share` and no `attach`.",
-        checks=(
-            another_process_maps_an_allocation,
-            another_process_maps_a_part,
-            what_is_no_handle_is_refused,
-        ),
+        checks=(another_process_maps_memory, what_is_no_handle_is_refused),
     ),
 )
 
@@ -204,12 +195,16 @@ def _captured(work: Work) -> Work:
     return replay
 
 
-def rows_replay(device: Device, name: str, capture: Callable[[Work], Work]) -> None:
-    """A captured write and the read after it, against a pool on the host."""
+def work_replays(device: Device, name: str, capture: Callable[[Work], Work]) -> None:
+    """A captured write, copy of items and read, with other ids and values in every replay, against
+    a pool on the host.
+    """
     pool, reference = POOLS[name](device=device.name), POOLS[name](device="cpu")
     roles = ("latent", "rope") if name.startswith("mla") else ("k", "v")
     memory = pool.view(roles[0], 1).device
-    locations = torch.zeros(6, dtype=torch.int64, device=memory)
+    locations, src, dst = (
+        torch.arange(count, device=memory).add_(first) for count, first in ((6, 0), (2, 1), (2, 2))
+    )
     values = {
         role: torch.zeros(6, *pool.view(role, 1).shape[2:], dtype=torch.bfloat16, device=memory)
         for role in roles
@@ -218,46 +213,30 @@ def rows_replay(device: Device, name: str, capture: Callable[[Work], Work]) -> N
 
     def work() -> None:
         pool.write(1, locations, values)
-        reads[:] = [pool.read(role, 1, locations) for role in roles]
+        pool.copy_items("kv", src, dst)
+        reads[:] = pool.read_roles(roles, 1, locations)
 
     replay = capture(work)
+    for buffer in pool.layout.buffers:
+        pool.item_bytes_view(buffer).zero_()
     random = torch.Generator().manual_seed(0)
     for number in range(1, REPLAYS + 1):
         locations.copy_(torch.randperm(30, generator=random)[:6])
+        src.copy_(torch.randperm(9, generator=random)[:2])
+        dst.copy_(src.flip(0))
         for tensor in values.values():
             tensor.copy_(torch.randn(tensor.shape, generator=random))
-        on_host = {role: tensor.cpu() for role, tensor in values.items()}
-        reference.write(1, locations.cpu(), on_host)
+        reference.write(1, locations.cpu(), {role: row.cpu() for role, row in values.items()})
+        reference.copy_items("kv", src.cpu(), dst.cpu())
         replay()
+        where = f"pool {name}, replay {number} of {REPLAYS}"
         for role, read in zip(roles, reads):
             if not torch.equal(read.cpu(), reference.read(role, 1, locations.cpu())):
-                where = f"pool {name}, replay {number} of {REPLAYS}"
                 fail(f"{where}: {role} is not what was written.")
-
-
-def copies_replay(device: Device, capture: Callable[[Work], Work]) -> None:
-    """A captured copy of two items, of other items, against all bytes of the pool."""
-    trial = Trial(Case(device, "nsa bf16", POOLS["nsa bf16"]))
-    src, dst = (ids_on(trial.tensors[0].device, ids) for ids in ([1, 2], [2, 3]))
-    replay = capture(lambda: trial.pool.copy_items("kv", src, dst))
-    for ids in ([4, 5], [5, 4], [1, 6]):
-        trial.fill(trial.random)
-        src.copy_(torch.tensor(ids))
-        dst.copy_(torch.tensor(ids[::-1]))
-        replay()
-        for buffer in trial.layout.buffers:
-            items = trial.items(buffer, np.array(ids))
-            trial.bytes[items[::-1]] = trial.bytes[items]
-        trial.check(f"a replay that copies items {ids} to {ids[::-1]}")
-
-
-def _mapped(device: Device, start: int, nbytes: int) -> None:
-    memory = DeviceMemory.filled(device, random_of("shared"), NBYTES)
-    settle(device)
-    handle = cast("Sharing", device).share(memory.tensors[0].data_ptr() + start, nbytes)
-    with OtherProcess(Mapper, device.name) as process:
-        mapped = np.frombuffer(process.call("read", handle, nbytes), dtype=np.uint8)
-    same("memory in another process", mapped, memory.bytes[start : start + nbytes])
+        for buffer, expected in zip(pool.layout.buffers, reference.layout.buffers):
+            items = pool.item_bytes_view(buffer).cpu()
+            if not torch.equal(items, reference.item_bytes_view(expected)):
+                fail(f"{where}: items of buffer {buffer.name} are not what was written and copied.")
 
 
 class Mapper:
