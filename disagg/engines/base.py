@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Generic
 
+import msgspec
 from typing_extensions import TypeVar
 
 from disagg.errors import PeerError
@@ -22,6 +23,7 @@ from kvpool.layout.sentences import nearest
 
 PeerT = TypeVar("PeerT", default=Any)
 TransferT = TypeVar("TransferT", default=Any)
+MetadataT = TypeVar("MetadataT")
 
 FENCE_POLL_SECONDS = 0.0005
 """Interval at which a waiting `fence` checks again."""
@@ -45,6 +47,26 @@ class EngineUnavailable(RuntimeError):
 
 class TransferError(PeerError, RuntimeError):
     """A read failed or would leave registered memory; none of its bytes may be relied on."""
+
+
+def decode_metadata(metadata: bytes, kind: type[MetadataT]) -> MetadataT:
+    """A peer's metadata (untrusted). Raises TransferError."""
+    try:
+        return msgspec.msgpack.decode(metadata, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TransferError(f"malformed metadata: {error}") from None
+
+
+def one_memory(slabs: Sequence[Slab], registered: str = "") -> str:
+    """The memory that all slabs share, with what is registered. Raises TransferError."""
+    for slab in slabs:
+        if registered not in ("", slab.memory):
+            raise TransferError(
+                f"slab of {slab.nbytes} bytes on {slab.memory}, others on {registered}: an engine "
+                "serves one memory. Create an endpoint with an engine for each."
+            )
+        registered = slab.memory
+    return registered
 
 
 class Engine(ABC, Generic[PeerT, TransferT]):

@@ -41,6 +41,10 @@ class Ranges:
         gaps[1:] = starts[1:] != ends[:-1]
         return cls(starts, ends, np.cumsum(gaps))
 
+    def number(self, pointers: Ints) -> Ints:
+        """Which range each pointer lies in, if it lies in any."""
+        return np.searchsorted(self.starts, pointers, side="right") - 1
+
     def cut(self, batch: CopyBatch, first: Ints, whose: str) -> CopyBatch:
         """The same bytes in runs that each lie in one range; `first` is the batch's `src` or `dst`.
 
@@ -49,8 +53,12 @@ class Ranges:
         if not self.starts.size:
             raise TransferError(f"{whose} has registered no memory.")
         last = first + batch.nbytes
-        low = np.searchsorted(self.starts, first, side="right") - 1
-        high = np.searchsorted(self.starts, last - 1, side="right") - 1
+        if not batch.runs:
+            return batch
+        lowest = int(self.number(first.min()))
+        if lowest >= 0 and last.max() <= self.ends[lowest]:  # all lie in one, as most batches do
+            return batch
+        low, high = self.number(first), self.number(last - 1)
         inside = (low >= 0) & (high >= low) & (last <= self.ends[high])
         inside &= self.block[low] == self.block[high]
         if not inside.all():
@@ -67,3 +75,6 @@ class Ranges:
         end = np.minimum(last[run], self.ends[low[run] + piece])
         within = start - first[run]
         return CopyBatch(batch.src[run] + within, batch.dst[run] + within, end - start)
+
+
+NO_RANGES = Ranges.of([])

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import mmap
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from kvpool.device import DeviceUnavailable, Event, host_rows, torch_ops
+from kvpool.device import DeviceUnavailable, Event, host_rows, shared_memory, torch_ops
 from kvpool.device.host_copy import copy_runs
-
-MADV_POPULATE_WRITE = 23
 
 
 class CompletedEvent:
@@ -66,26 +62,12 @@ class CPUDevice(HostDevice):
             return wider[-wider.data_ptr() % step :][:nbytes]
         if sys.platform != "linux":  # private memory, which `local` refuses across processes
             return torch.zeros(nbytes, dtype=torch.uint8)
-        import fcntl
-
-        handle = os.memfd_create("kvpool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(handle, nbytes)
-            # the size is sealed, so that a reader cannot fault beyond the end
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
-            memory = mmap.mmap(handle, nbytes, mmap.MAP_SHARED)
+            memory = shared_memory.allocate(nbytes)
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryError(
                 f"cannot allocate {nbytes:,} bytes of shared memory: {error}."
             ) from None
-        finally:
-            os.close(handle)
-        # large pages where the kernel gives them (`shmem_enabled`), and all of them now rather than
-        # one by one in the first transfer; to older kernels (before 5.14) the last is unknown
-        for advice in (mmap.MADV_HUGEPAGE, MADV_POPULATE_WRITE):
-            with suppress(OSError):
-                memory.madvise(advice)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     store_rows = staticmethod(host_rows.store_rows)

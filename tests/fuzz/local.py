@@ -2,8 +2,7 @@
 that can be read, or a refusal; no open file is left.
 
 In an input, host "here" stands for this host, socket "there" for one that sends the input's offer,
-and pointer OWN for memory of this process. Files are numbers of KINDS. Without a length of its own
-an offer is sent with the right one.
+and pointer OWN for memory of this process. Files are numbers of KINDS.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class Input(msgspec.Struct, omit_defaults=True):
     metadata: bytes
     offer: bytes
     files: list[int]
-    length: int | None = None
 
 
 def run(data: bytes) -> str:
@@ -60,8 +58,6 @@ def run(data: bytes) -> str:
         metadata, server.data, server.files = prepared(given)
     except UNREADABLE:
         return "no input"
-    length = int.from_bytes(server.data[:4], "big")
-    server.hangs_up = len(server.data) < 4 + length  # or it would be waited for
     files = len(os.listdir("/proc/self/fd"))
     engine = LocalEngine()
     try:
@@ -70,7 +66,8 @@ def run(data: bytes) -> str:
         outcome = "refused"
     else:
         outcome = "connected"
-        for base, end in zip(peer.bases[:2].tolist(), peer.ends[:2].tolist()):
+        ranges = peer.ranges
+        for base, end in zip(ranges.starts[:2].tolist(), ranges.ends[:2].tolist()):
             for start in (base, end - 8, end - 1, base - 1):
                 batch = CopyBatch(*np.array([[start], [_dest.ctypes.data], [8]], dtype=np.int64))
                 _dest[:] = 0
@@ -81,7 +78,7 @@ def run(data: bytes) -> str:
                 except TransferError:
                     continue
                 outcome = "read"
-                if not base <= start <= end - 8 and peer.bases.size == 1:
+                if not base <= start <= end - 8 and ranges.starts.size == 1:
                     raise Finding(f"8 bytes at {start:#x} were read, offered are {base:#x} on.")
                 if not peer.ways.any() and not (_dest[:8] == 1).all():
                     raise Finding(f"8 bytes at {start:#x} are not those of the file.")
@@ -110,10 +107,9 @@ def _file(kind: int) -> int:
 def prepared(given: Input) -> tuple[bytes, bytes, list[int]]:
     """An input's metadata, what its socket sends, and the files with it."""
     offer = _replaced(given.offer, _with_own_memory)
-    length = len(offer) if given.length is None else given.length
     files = [_file(kind % len(KINDS)) for kind in given.files[:MOST_FILES]]
     metadata = _replaced(given.metadata, _with_own_place)
-    return metadata, length.to_bytes(4, "big") + offer, files
+    return metadata, offer, files
 
 
 def mutate(data: bytes, source: random.Random, most: int) -> bytes:
@@ -127,10 +123,8 @@ def mutate(data: bytes, source: random.Random, most: int) -> bytes:
         given.metadata = edits.mutate(given.metadata, source, most)
     elif chance < 0.85:
         given.offer = edits.mutate(given.offer, source, most)
-    elif chance < 0.95:
-        given.files = [source.randrange(len(KINDS)) for _ in range(source.choice((0, 1, 2, 250)))]
     else:
-        given.length = source.choice((0, 3, len(given.offer) + 1, 1 << 20, (1 << 32) - 1))
+        given.files = [source.randrange(len(KINDS)) for _ in range(source.choice((0, 1, 2, 250)))]
     return msgspec.msgpack.encode(given)[:most]
 
 
@@ -177,9 +171,7 @@ def seeds() -> Iterator[bytes]:
         yield _input(here, [[[1 << 41, 64, 0, 0]], []], [kind])
     yield _input(here, [[shared], []], [0, 0])
     yield _input(here, [[shared, small], []], [0])
-    yield _input(here, [[shared], []], [0], length=3)
 
 
-def _input(metadata: object, offer: object, files: list[int], length: int | None = None) -> bytes:
-    given = Input(build.packed(metadata), build.packed(offer), files, length)
-    return msgspec.msgpack.encode(given)
+def _input(metadata: object, offer: object, files: list[int]) -> bytes:
+    return msgspec.msgpack.encode(Input(build.packed(metadata), build.packed(offer), files))

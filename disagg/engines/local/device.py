@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,47 +27,24 @@ class DeviceSegment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     handle: bytes
 
 
-@dataclass
-class OwnMapping:
-    """Memory of this process, which is not mapped again."""
-
-    base: int
-    nbytes: int
-
-    def close(self) -> None:
-        """Nothing was mapped."""
-
-
 @dataclass(eq=False)
 class Attached:
     """A peer's mapped device memory, and the event of the last copy from it."""
 
-    memory: str
     device: Sharing
-    own: bool
-    """Whether the peer is this process."""
     mappings: list[MappedMemory] = field(default_factory=list)
     event: Event | None = None
 
-    def map_segment(self, shared: DeviceSegment) -> int:
+    def map_segment(self, segment: DeviceSegment) -> int:
         """Maps a segment; returns its shift here."""
-        from kvpool.device import DeviceUnavailable
-
-        mapping: MappedMemory = OwnMapping(shared.base, shared.nbytes)
-        # a driver may refuse to map memory of the same process
-        if not self.own or shared.memory != self.memory:
-            try:
-                mapping = self.device.attach(shared.handle)
-            except DeviceUnavailable as reason:
-                raise TransferError(
-                    f"the peer's memory on {shared.memory[:100]}: {reason}"
-                ) from None
+        with _refusals(f"the peer's memory on {segment.memory[:100]}"):
+            mapping = self.device.attach(segment.handle)
         self.mappings.append(mapping)
-        if mapping.nbytes != shared.nbytes:
+        if mapping.nbytes != segment.nbytes:
             raise TransferError(
-                f"malformed offer: a segment of {shared.nbytes} bytes, mapped {mapping.nbytes}."
+                f"malformed offer: a segment of {segment.nbytes} bytes, mapped {mapping.nbytes}."
             )
-        return mapping.base - shared.base
+        return mapping.base - segment.base
 
     def copy(self, src: Ints, dst: Ints, nbytes: Ints) -> Event:
         """Starts copying runs; pointers are this process's."""
@@ -86,46 +64,56 @@ class Attached:
 
 def share(slab: Slab) -> DeviceSegment:
     """Shares a slab of device memory with peers."""
-    from kvpool.device import DeviceUnavailable
-
-    try:
+    with _refusals(f"slab of {slab.nbytes} bytes on {slab.memory}"):
         handle = _sharing(slab.memory).share(slab.base, slab.nbytes)
-    except DeviceUnavailable as reason:
-        raise TransferError(f"slab of {slab.nbytes} bytes on {slab.memory}: {reason}") from None
     return DeviceSegment(slab.base, slab.nbytes, slab.memory, handle)
 
 
 def attach(
-    shared: Sequence[DeviceSegment], memory: str, *, own: bool
+    segments: Sequence[DeviceSegment], memory: str, *, own: bool
 ) -> tuple[Attached, list[int]]:
     """Maps a peer's segments (untrusted) for the device of this side's `memory`; with the shift of
     each. `own`: they are of this process.
     """
     own_memory = memory or HOST
-    for part in shared:
-        if not memory or part.memory.partition(":")[0] != own_memory.partition(":")[0]:
+    for segment in segments:
+        if not memory or segment.memory.partition(":")[0] != own_memory.partition(":")[0]:
             raise TransferError(
-                f"the peer's memory is on {part.memory[:100]}, this side's on {own_memory}: engine "
-                "local moves between devices of one kind. Use nixl or mooncake, for an NPU ascend."
+                f"the peer's memory is on {segment.memory[:100]}, this side's on {own_memory}: "
+                "engine local moves between devices of one kind. Use nixl or mooncake, for an NPU "
+                "ascend."
             )
-    attached = Attached(memory, _sharing(memory), own)
+    attached = Attached(_sharing(memory))
     try:
-        return attached, [attached.map_segment(part) for part in shared]
+        # a driver may refuse to map memory of the same process, which needs no mapping
+        return attached, [
+            0 if own and segment.memory == memory else attached.map_segment(segment)
+            for segment in segments
+        ]
     except TransferError:
         attached.close()
         raise
 
 
 def _sharing(memory: str) -> Sharing:
-    from kvpool.device import DeviceUnavailable, Sharing, get_device
+    from kvpool.device import Sharing, get_device
 
-    try:
+    with _refusals(f"memory {memory!r}"):
         device = get_device(memory)
-    except DeviceUnavailable as reason:
-        raise TransferError(str(reason)) from None
     if not isinstance(device, Sharing):
         raise TransferError(
             f"device {memory!r} cannot share memory between processes, which engine local needs. "
             "Use engine nixl or mooncake, for an NPU ascend."
         )
     return device
+
+
+@contextmanager
+def _refusals(subject: str) -> Iterator[None]:
+    """A device's refusals as TransferErrors about `subject`."""
+    from kvpool.device import DeviceUnavailable
+
+    try:
+        yield
+    except DeviceUnavailable as reason:
+        raise TransferError(f"{subject}: {reason}") from None

@@ -1,15 +1,16 @@
 """Reads between processes of one host; needs no installation.
 
-A peer offers its memory over a unix socket (`offer`). Shared host memory (pools on the CPU device)
-comes as open files, is mapped read-only and copied. Other host memory is read by
-`process_vm_readv`, if kvpool's C code is here and the kernel permits it, from the process that
-serves the socket. Device memory is mapped and copied by its device. Anything else is refused.
+A peer offers its memory over a unix socket (`offer`). Host memory of kvpool's CPU device comes as
+open files, is mapped read-only and copied. Other host memory is read by `process_vm_readv`, if
+kvpool's C code is here and the kernel permits it, from the process that serves the socket. Device
+memory is mapped and copied by its device. Anything else is refused.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,10 +19,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engines.base import Engine, TransferError, wait_until
+from disagg.engines.base import (
+    Engine,
+    TransferError,
+    decode_metadata,
+    one_memory,
+    wait_until,
+)
 from disagg.engines.local.device import DeviceSegment, attach, share
 from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
-from disagg.engines.local.offer import IncomingOffer, Offer, OfferServer, dial
+from disagg.engines.local.offer import (
+    Offer,
+    OfferServer,
+    close_all,
+    dial,
+    read_offer,
+    receive_files,
+)
 from disagg.engines.local.peer import (
     BY_DEVICE,
     BY_KERNEL,
@@ -30,6 +44,7 @@ from disagg.engines.local.peer import (
     LocalPeer,
     finished,
 )
+from disagg.engines.ranges import NO_RANGES
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints
 from kvpool.layout.types import Slab
@@ -42,6 +57,8 @@ NATIVE_BYTES, NATIVE_RUNS = 256 << 20, 1 << 20
 """Most of a part that is copied outside Python."""
 CONNECT_SECONDS = 0.1
 """How long `connect` waits for an offer. If it takes longer, reads wait, and other peers do not."""
+OFFER_SECONDS = 30.0
+"""How long reads wait for it."""
 
 
 class LocalMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,21 +108,17 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         return None
 
     def register(self, slabs: Sequence[Slab]) -> None:
-        """Finds the shared mappings of host slabs; a device shares its own slabs."""
+        """Finds the files behind host slabs; a device shares its own slabs."""
         if self._server is not None:
             raise TransferError("peers have been offered memory: register all of it before.")
         for slab in slabs:
             if slab.on_host:
                 self._segments.extend(self._files.find(slab))
-            elif self._memory in ("", slab.memory):
+            else:
+                memory = one_memory([slab], self._memory)
                 self._shared.append(share(slab))
                 self.background = False  # events of a device are polled
-                self._memory = slab.memory
-            else:
-                raise TransferError(
-                    f"slab of {slab.nbytes} bytes on {slab.memory}, others on {self._memory}: an "
-                    "engine serves one device. Create an endpoint with an engine for each."
-                )
+                self._memory = memory
 
     def metadata(self) -> bytes:
         """This host, and the socket where the registered memory is offered from now on."""
@@ -115,14 +128,11 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
 
     def connect(self, metadata: bytes) -> LocalPeer:
         """Asks a peer for its memory, and maps it."""
-        try:
-            owner = msgspec.msgpack.decode(metadata, type=LocalMetadata)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise TransferError(f"malformed metadata: {error}") from None
+        owner = decode_metadata(metadata, LocalMetadata)
         if owner.host != this_host():
             raise TransferError("the peer is on another host. Use engine nixl.")
-        connection = dial(owner.socket)
-        peer = LocalPeer(connection=connection, incoming=IncomingOffer(connection))
+        link, pid = dial(owner.socket)
+        peer = LocalPeer(link=link, pid=pid, deadline=time.monotonic() + OFFER_SECONDS)
         self._peers.append(peer)
         try:
             self._is_here(peer, CONNECT_SECONDS)
@@ -160,8 +170,7 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
             if way == BY_DEVICE and peer.attached is not None:
                 transfer.event = peer.attached.copy(*runs)
                 continue
-            source = peer.connection if way == BY_KERNEL else None
-            job = self._copies.start(runs, tuple(peer.mappings), source)
+            job = self._copies.start(peer, runs, by_kernel=way == BY_KERNEL)
             if job is not None:
                 transfer.jobs.append(job)
                 peer.jobs.append(job)
@@ -173,8 +182,7 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
                 return False
             batch, transfer.batch = transfer.batch, None
             self._copy(transfer, batch)
-        pid = transfer.peer.connection.pid
-        if not all(finished(job, pid) for job in transfer.jobs):
+        if not all(finished(job, transfer.peer.pid) for job in transfer.jobs):
             return False
         return transfer.event is None or transfer.event.query()
 
@@ -182,12 +190,12 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         """Ends copies of host memory, waits for the device's, then unmaps the peer's memory and
         hangs up.
         """
-        peer.bases, peer.ends = peer.bases[:0], peer.ends[:0]
+        peer.ranges = NO_RANGES
         for job in peer.jobs:
             job.cancel()
         if not wait_until(peer.quiet, timeout):
             return False
-        peer.hang_up()
+        peer.link.close()
         if peer.attached is not None:
             peer.attached.close()
         peer.mappings.clear()
@@ -214,29 +222,32 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
             self._server.abandon()
         self._files.close()
         for peer in self._peers:
-            peer.hang_up()
+            peer.link.close()
 
     def _is_here(self, peer: LocalPeer, wait: float = 0.0) -> bool:
         """Whether the peer's offer has come; then its memory is mapped. Waits `wait` seconds."""
-        if peer.incoming is None:
+        if peer.offered:
             return True
-        offer = peer.incoming.receive(wait)
-        if offer is None:
-            return False
-        incoming, peer.incoming = peer.incoming, None
+        files = receive_files(peer.link, wait)
+        if files is None:
+            if time.monotonic() < peer.deadline:
+                return False
+            raise TransferError(
+                f"the peer has not offered its memory within {OFFER_SECONDS:g} s: its process "
+                "is stopped, busy, or no peer."
+            )
+        peer.offered = True
         try:
-            self._map(peer, offer, incoming.files)
+            self._map(peer, read_offer(files[0]), files[1:])
         finally:
-            incoming.close()
+            close_all(files)
         return True
 
     def _map(self, peer: LocalPeer, offer: Offer, files: Sequence[int]) -> None:
+        ranges = offer.ranges()
         shifts, peer.mappings = map_files(offer.segments, files)
-        rows = [
-            (part.base, part.nbytes, shift, BY_KERNEL if part.file == PRIVATE else BY_MAPPING)
-            for part, shift in zip(offer.segments, shifts)
-        ]
-        if not peer.connection.pid and any(part.file == PRIVATE for part in offer.segments):
+        ways = [BY_KERNEL if part.file == PRIVATE else BY_MAPPING for part in offer.segments]
+        if not peer.pid and BY_KERNEL in ways:
             raise TransferError(
                 "the peer's private memory cannot be read: its process is in a process namespace "
                 "that is out of sight from here. Allocate its pool on kvpool's CPU device, which "
@@ -244,12 +255,13 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
             )
         if offer.devices:
             # what this process offers was registered in it
-            own = peer.connection.pid == os.getpid()
+            own = peer.pid == os.getpid()
             peer.attached, moved = attach(offer.devices, self._memory, own=own)
-            rows += [(d.base, d.nbytes, n, BY_DEVICE) for d, n in zip(offer.devices, moved)]
-        table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
-        bases, sizes, peer.shifts, peer.ways = table.T
-        peer.bases, peer.ends = bases, bases + sizes
+            shifts, ways = [*shifts, *moved], [*ways, *[BY_DEVICE] * len(moved)]
+        bases = [part.base for part in offer.segments] + [part.base for part in offer.devices]
+        order = np.argsort(np.array(bases, dtype=np.int64))
+        peer.shifts, peer.ways = np.array([shifts, ways], dtype=np.int64)[:, order]
+        peer.ranges = ranges
 
     def _on_device(self, pointers: Ints) -> npt.NDArray[np.bool_]:
         """Which of this side's pointers point into device memory."""

@@ -7,17 +7,15 @@ import mmap
 import os
 import stat
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from disagg.engines.base import TransferError
+from kvpool.device.shared_memory import SharedFile, files_between
 from kvpool.layout import Slab
 
-F_GET_SEALS = 1034
-F_SEAL_SHRINK = 0x2
 PRIVATE = -1
 
 
@@ -33,51 +31,35 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Files:
-    """The files behind this process's shared mappings, open for peers, which may only read them."""
+    """The files of memory from kvpool's CPU device, open for peers, which may only read them."""
 
     def __init__(self) -> None:
         self.handles: list[int] = []
-        self._indices: dict[tuple[int, int], int] = {}
+        self._indices: dict[SharedFile, int] = {}
 
     def find(self, slab: Slab) -> list[Segment]:
-        """The segments of a slab, each in one mapping of this process."""
+        """The segments of a slab: what no file backs is private."""
         segments: list[Segment] = []
         reached = slab.base
-        for low, high, shared, offset, device, inode in _mappings():
-            if high <= reached or low >= slab.end:
-                continue
-            if low > reached:
-                break
-            stop = min(high, slab.end)
-            file = self._index(device, inode) if shared else PRIVATE
-            start = 0 if file == PRIVATE else offset + reached - low
-            nbytes = stop - reached
-            if file != PRIVATE:  # what is mapped of a file's last page may lie beyond its end
-                nbytes = min(nbytes, os.fstat(self.handles[file]).st_size - start)
-            segment = Segment(reached, nbytes, file, start)
-            if segments and _continues(segments[-1], segment):
-                whole = segments[-1].nbytes + nbytes
-                segments[-1] = msgspec.structs.replace(segments[-1], nbytes=whole)
-            elif nbytes > 0:
-                segments.append(segment)
-            reached = stop
+        for file in files_between(slab.base, slab.end):
+            if reached < file.base:
+                segments.append(Segment(reached, file.base - reached, PRIVATE, 0))
+                reached = file.base
+            # what lies behind a file's end in its last page is nobody's
+            stop = min(file.base + file.nbytes, slab.end)
+            index = self._index(file)
+            segments.append(Segment(reached, stop - reached, index, reached - file.base))
+            reached = file.base + -(-file.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if reached < slab.end:
-            raise TransferError(
-                f"{slab.nbytes} bytes at {slab.base:#x} are not mapped here (only up to "
-                f"{reached:#x})."
-            )
+            segments.append(Segment(reached, slab.end - reached, PRIVATE, 0))
         return segments
 
-    def _index(self, device: int, inode: int) -> int:
-        """The index of a mapping's file. PRIVATE if this process has no descriptor of it, or if it
-        could shrink while a peer reads it.
-        """
-        if (device, inode) not in self._indices:
-            handle = _reopened(device, inode)
-            if handle is not None:
-                self.handles.append(handle)
-            self._indices[device, inode] = PRIVATE if handle is None else len(self.handles) - 1
-        return self._indices[device, inode]
+    def _index(self, file: SharedFile) -> int:
+        if file not in self._indices:
+            flags = os.O_RDONLY | os.O_CLOEXEC
+            self.handles.append(os.open(f"/proc/self/fd/{file.handle}", flags))
+            self._indices[file] = len(self.handles) - 1
+        return self._indices[file]
 
     def close(self) -> None:
         """Closes all files."""
@@ -86,52 +68,22 @@ class Files:
             os.close(self.handles.pop())
 
 
-def _reopened(device: int, inode: int) -> int | None:
-    """A descriptor for reading of a file that can be mapped by others and that is open here."""
-    for entry in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed since it was listed
-            if not _is_file(os.fstat(int(entry)), device, inode):
-                continue
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-            handle = os.open(f"/proc/self/fd/{entry}", flags)
-            if _is_file(os.fstat(handle), device, inode) and _is_sealed(handle):
-                return handle
-            os.close(handle)
-    return None
-
-
-def _is_file(status: os.stat_result, device: int, inode: int) -> bool:
-    return (status.st_dev, status.st_ino) == (device, inode) and stat.S_ISREG(status.st_mode)
-
-
-def _is_sealed(handle: int) -> bool:
-    """Whether a file cannot shrink: to read a mapping beyond its end raises SIGBUS."""
-    try:
-        return bool(fcntl.fcntl(handle, F_GET_SEALS) & F_SEAL_SHRINK)
-    except OSError:  # this kind of file has no seals
-        return False
-
-
-def _continues(segment: Segment, following: Segment) -> bool:
-    """Whether two segments are one mapping that the kernel split, so that a run may cross."""
-    if segment.file == following.file == PRIVATE:
-        return True
-    end = segment.offset + segment.nbytes
-    return segment.file == following.file and end == following.offset
-
-
-def _mappings() -> list[tuple[int, int, bool, int, int, int]]:
-    """(start, end, shared, file offset, device, inode) of this process's mappings, ascending."""
-    rows = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, access, offset, device, inode = line.split(maxsplit=5)[:5]
-        low, high = span.split("-")
-        major, minor = device.split(":")
-        number = os.makedev(int(major, 16), int(minor, 16))
-        rows.append(
-            (int(low, 16), int(high, 16), access[3] == "s", int(offset, 16), number, int(inode))
+def sealed_size(handle: int) -> int:
+    """Bytes of a file that a peer passed. Raises TransferError unless it is a regular file that
+    cannot shrink: to read a mapping beyond its end raises SIGBUS.
+    """
+    status = os.fstat(handle)
+    sealed = False
+    if stat.S_ISREG(status.st_mode):
+        try:
+            sealed = bool(fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+        except OSError:  # this kind of file has no seals
+            sealed = False
+    if not sealed:
+        raise TransferError(
+            "malformed offer: a file that is not a regular one, or is not sealed against shrinking."
         )
-    return rows
+    return status.st_size
 
 
 def map_files(segments: Sequence[Segment], files: Sequence[int]) -> tuple[list[int], list[object]]:
@@ -161,15 +113,9 @@ def _map(handle: int, parts: Sequence[Segment]) -> tuple[int, object]:
     """
     low = min(part.offset for part in parts)
     high = max(part.offset + part.nbytes for part in parts)
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode) or not _is_sealed(handle):
-        raise TransferError(
-            "malformed offer: a file that is not a regular one, or is not sealed against shrinking."
-        )
-    if low < 0 or high > status.st_size:
-        raise TransferError(
-            f"malformed offer: bytes {low} to {high} of a file of {status.st_size} bytes."
-        )
+    size = sealed_size(handle)
+    if low < 0 or high > size:
+        raise TransferError(f"malformed offer: bytes {low} to {high} of a file of {size} bytes.")
     start = low // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
         mapping = mmap.mmap(handle, high - start, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)

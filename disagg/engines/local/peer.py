@@ -5,14 +5,15 @@ thread outside Python (`kvpool._native`), or in the call where that was not comp
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from disagg.engines.base import TransferError
 from disagg.engines.local.device import Attached
-from disagg.engines.local.offer import ENDED, IncomingOffer, PeerConnection
+from disagg.engines.local.offer import ENDED
+from disagg.engines.ranges import NO_RANGES, Ranges
 from disagg.host.brief import Waker
 from disagg.plan.bind import CopyBatch
 from kvpool import _native
@@ -25,22 +26,20 @@ SMALL_RUNS, SMALL_BYTES = 1024, 64 << 10
 """Of at most so much, runs are copied in the call."""
 
 
-def _none() -> Ints:
-    return np.empty(0, dtype=np.int64)
-
-
 @dataclass(eq=False, kw_only=True)
 class LocalPeer:
-    """A peer's segments: `pointer here = pointer there + shift`, and how each is read. There are
-    none while its offer is `incoming`. `jobs` are copies whose bytes may still land.
+    """A peer whose socket process `pid` serves over `link`, see `dial`. It has none of its `ranges`
+    until its offer has come: `pointer here = pointer there + shift`, and the way each is read.
+    `jobs` are copies whose bytes may still land.
     """
 
-    connection: PeerConnection
-    incoming: IncomingOffer | None
-    bases: Ints = field(default_factory=_none)
-    ends: Ints = field(default_factory=_none)
-    shifts: Ints = field(default_factory=_none)
-    ways: Ints = field(default_factory=_none)
+    link: socket.socket
+    pid: int
+    deadline: float
+    offered: bool = False
+    ranges: Ranges = NO_RANGES
+    shifts: Ints = field(default_factory=NO_RANGES.starts.copy)
+    ways: Ints = field(default_factory=NO_RANGES.starts.copy)
     mappings: list[object] = field(default_factory=list)
     attached: Attached | None = None
     jobs: list[_native.Job] = field(default_factory=list)
@@ -49,36 +48,18 @@ class LocalPeer:
         """Runs of pointers here, by how they are read. Raises TransferError for a run that does not
         lie in one of the peer's segments.
         """
-        src, dst, nbytes = batch
-        if not self.bases.size:
-            raise TransferError("the peer has registered no memory.")
-        ends = src + nbytes
-        first = int(self.bases.searchsorted(src.min(), side="right")) - 1
-        if first >= 0 and ends.max() <= self.ends[first]:  # all in one, as most are
-            return [(int(self.ways[first]), (src + self.shifts[first], dst, nbytes))]
-        number = np.maximum(self.bases.searchsorted(src, side="right") - 1, 0)
-        inside = (src >= self.bases[number]) & (ends <= self.ends[number])
-        if not inside.all():
-            wrong = int(np.flatnonzero(~inside)[0])
-            raise TransferError(
-                f"{int(nbytes[wrong])} bytes at {int(src[wrong]):#x} do not lie in memory that the "
-                "peer has registered."
-            )
+        src, dst, nbytes = self.ranges.cut(batch, batch.src, "the peer")
+        if self.ways.size == 1:
+            return [(int(self.ways[0]), (src + self.shifts[0], dst, nbytes))]
+        number = self.ranges.number(src)
         src, ways = src + self.shifts[number], self.ways[number]
-        masks = [(way, ways == way) for way in np.unique(ways).tolist()]
-        return [(way, (src[mask], dst[mask], nbytes[mask])) for way, mask in masks]
+        masks = [(way, ways == way) for way in (BY_MAPPING, BY_KERNEL, BY_DEVICE)]
+        return [(way, (src[mask], dst[mask], nbytes[mask])) for way, mask in masks if mask.any()]
 
     def quiet(self) -> bool:
         """Whether nothing of its memory is being copied."""
         jobs_ended = all(job.ended for job in self.jobs)
         return jobs_ended and (self.attached is None or self.attached.quiet())
-
-    def hang_up(self) -> None:
-        """Closes the connection."""
-        if self.incoming is not None:
-            self.incoming.close()
-            self.incoming = None
-        self.connection.close()
 
 
 class HostCopies:
@@ -95,16 +76,14 @@ class HostCopies:
             self._waker.set(descriptor)
 
     def start(
-        self, runs: tuple[Ints, Ints, Ints], keep: Any, source: PeerConnection | None = None
+        self, peer: LocalPeer, runs: tuple[Ints, Ints, Ints], *, by_kernel: bool
     ) -> _native.Job | None:
-        """Copies runs from memory of this process that `keep` keeps mapped, or of the process at
-        the other end of a connection, which stays open until the job has ended.
-        """
+        """Copies runs from what is mapped of a peer's memory, or from its process."""
         src, dst, nbytes = runs
         if not self.native:
-            if source is not None:
+            if by_kernel:
                 raise TransferError(
-                    f"the private memory of process {source.pid} cannot be read: kvpool's C code "
+                    f"the private memory of process {peer.pid} cannot be read: kvpool's C code "
                     f"{_native.availability()} Or allocate its pool on kvpool's CPU device."
                 )
             copy_runs(src, dst, nbytes)
@@ -115,9 +94,14 @@ class HostCopies:
         if not small:  # the caller may use its columns again; one number for all never changes
             dst = dst.copy()
             nbytes = nbytes if nbytes.strides == (0,) else np.array(nbytes, dtype=np.int64)
-        pid, peer = (0, -1) if source is None else (source.pid, source.link.fileno())
         return self._worker.post(
-            src, dst, nbytes, pid=pid, peer=peer, keep=(keep, source), at_once=small
+            src,
+            dst,
+            nbytes,
+            pid=peer.pid if by_kernel else 0,
+            peer=peer.link.fileno() if by_kernel else -1,
+            keep=(*peer.mappings, peer.link),
+            at_once=small,
         )
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from disagg.engines.base import EngineUnavailable, TransferError
+from disagg.engines.base import EngineUnavailable, TransferError, one_memory
 from disagg.engines.mooncake.engine import MooncakeEngine
 from kvpool.extras import absent, ascend_parts
 from kvpool.layout import Slab
@@ -55,25 +55,18 @@ class AscendEngine(MooncakeEngine):
         return absent(parts) or super().availability()
 
     def _check(self, slabs: Sequence[Slab]) -> None:
-        memory = self._memory
         for slab in slabs:
             if not slab.memory.startswith("npu:"):
                 raise TransferError(
                     f"slab of {slab.nbytes} bytes on {slab.memory}: engine ascend moves NPU memory "
                     "only. Use engine mooncake or nixl."
                 )
-            if memory not in ("", slab.memory):
-                raise TransferError(
-                    f"slab of {slab.nbytes} bytes on {slab.memory}, others on {memory}: an engine "
-                    "serves one NPU. Create an engine for each."
-                )
             if slab.base % ALIGNMENT:
                 raise TransferError(
                     f"slab of {slab.nbytes} bytes at {slab.base:#x} on {slab.memory} does not "
                     "start at a multiple of 2 MiB. Allocate 2 MiB more, and start at one."
                 )
-            memory = slab.memory
-        self._memory = memory
+        self._memory = one_memory(slabs, self._memory)
 
     def _scope(self) -> AbstractContextManager[Any]:
         """Every thread sets the device before it calls Mooncake."""

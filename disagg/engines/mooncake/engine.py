@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import numpy as np
 
-from disagg.engines.base import EngineUnavailable, TransferError
+from disagg.engines.base import EngineUnavailable, TransferError, decode_metadata
 from disagg.engines.mooncake.package import (
     SWITCHES,
     choose,
@@ -147,15 +147,15 @@ class MooncakeEngine(ThreadedEngine):
 
     def connect(self, metadata: bytes) -> ThreadedPeer:
         """Returns at once: the first read fails if the peer cannot be reached."""
+        owner = decode_metadata(metadata, MooncakeMetadata)
         try:
-            owner = msgspec.msgpack.decode(metadata, type=MooncakeMetadata)
             ranges = Ranges.of(owner.ranges)
-        except ValueError as error:  # including msgspec's errors
+            if not HOSTNAME.fullmatch(owner.hostname):
+                raise ValueError(f"host name {owner.hostname!r}.")
+            if len(owner.token) != self.token_bytes:
+                raise ValueError(f"a token of {len(owner.token)} bytes.")
+        except ValueError as error:
             raise TransferError(f"malformed metadata: {error}") from None
-        if not HOSTNAME.fullmatch(owner.hostname):
-            raise TransferError(f"malformed metadata: host name {owner.hostname!r}.")
-        if len(owner.token) != self.token_bytes:
-            raise TransferError(f"malformed metadata: a token of {len(owner.token)} bytes.")
         if owner.protocol != self._protocol:
             raise TransferError(
                 f"the peer uses Mooncake over {owner.protocol!r}, this engine over "

@@ -14,7 +14,7 @@ import os
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -25,11 +25,9 @@ import numpy as np
 
 from disagg.engines.base import TransferError
 from disagg.plan.bind import CopyBatch
-from kvpool.layout import Slab
 from kvpool.layout.types import HOST
 
 WHEELS = ("nixl_cu12", "nixl_cu13", "nixl")
-TELEMETRY = ("reads", "bytes", "descriptors", "post_seconds", "transfer_seconds")
 WITHOUT_ERRORS = {"posix", "sysv", "xpmem", "sm", "shm"}
 """UCX transports that work only with UCX's error handling turned off."""
 NEED_PROGRESS = {"tcp", "posix", "sysv"}
@@ -50,24 +48,16 @@ class NixlMemory(NamedTuple):
 
 
 class Agent:
-    """An agent with one backend. Every method raises TransferError with NIXL's reason.
+    """An agent with one backend. Every method raises TransferError with NIXL's reason."""
 
-    `counts` sums NIXL's telemetry of finished reads, by the names in TELEMETRY.
-    """
-
-    def __init__(
-        self, backend: str, options: Mapping[str, str], counts: MutableMapping[str, float]
-    ) -> None:
+    def __init__(self, backend: str, options: Mapping[str, str]) -> None:
         api = nixl_api()
         # its exceptions share no base of their own
         classes = (name for name in vars(api.nixlBind).values() if isinstance(name, type))
         self._errors = tuple(kind for kind in classes if issubclass(kind, Exception))
-        config = api.nixl_agent_config(
-            enable_prog_thread=False, backends=[], capture_telemetry=True
-        )
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._nixl: Any = api.nixl_agent(uuid.uuid4().hex, config)
         self._alive = weakref.ref(self._nixl.agent)
-        self.counts = counts
         self._number = count()
         self._held: dict[int, Any] = {}
         self._peers: OrderedDict[str, int] = OrderedDict()
@@ -141,12 +131,6 @@ class Agent:
             return False
         if state != "DONE":
             raise TransferError(f"NIXL read failed: the backend reports state {state}.")
-        telemetry = self._call("telemetry", "get_xfer_telemetry", self._held[read])
-        self.counts["reads"] += 1
-        self.counts["descriptors"] += telemetry.descCount
-        self.counts["bytes"] += telemetry.totalBytes
-        self.counts["post_seconds"] += telemetry.postDuration / 1e6
-        self.counts["transfer_seconds"] += telemetry.xferDuration / 1e6
         self.release(read)
         return True
 
@@ -236,25 +220,3 @@ def memory_of(name: str) -> NixlMemory:
             "ascend for an NPU."
         )
     return NixlMemory(name, SEGMENTS[kind], int(number or 0))
-
-
-def one_memory(slabs: Sequence[Slab], registered: str = "") -> str:
-    """The memory that all slabs share, with what is registered. Raises TransferError."""
-    for slab in slabs:
-        if registered not in ("", slab.memory):
-            raise TransferError(
-                f"slab of {slab.nbytes} bytes on {slab.memory}, others on {registered}: an engine "
-                "serves one memory. Create an endpoint with an engine for each."
-            )
-        registered = slab.memory
-    return registered
-
-
-def decode_metadata(metadata: bytes) -> NixlMetadata:
-    """Decodes a peer's metadata (untrusted). Raises TransferError."""
-    try:
-        owner = msgspec.msgpack.decode(metadata, type=NixlMetadata)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransferError(f"malformed metadata: {error}") from None
-    memory_of(owner.memory)
-    return owner

@@ -13,17 +13,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from disagg.engines.base import Engine, TransferError, wait_until
+from disagg.engines.base import Engine, TransferError, decode_metadata, one_memory, wait_until
 from disagg.engines.nixl.agent import (
     NEED_PROGRESS,
-    TELEMETRY,
     Agent,
     NixlMetadata,
     backend_options,
-    decode_metadata,
     memory_of,
     nixl_api,
-    one_memory,
 )
 from disagg.plan.bind import CopyBatch
 from kvpool.extras import install
@@ -89,7 +86,7 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
         self._peers: list[NixlPeer] = []
         self._retiring: list[Agent] = []
         self._kept: list[Agent] = []
-        self._counts = dict.fromkeys((*TELEMETRY, "agents_ended"), 0.0)
+        self._agents_ended = 0
         self._agent: Agent | None = None
         self._current()
 
@@ -118,7 +115,9 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
 
     def connect(self, metadata: bytes) -> NixlPeer:
         """Loads the peer's metadata."""
-        peer = NixlPeer(decode_metadata(metadata))
+        owner = decode_metadata(metadata, NixlMetadata)
+        memory_of(owner.memory)
+        peer = NixlPeer(owner)
         self._connected(peer)
         self._peers.append(peer)
         return peer
@@ -157,10 +156,8 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
         return wait_until(lambda: self._quiet(peer), timeout)
 
     def telemetry(self) -> Mapping[str, float]:
-        """NIXL's sums over complete reads (seconds count from the post), and how many agents a
-        fence retired.
-        """
-        return dict(self._counts)
+        """How many agents a fence retired."""
+        return {"agents_ended": self._agents_ended}
 
     def close(self) -> None:
         """Fences all peers at once, and destroys the agents."""
@@ -176,7 +173,7 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
     def _current(self) -> Agent:
         """The agent that reads and is read; a new one if the last was retired."""
         if self._agent is None:
-            agent = Agent(self._backend, self._options, self._counts)
+            agent = Agent(self._backend, self._options)
             if self._slabs:
                 agent.register(self._slabs, memory_of(self._memory))
             self._agent = agent
@@ -236,7 +233,7 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
             else:
                 _destroy(agent)
             self._retiring.remove(agent)
-            self._counts["agents_ended"] += bool(left)
+            self._agents_ended += bool(left)
             for transfer in left:
                 transfer.peer.open.remove(transfer)
         while len(self._kept) > MAX_KEPT_AGENTS:

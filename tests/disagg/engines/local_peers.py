@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import array
 import fcntl
 import os
 import socket
 import threading
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 import numpy as np
@@ -40,35 +39,33 @@ def offering(memory):
         yield engine, engine.metadata()
 
 
-def framed(body: bytes) -> bytes:
-    """With its length, as on the socket."""
-    return len(body).to_bytes(4, "big") + body
-
-
 def offer(segments: Iterable[Iterable[int]], devices: Iterable[list] = ()) -> bytes:
     """An offer of host segments (base, nbytes, file or -1, offset) and device segments."""
-    return framed(msgspec.msgpack.encode([[list(row) for row in segments], list(devices)]))
+    return msgspec.msgpack.encode([[list(row) for row in segments], list(devices)])
 
 
 def metadata(path: bytes | str) -> bytes:
     return msgspec.msgpack.encode({"host": this_host(), "socket": os.fsencode(path)})
 
 
-def memory_file(nbytes: int, *, sealed: bool = True) -> int:
+def memory_file(content: int | bytes, *, sealed: bool = True) -> int:
+    """A file of bytes, or of as many ones."""
     handle = os.memfd_create("offered", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.write(handle, b"\1" * nbytes)
+    os.write(handle, b"\1" * content if isinstance(content, int) else content)
     if sealed:
         fcntl.fcntl(handle, F_ADD_SEALS, F_SEAL_SHRINK)
     return handle
 
 
 class FakePeer:
-    """Sends `data`, and `files` with its first byte, to whoever dials; the connections stay open,
-    until `hang_up`.
+    """Passes `data` in a file, and `files`, to whoever dials, unless it is `silent`; the
+    connections stay open, until `hang_up`.
     """
 
-    def __init__(self, data: bytes = b"", files: Iterable[int] = ()) -> None:
-        self.data, self.files = data, list(files)
+    def __init__(
+        self, data: bytes | None = None, files: Iterable[int] = (), *, silent: bool = False
+    ) -> None:
+        self.data, self.files, self.silent = data, list(files), silent
         self.hangs_up = False
         self.path = new_path()
         self.connections: list[socket.socket] = []
@@ -103,12 +100,11 @@ class FakePeer:
             except OSError:
                 return
             self.connections.append(connection)
-            rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self.files)
-            try:
-                if self.data:
-                    connection.sendmsg([self.data[:1]], [rights] if self.files else [])
-                    connection.sendall(self.data[1:])
-            except OSError:
-                pass  # it was refused by then
+            body = [] if self.data is None else [memory_file(self.data)]
+            if not self.silent:
+                with suppress(OSError):  # it was refused by then
+                    socket.send_fds(connection, [b"\0"], [*body, *self.files])
+            for file in body:
+                os.close(file)
             if self.hangs_up:
                 self.hang_up()

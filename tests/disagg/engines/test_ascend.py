@@ -66,7 +66,7 @@ def pretended(monkeypatch):
         ([Slab(ALIGNMENT, 5, "cuda:0")], "on cuda:0: engine ascend moves NPU memory only"),
         (
             [Slab(ALIGNMENT, 5, "npu:0"), Slab(2 * ALIGNMENT, 5, "npu:1")],
-            "on npu:1, others on npu:0: an engine serves one NPU",
+            "on npu:1, others on npu:0: an engine serves one memory",
         ),
         (
             [Slab(3 * ALIGNMENT + 512, 5, "npu:0")],

@@ -186,7 +186,7 @@ def test_memory_that_a_device_cannot_share_is_refused_by_name(here):
     where = memory.ctypes.data
     for slab, said in (
         (Slab(where + 64, 64, "shm:1"), "on shm:1: that is not where an allocation begins"),
-        (Slab(where, 64, "shm:0"), "on shm:0, others on shm:1: an engine serves one device"),
+        (Slab(where, 64, "shm:0"), "on shm:0, others on shm:1: an engine serves one memory"),
     ):
         with pytest.raises(TransferError, match=said):
             engine.register([slab])

@@ -11,22 +11,25 @@ import sys
 import time
 from contextlib import closing, suppress
 
-import msgspec
 import numpy as np
 import pytest
 
 from disagg.engines.base import TransferError
-from disagg.engines.local import LocalEngine, offer as offers
+from disagg.engines.local import LocalEngine, engine as engines
 from disagg.engines.local.host import Segment
-from disagg.engines.local.offer import Offer, OfferServer
+from disagg.engines.local.offer import (
+    Offer,
+    OfferServer,
+    close_all,
+    read_offer,
+    receive_files,
+)
 from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import (
     SIZE,
     FakePeer,
     blank,
     files,
-    framed,
-    memory_file,
     metadata,
     offer,
     offering,
@@ -37,10 +40,10 @@ from tests.processes import Child, forked, until
 
 
 def test_a_peer_that_stalls_holds_neither_connect_nor_other_peers_up(monkeypatch):
-    monkeypatch.setattr(offers, "OFFER_SECONDS", 1.0)
-    memory, whole = blank(), offer([(1 << 30, 8, 0, 0)])
-    to, handle = memory.ctypes.data, memory_file(64)
-    with FakePeer(whole[:-3], [handle]) as peer, reading(memory) as engine:
+    monkeypatch.setattr(engines, "OFFER_SECONDS", 1.0)
+    memory = blank()
+    to = memory.ctypes.data
+    with FakePeer(silent=True) as peer, reading(memory) as engine:
         before = files()
         began = time.monotonic()
         stuck = engine.connect(peer.metadata)
@@ -58,7 +61,6 @@ def test_a_peer_that_stalls_holds_neither_connect_nor_other_peers_up(monkeypatch
         assert engine.fence(stuck)
         peer.hang_up()
         assert files() == before
-    os.close(handle)
     assert not memory[:64].any()
 
 
@@ -79,7 +81,7 @@ def test_a_read_from_a_stopped_process_waits_until_it_goes_on():
 
 
 def test_a_read_that_begins_long_after_the_offer_has_come_finds_it(monkeypatch):
-    monkeypatch.setattr(offers, "OFFER_SECONDS", 0.5)
+    monkeypatch.setattr(engines, "OFFER_SECONDS", 0.5)
     memory = blank()
     with Owner("local", SIZE) as other, reading(memory) as engine:
         other.stop()
@@ -193,11 +195,9 @@ def test_a_reader_that_takes_its_offer_late_delays_no_other():
         peer = engine.connect(metadata(server.path))
         with pytest.raises(TransferError, match="cannot be read"):  # nothing lies at 4096
             read(engine, peer, batch_of((4096, 0, 8)))
-        whole = framed(msgspec.msgpack.encode(Offer(segments, [])))
-        got = b""
-        while len(got) < len(whole):
-            got += late.recv(1 << 16)
-        assert got == whole
+        received = receive_files(late, 20)
+        assert read_offer(received[0]).segments == segments
+        close_all(received)
     server.close()
 
 

@@ -49,7 +49,7 @@ def memory_of(size):
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_another_process_is_read_over(transports, friends):
-    """Several parts in flight on one connection; telemetry adds up."""
+    """Several parts in flight on one connection."""
     count, width = 3000, 144
     memory, slabs = memory_of(2 * count * width)
     other, random = friends(transports), np.random.default_rng(0)
@@ -59,9 +59,7 @@ def test_another_process_is_read_over(transports, friends):
     src, dst = (random.permutation(2 * count)[:count] * width for _ in range(2))
     lengths = random.integers(1, width + 1, count)
     batch = CopyBatch(other.base + src, memory.ctypes.data + dst, lengths)
-    parts = list(batch.split(1 << 16, 400))
-    finish(engine, *[engine.read(peer, part) for part in parts])
-    counted = engine.telemetry()
+    finish(engine, *[engine.read(peer, part) for part in batch.split(1 << 16, 400)])
     assert engine.fence(peer, 0)
     assert not engine._agent._held, "NIXL's requests are released"
     engine.close()
@@ -69,9 +67,6 @@ def test_another_process_is_read_over(transports, friends):
     for at, to, nbytes in zip(src, dst, lengths):
         expected[to : to + nbytes] = truth[at : at + nbytes]
     assert np.array_equal(memory, expected)
-    assert counted["bytes"] == batch.total and counted["descriptors"] == batch.runs
-    assert counted["reads"] == len(parts) and counted["agents_ended"] == 0
-    assert 0 < counted["post_seconds"] <= counted["transfer_seconds"]
 
 
 def stuck(engine, other, memory, seen=True):

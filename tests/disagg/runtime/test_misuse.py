@@ -233,7 +233,7 @@ def test_private_memory_that_the_kernel_keeps_in_two_mappings_is_one_segment():
     peer = engine.connect(engine.metadata())
     read(engine, peer, batch_of((memory.ctypes.data, dest.ctypes.data, 8 << 20)))
     assert (dest == 7).all()
-    assert peer.bases.tolist() == [memory.ctypes.data]
+    assert peer.ranges.starts.tolist() == [memory.ctypes.data]
     engine.close()
 
 
