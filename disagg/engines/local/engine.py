@@ -190,7 +190,7 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         """Ends copies of host memory, waits for the device's, then unmaps the peer's memory and
         hangs up.
         """
-        peer.ranges = NO_RANGES
+        peer.offered, peer.ranges = True, NO_RANGES
         for job in peer.jobs:
             job.cancel()
         if not wait_until(peer.quiet, timeout):

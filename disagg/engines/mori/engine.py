@@ -12,36 +12,51 @@ import socket
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from disagg.engines.base import EngineUnavailable, TransferError
-from disagg.engines.mori.reader import TOKEN_BYTES, MoriIO, MoriMetadata, MoriReader, mori_io
-from disagg.engines.ranges import Ranges
+from disagg.engines.base import EngineUnavailable, TransferError, decode_metadata
+from disagg.engines.mori.reader import TOKEN_BYTES, MoriIO, MoriReader, mori_io
+from disagg.engines.ranges import MAX_REGIONS, Ranges
 from disagg.engines.threaded import ThreadedEngine, ThreadedPeer
 from kvpool.extras import absent, install
 from kvpool.layout import Slab
 from kvpool.layout.types import HOST
 
 NO_XGMI = "MORI_DISABLE_AUTO_XGMI"
-DEVICES = "MORI_RDMA_DEVICES"
+
+
+class MoriMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a peer needs to read from this side: MoRI's packed `EngineDesc` and `MemoryDesc`s. The
+    registration `token_memory` begins with `token`.
+    """
+
+    engine: bytes
+    token: bytes
+    token_memory: bytes
+    memory: Annotated[list[bytes], msgspec.Meta(max_length=MAX_REGIONS)]
 
 
 class MoriEngine(ThreadedEngine):
     """Memory of the host and of AMD GPUs over RDMA. Peers reach this host as `hostname`, an IPv4
-    address; `device` names NICs (default: all). Each peer is read through its own `IOEngine`.
+    address. Each peer is read through its own `IOEngine`.
     """
 
     name = "mori"
-    max_bytes = 128 << 20  # MoRI joins runs, and refuses more than the longest message of the NIC
+    # of `max_bytes`: MoRI joins runs, and refuses more than the longest message of the NIC
     max_runs = 4096  # four parts fit the send queues; for more MoRI would wait
 
-    def __init__(self, hostname: str = "127.0.0.1", device: str = "") -> None:
+    def __init__(self, hostname: str = "127.0.0.1") -> None:
         reason = self.availability()
         if reason is not None:
             raise EngineUnavailable(f"engine mori: {reason}")
         _check_host(hostname)
-        _choose(device)
+        if os.environ.setdefault(NO_XGMI, "1")[:1] in ("", "0"):
+            raise EngineUnavailable(
+                f"{NO_XGMI}={os.environ[NO_XGMI]}: MoRI could move bytes over XGMI, and engine "
+                "mori knows only how its RDMA reads end. Unset the variable."
+            )
         super().__init__(hostname)
         self._slabs: list[Slab] = []
         self._serving: MoriIO | None = None
@@ -93,9 +108,8 @@ class MoriEngine(ThreadedEngine):
 
     def connect(self, metadata: bytes) -> ThreadedPeer:
         """Returns at once: the first read fails if the peer cannot be reached."""
-        api = mori_io()
+        owner, api = decode_metadata(metadata, MoriMetadata), mori_io()
         try:
-            owner = msgspec.msgpack.decode(metadata, type=MoriMetadata)
             engine = api.EngineDesc.unpack(owner.engine)
             token, *memory = (api.MemoryDesc.unpack(m) for m in (owner.token_memory, *owner.memory))
             Ranges.of((desc.data, desc.size) for desc in (token, *memory))
@@ -103,17 +117,17 @@ class MoriEngine(ThreadedEngine):
                 raise ValueError("memory of another engine.")
             if len(owner.token) != TOKEN_BYTES or token.size < TOKEN_BYTES:
                 raise ValueError("a token of another size.")
-            reader = MoriReader(
-                engine=engine,
-                token=owner.token,
-                token_base=token.data,
-                memory={desc.data: desc for desc in (token, *memory)},
-                ranges=Ranges.of((desc.data, desc.size) for desc in memory),
-                own=self._own,
-                obtain=self._io,
-            )
-        except Exception as error:  # msgspec's, and those of C++
+        except Exception as error:  # those of C++ have no type of their own
             raise TransferError(f"malformed metadata: {error}") from None
+        reader = MoriReader(
+            engine=engine,
+            token=owner.token,
+            token_base=token.data,
+            memory={desc.data: desc for desc in (token, *memory)},
+            ranges=Ranges.of((desc.data, desc.size) for desc in memory),
+            own=self._own,
+            obtain=self._io,
+        )
         return self._connected(f"mori {reader.address}", reader, reader.ranges)
 
     def close(self) -> None:
@@ -141,20 +155,6 @@ def _check_host(hostname: str) -> None:
         wrong = True
     if wrong:
         raise ValueError(f"hostname {hostname!r}: must be an IPv4 address of this host.")
-
-
-def _choose(device: str) -> None:
-    """Sets what MoRI reads from the environment. Raises EngineUnavailable if it says otherwise."""
-    if os.environ.setdefault(NO_XGMI, "1")[:1] in ("", "0"):
-        raise EngineUnavailable(
-            f"{NO_XGMI}={os.environ[NO_XGMI]}: MoRI could move bytes over XGMI, and engine mori "
-            "knows only how its RDMA reads end. Unset the variable."
-        )
-    if device and os.environ.setdefault(DEVICES, device) != device:
-        raise EngineUnavailable(
-            f"device={device!r}: {DEVICES}={os.environ[DEVICES]} is set, and a process has one "
-            "choice of NICs. Unset the variable, or give both the same value."
-        )
 
 
 def _driver() -> bool:

@@ -14,16 +14,14 @@ import importlib
 import secrets
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from disagg.engines.base import EngineUnavailable, TransferError
-from disagg.engines.ranges import MAX_REGIONS, Ranges
+from disagg.engines.ranges import Ranges
 from disagg.engines.threaded import GIVEN_UP, BlockingReader
 from kvpool.layout import Slab
 from kvpool.layout.grid import Ints
@@ -36,27 +34,14 @@ WAIT_MILLISECONDS = 100
 """Interval at which a thread that waits for a read sees that its peer was given up."""
 
 
-class MoriMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a peer needs to read from this side: MoRI's packed `EngineDesc` and `MemoryDesc`s. The
-    registration `token_memory` begins with `token`.
-    """
-
-    engine: bytes
-    token: bytes
-    token_memory: bytes
-    memory: Annotated[list[bytes], msgspec.Meta(max_length=MAX_REGIONS)]
-
-
 class MoriRuns(NamedTuple):
-    """Runs from one of a peer's registrations into one of ours: their bases, and offsets and
-    lengths in bytes, `[N]` each.
+    """Runs from one of a peer's registrations into one of ours, by their bases: rows of offsets
+    into both, and of lengths, `[3, N]`.
     """
 
     src_base: int
     dst_base: int
-    src: list[int]
-    dst: list[int]
-    nbytes: list[int]
+    rows: Ints
 
 
 class MoriIO:
@@ -65,23 +50,26 @@ class MoriIO:
     """
 
     def __init__(self, hostname: str, slabs: Sequence[Slab]) -> None:
+        api = mori_io()
         self.tokens = np.zeros((2, TOKEN_BYTES), dtype=np.uint8)
         """What a peer reads to know that this process answers, and place for a peer's."""
         self.tokens[0] = np.frombuffer(secrets.token_bytes(TOKEN_BYTES), dtype=np.uint8)
+        self.token_base = int(self.tokens.ctypes.data)
         self.memory: dict[int, Any] = {}
-        self._posted: list[Any] = []
-        self._spent: deque[Any] = deque(maxlen=SPENT)
-        self._io = _io_engine(hostname)
+        """`MemoryDesc`s of what is registered, by base."""
+        self._statuses: list[Any] = []
+        self._io = api.IOEngine(
+            f"kvpool-{uuid.uuid4().hex}", api.IOEngineConfig(host=hostname, port=0)
+        )
         self._alive = weakref.ref(self._io)
+        # SGLang's numbers of queue pairs, posts and threads. No notifications: peers need none, and
+        # one that fails would fail its read
+        config = api.RdmaBackendConfig(4, -1, 4, api.PollCqMode.POLLING, False)
+        self._call(f"RDMA on {hostname}", "create_backend", api.BackendType.RDMA, config)
         self.register([Slab(self.token_base, self.tokens.nbytes), *slabs])
 
-    @property
-    def token_base(self) -> int:
-        """The registration of the tokens."""
-        return int(self.tokens.ctypes.data)
-
     def register(self, slabs: Sequence[Slab]) -> None:
-        """Registers memory; `memory` has its `MemoryDesc`s by base."""
+        """Registers memory of the host or of a GPU."""
         locations = mori_io().MemoryLocationType
         for slab in slabs:
             kind, _, number = slab.memory.partition(":")
@@ -101,17 +89,17 @@ class MoriIO:
     def post(self, memory: Any, runs: MoriRuns) -> Any:
         """Posts a read from a peer's `MemoryDesc` and returns its `TransferStatus`."""
         number = self._call("number", "allocate_transfer_uid")
-        sides = [self.memory[runs.dst_base]], [runs.dst], [memory], [runs.src]
-        action = f"read of {len(runs.nbytes)} runs"
-        [status] = self._call(action, "batch_read", *sides, [runs.nbytes], [number])
+        src, dst, nbytes = runs.rows.tolist()
+        sides = [self.memory[runs.dst_base]], [dst], [memory], [src]
+        action = f"read of {len(nbytes)} runs"
+        [status] = self._call(action, "batch_read", *sides, [nbytes], [number])
         # MoRI writes to it until the read has succeeded or the IOEngine is destroyed
-        self._posted.append(status)
+        self._statuses.append(status)
         return status
 
-    def spend(self) -> None:
+    def succeeded(self) -> None:
         """All that was posted has succeeded."""
-        self._spent.extend(self._posted)
-        self._posted.clear()
+        del self._statuses[:-SPENT]
 
     def destroy(self) -> bool:
         """Lets go of the `IOEngine`; True once it is gone, so that no further byte can land."""
@@ -157,37 +145,22 @@ class MoriReader(BlockingReader):
 
     def calls(self, rows: Ints) -> list[list[MoriRuns]]:
         """One call: its runs by pair of registrations. Each run lies in one pair."""
-        sides = (self.ranges, rows[0]), (self.own, rows[1])
-        numbers = [np.searchsorted(side.starts, start, side="right") - 1 for side, start in sides]
+        pairs = np.stack([self.ranges.number(rows[0]), self.own.number(rows[1])])
         call = []
-        for pair in np.unique(numbers, axis=1).T:
-            src_base, dst_base = self.ranges.starts[pair[0]], self.own.starts[pair[1]]
-            runs = rows[:, (numbers == pair[:, None]).all(axis=0)]
-            call.append(
-                MoriRuns(
-                    src_base=int(src_base),
-                    dst_base=int(dst_base),
-                    src=(runs[0] - src_base).tolist(),
-                    dst=(runs[1] - dst_base).tolist(),
-                    nbytes=runs[2].tolist(),
-                )
-            )
+        for pair in np.unique(pairs, axis=1).T:
+            bases = np.array([self.ranges.starts[pair[0]], self.own.starts[pair[1]], 0])
+            offsets = rows[:, (pairs == pair[:, None]).all(axis=0)] - bases[:, None]
+            call.append(MoriRuns(int(bases[0]), int(bases[1]), offsets))
         return [call]
 
     def fetch(self, call: list[MoriRuns]) -> None:
         """Posts reads, behind them that of the token, and waits for them."""
         io = self.io
         assert io is not None
-        token = MoriRuns(
-            src_base=self.token_base,
-            dst_base=io.token_base,
-            src=[0],
-            dst=[TOKEN_BYTES],  # behind this side's own
-            nbytes=[TOKEN_BYTES],
-        )
+        behind_own = np.array([[0], [TOKEN_BYTES], [TOKEN_BYTES]])
         io.tokens[1] = 0
         statuses = []
-        for runs in (*call, token):
+        for runs in (*call, MoriRuns(self.token_base, io.token_base, behind_own)):
             statuses.append(io.post(self.memory[runs.src_base], runs))
             if statuses[-1].Failed():
                 break  # nothing is posted behind it
@@ -197,7 +170,7 @@ class MoriReader(BlockingReader):
             if not status.Succeeded():
                 reason = status.Message() if status.Failed() else GIVEN_UP
                 raise TransferError(f"MoRI cannot read from {self.address}: {reason}")
-        io.spend()
+        io.succeeded()
         if bytes(io.tokens[1]) != self.token:
             raise TransferError(
                 f"another process answers at {self.address}. Connect with the peer's new metadata."
@@ -210,21 +183,6 @@ class MoriReader(BlockingReader):
     def end(self) -> bool:
         """Destroys the `IOEngine`."""
         return self.io is None or self.io.destroy()  # there is none if `start` failed
-
-
-def _io_engine(hostname: str) -> Any:
-    api = mori_io()
-    try:
-        key = f"kvpool-{uuid.uuid4().hex}"
-        engine = api.IOEngine(key, api.IOEngineConfig(host=hostname, port=0))
-        # SGLang's numbers of queue pairs, posts and threads. No notifications: peers need none, and
-        # one that fails would fail its read
-        config = api.RdmaBackendConfig(4, -1, 4, api.PollCqMode.POLLING, False)
-        engine.create_backend(api.BackendType.RDMA, config)
-        return engine
-    except Exception as error:  # of C++, without a type of their own
-        reason = str(error)
-    raise TransferError(f"MoRI cannot start RDMA on {hostname}: {reason}")
 
 
 def mori_io() -> Any:

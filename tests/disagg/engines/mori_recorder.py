@@ -12,7 +12,6 @@ import enum
 import threading
 import weakref
 from collections import namedtuple
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,16 +22,12 @@ CALLS: list[tuple] = []
 
 BackendType = enum.Enum("BackendType", {"RDMA": 2})
 PollCqMode = enum.Enum("PollCqMode", {"POLLING": 0, "EVENT": 1})
+MemoryLocationType = enum.Enum("MemoryLocationType", {"CPU": 1, "GPU": 2})
 IOEngineConfig = namedtuple("IOEngineConfig", "host port")
 RdmaBackendConfig = namedtuple(
     "RdmaBackendConfig",
     "qp_per_transfer post_batch_size num_worker_threads poll_cq_mode enable_notification",
 )
-
-
-class MemoryLocationType(enum.Enum):
-    CPU = 1
-    GPU = 2
 
 
 class Packed:
@@ -63,48 +58,40 @@ class MemoryDesc(msgspec.Struct, Packed, frozen=True, array_like=True):
 
 
 class TransferStatus:
-    def __init__(self):
-        self.code, self.message, self.ended = "IN_PROGRESS", "", threading.Event()
+    """Of a read: why it failed, once it has. Its bytes are copied by `land`."""
 
-    def update(self, code, message=""):
-        if not self.Failed():
-            self.code, self.message = code, message
+    def __init__(self, io, rows):
+        self.io, self.rows = weakref.ref(io), rows
+        self.problem, self.ended = None, threading.Event()
+
+    def fail(self, problem):
+        self.problem = problem
         self.ended.set()
 
-    def InProgress(self):
-        return self.code == "IN_PROGRESS"
-
-    def Succeeded(self):
-        return self.code == "SUCCESS"
-
-    def Failed(self):
-        return self.code == "FAILED"
-
-    def Message(self):
-        return self.message
-
-    def WaitFor(self, timeout_ms=-1):
-        assert isinstance(timeout_ms, int)
-        self.ended.wait(timeout_ms / 1000)
-
-
-@dataclass
-class Posted:
-    """A read whose bytes have not been copied; `rows` are (destination, source, length)."""
-
-    io: weakref.ref
-    status: TransferStatus
-    rows: list[tuple[int, int, int]]
-
-    def land(self, rows=None):
-        """Copies the bytes of some rows, or of all and then succeeds; whether anything landed."""
+    def land(self):
+        """Copies (destination, source, length); whether anything landed."""
         if self.io() is None:
             return False
-        for dst, src, nbytes in self.rows if rows is None else self.rows[rows]:
+        for dst, src, nbytes in self.rows:
             ctypes.memmove(dst, src, nbytes)
-        if rows is None:
-            self.status.update("SUCCESS")
+        self.ended.set()
         return True
+
+    def InProgress(self):
+        return not self.ended.is_set()
+
+    def Succeeded(self):
+        return self.ended.is_set() and self.problem is None
+
+    def Failed(self):
+        return self.problem is not None
+
+    def Message(self):
+        return self.problem
+
+    def WaitFor(self, timeout_ms):
+        assert isinstance(timeout_ms, int)
+        self.ended.wait(timeout_ms / 1000)
 
 
 class Network:
@@ -115,12 +102,10 @@ class Network:
     def __init__(self):
         CALLS.clear()
         self.listening, self.ports = weakref.WeakValueDictionary(), iter(range(40000, 50000))
-        self.held: list[Posted] = []
+        self.held, self.engines, self.no_device = [], [], False
         self.hold = self.refuse = lambda number, key: None
         self.block = threading.Event()
         self.block.set()
-        self.no_device = False
-        self.engines: list[weakref.ref] = []
 
     def module(self):
         """What `import mori.io` gives."""
@@ -136,7 +121,7 @@ class Network:
     def release(self):
         """Lands everything that was held; whether any byte did."""
         waiting, self.held = self.held, []
-        return sum(posted.land() for posted in waiting) > 0
+        return sum(status.land() for status in waiting) > 0
 
 
 class IOEngine:
@@ -183,23 +168,20 @@ class IOEngine:
         dst, dst_offsets, src, src_offsets, sizes, uid = (value for [value] in lists)
         assert self.memory[dst.id] == dst
         listener, base = self._connection(src)
-        status, rows = TransferStatus(), list(zip(dst_offsets, src_offsets, sizes))
-        assert len({len(dst_offsets), len(src_offsets), len(sizes)}) == 1 and rows
-        assert all(type(value) is int for row in rows for value in row)
+        rows = list(zip(dst_offsets, src_offsets, sizes, strict=True))
+        assert rows and all(type(value) is int for row in rows for value in row)
+        status = TransferStatus(self, [(dst.data + d, base + s, n) for d, s, n in rows])
         if any(n > 0xFFFFFFFF or d + n > dst.size or s + n > src.size for d, s, n in rows):
-            status.update("FAILED", "length out of range")
-            return [status]
-        landing = [(dst.data + d, base + s, n) for d, s, n in rows]
-        posted = Posted(weakref.ref(self), status, landing)
-        if listener() is None:
-            status.update("FAILED", "transport retry counter exceeded")
+            status.fail("length out of range")
+        elif listener() is None:
+            status.fail("transport retry counter exceeded")
         elif reason := self.network.refuse(uid, src.engine_key):
-            status.update("FAILED", reason)
-            self.network.held.append(posted)  # other parts of it may be in flight
+            status.fail(reason)
+            self.network.held.append(status)  # other parts of it may be in flight
         elif self.network.hold(uid, src.engine_key):
-            self.network.held.append(posted)
+            self.network.held.append(status)
         else:
-            posted.land()
+            status.land()
         return [status]
 
     def _connection(self, src):

@@ -24,7 +24,7 @@ from tests.disagg.engines import mori_recorder as recorder
 from tests.disagg.engines.owners import batch_of, finish, until
 
 PARTS = {"_driver": "/dev/kfd", "_active_port": "RDMA port", "find_spec": "kvpool[mori]"}
-SWITCHES = ("MORI_DISABLE_AUTO_XGMI", "MORI_RDMA_DEVICES")
+SWITCH = "MORI_DISABLE_AUTO_XGMI"
 
 
 @pytest.mark.parametrize("absent", [*PARTS, None])
@@ -47,8 +47,7 @@ def network(monkeypatch):
     for part in PARTS:
         monkeypatch.setattr(mori, part, lambda *_: True)
     monkeypatch.setitem(sys.modules, "mori.io", network.module())
-    for switch in SWITCHES:
-        monkeypatch.delenv(switch, raising=False)
+    monkeypatch.delenv(SWITCH, raising=False)
     yield network
     network.block.set()
     network.release()
@@ -61,15 +60,11 @@ def test_hosts_that_mori_would_not_survive_are_refused(network, hostname):
     assert not recorder.CALLS
 
 
-def test_xgmi_stays_off_and_a_process_has_one_choice_of_nics(network, monkeypatch):
-    MoriEngine(device="mlx5_0,mlx5_1")
-    assert os.environ["MORI_RDMA_DEVICES"] == "mlx5_0,mlx5_1"
-    assert os.environ["MORI_DISABLE_AUTO_XGMI"] == "1"
+def test_xgmi_stays_off(network, monkeypatch):
     MoriEngine()
-    with pytest.raises(EngineUnavailable, match="MORI_RDMA_DEVICES=mlx5_0,mlx5_1 is set"):
-        MoriEngine(device="mlx5_2")
+    assert os.environ[SWITCH] == "1"
     for value in ("0", ""):
-        monkeypatch.setenv("MORI_DISABLE_AUTO_XGMI", value)
+        monkeypatch.setenv(SWITCH, value)
         with pytest.raises(EngineUnavailable, match="could move bytes over XGMI"):
             MoriEngine()
 
@@ -282,7 +277,7 @@ def test_a_peer_that_dies_or_cannot_be_reached_fails_its_reads_and_no_others(net
     assert np.array_equal(dest, source)
     network.no_device = True
     lost = reading.connect(other.metadata())
-    sentence = "MoRI cannot start RDMA on 127.0.0.1: no active RDMA device on this host"
+    sentence = "MoRI's RDMA on 127.0.0.1: no active RDMA device on this host"
     with pytest.raises(TransferError, match=sentence):
         finish(reading, reading.read(lost, whole(source, dest)))
     with pytest.raises(TransferError, match=sentence):
