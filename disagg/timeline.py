@@ -1,6 +1,6 @@
 """Hand-offs in time, as a picture of rooms' metrics.
 
-write_chart(timeline({"a room": endpoint.metrics(room)}), Path("room.html"))  # or .svg
+write_chart(timeline({"a room": endpoint.metrics(room)}), Path("room.html"))
 """
 
 from __future__ import annotations

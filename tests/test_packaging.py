@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import venv
+import zipfile
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from tests.lowest import PYPROJECT, lowest, requirements, tomllib
 ROOT = PYPROJECT.parent
 PROJECT = tomllib.loads(PYPROJECT.read_text())["project"]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+DATA = {".css", ".js", ".json", ".pyi"}  # which packages hold beside modules and C code
 
 LOCAL = """
 import sys
@@ -116,6 +119,11 @@ def test_the_wheel_alone_moves_bytes_and_says_what_an_extra_needs(sdist, tmp_pat
     build = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])"
     run(sys.executable, "-c", build, tmp_path, cwd=sdist)
     [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {*archive.namelist()}
+    data = {str(path) for path in files("--cached") if path.suffix in DATA}
+    packaged = {name for name in data if name.partition("/")[0] in ("kvpool", "disagg")}
+    assert {Path(name).suffix for name in packaged} == DATA and packaged <= names
     home = tmp_path / "clean"
     venv.create(home, with_pip=True)
     python, elsewhere = home / "bin" / "python", tmp_path / "elsewhere"

@@ -14,20 +14,11 @@ from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region
 from kvpool.layout.sentences import axis_steps
 from kvpool.render.memory_map import ItemMap, item_maps
-from kvpool.render.page import page as frame
-from kvpool.render.svg import SHADES, STYLE, facts, hatching, heading, map_svg
+from kvpool.render.page import asset, legend, page as frame
+from kvpool.render.svg import SHADES, facts, heading, map_svg
 
-STAYS = "var(--stays)"
+STAYS = "var(--bare)"
 MOST_SOURCES = 4  # drawn for a decode rank
-CSS = """
-:root { --stays: #dcdcdc; }
-@media (prefers-color-scheme: dark) { :root { --stays: #7d858f; } }
-h3 { font-size: 15px; margin: 20px 0 8px; }
-.map { overflow-x: auto; margin-bottom: 16px; }
-ul.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: 4px 18px; }
-i { display: inline-block; width: 12px; height: 12px; margin-right: 6px; }
-"""
-
 Travels = dict[Key, list[Box]]
 """Of each region the steps that travel, of its axes other than `entry`."""
 Colours = dict[tuple[str, str], str]
@@ -50,16 +41,14 @@ def page(hand_off: HandOff) -> str:
         for numbers, explanation in hand_off.explained
         for line in _section(hand_off, numbers, explanation.nbytes, colours)
     ]
-    swatches = [(colour, " ".join(name)) for name, colour in colours.items()] + [(STAYS, "stays")]
-    legend = "".join(f'<li><i style="background:{c}"></i>{escape(t)}</li>' for c, t in swatches)
+    keys = [(colour, " ".join(name)) for name, colour in colours.items()]
     return frame(
         f"{hand_off.prefill.words()} to {hand_off.decode.words()}",
-        "<p>One item of each kind, rows of equal length, to scale. Bytes that travel have the "
-        "colour of their role, the same on both sides.</p>",
-        f'<ul class="legend">{legend}</ul>',
-        hatching(),
+        "<p>One item of each kind, in rows of equal length. Bytes that travel have the colour of "
+        "their role, the same on both sides.</p>",
+        legend([*keys, (STAYS, "stays")]),
         *sections,
-        style=CSS + STYLE,
+        style=asset("map.css"),
     )
 
 
@@ -131,20 +120,22 @@ def _section(
 
 def _rank(layout: PoolLayout, travels: Travels, colours: Colours) -> Iterator[str]:
     for item in _items(layout, travels):
-        paint: dict[Region, str] = {}
+        paint: dict[str, str] = {}
+        parts: list[Region] = []
         words = []
         for region in item.regions:
             for part, moves in pieces(region, travels.get(region.key, ())):
-                # of another name, so that it gets a label of its own
+                # of another name, so that it has another colour
                 drawn_as = part if moves else replace(part, role=f"{part.role}, stays")
-                paint[drawn_as] = colours[part.owner, part.role] if moves else STAYS
+                parts.append(drawn_as)
+                paint[drawn_as.role] = colours[part.owner, part.role] if moves else STAYS
                 if moves:
                     axes = ", ".join(axis_steps(axis) for axis in part.axes_by_stride)
                     words.append(f"{part.role} ({axes or 'whole'})")
         if words:
             yield f"<p><b>{escape(heading(item))}</b></p>"
             yield f"<p>{escape(facts(item))}</p><p>travels: {escape('; '.join(words))}</p>"
-            yield f'<div class="map">{map_svg(replace(item, regions=tuple(paint)), paint)}</div>'
+            yield f'<div class="map">{map_svg(replace(item, regions=tuple(parts)), paint)}</div>'
         else:
             yield f"<p><b>{escape(heading(item))}</b>: nothing travels</p>"
 

@@ -47,9 +47,7 @@ _AsJson = Annotated[
     typer.Option("--json", help="The layout as JSON, which `describe` and `explain` read."),
 ]
 _Svg = Annotated[Path | None, typer.Option(help="Write a memory map of an item of each kind.")]
-_Html = Annotated[
-    Path | None, typer.Option(help="As --svg, as a page: pan, zoom, look up cells and bytes.")
-]
+_Html = Annotated[Path | None, typer.Option(help="As --svg, as a page that looks up bytes.")]
 
 
 def describe(

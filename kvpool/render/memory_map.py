@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import merge
+from itertools import islice
+from math import prod
+from operator import attrgetter
 
-import numpy as np
+from kvpool.layout import Axis, Buffer, PoolLayout, Region, Space
 
-from kvpool.layout import Buffer, PoolLayout, Region, Space
-from kvpool.layout.grid import ragged, region_runs, run_count
-
-MAX_RUNS_IN_A_ROW = 400
+MAX_BOXES = 2000  # in a row
 MIN_ROW_BYTES = 128
 
 
@@ -46,53 +47,127 @@ def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
         raise KeyError(f"buffer {buffer!r}: not in this layout (it has {names}).")
     if not 0 <= byte < named.item_bytes:
         raise IndexError(f"buffer {buffer}: byte {byte} of items of {named.item_bytes}.")
-    return RegionRuns([region for region in layout.regions if region.buffer == buffer]).find(byte)
+    regions = (region for region in layout.regions if region.buffer == buffer)
+    return next(filter(None, (_location(region, byte) for region in regions)), None)
 
 
-class RegionRuns:
-    """The contiguous runs of an item's regions, by their first bytes."""
+def _location(region: Region, byte: int) -> ByteLocation | None:
+    """What a byte of the item is, if it is one of this region's."""
+    axes = [axis for axis in region.axes_by_stride if axis.size > 1]
+    steps = _steps(byte - region.offset, axes, region.width)
+    if steps is None:
+        return None
+    *numbers, inside = steps
+    by_name = dict(zip((axis.name for axis in axes), numbers))
+    return ByteLocation(region, tuple(by_name.get(axis.name, 0) for axis in region.axes), inside)
 
-    def __init__(self, regions: Sequence[Region]) -> None:
-        parts = [region_runs(region) for region in regions]
-        counts = [offsets.size for offsets, _ in parts]
-        starts = np.concatenate([np.zeros(0, dtype=np.int64), *(offsets for offsets, _ in parts)])
-        order = np.argsort(starts, kind="stable")
-        whose, number = ragged(np.array(counts, dtype=np.int64))
-        widths = np.array([width for _, width in parts], dtype=np.int64)
-        self.starts, self.whose, self._number = starts[order], whose[order], number[order]
-        self.ends = self.starts + widths[self.whose]
-        self._regions = regions
 
-    def before(self, byte: int) -> int:
-        """How many runs begin at a byte or before it."""
-        return int(np.searchsorted(self.starts, byte, side="right"))
+def _steps(byte: int, axes: Sequence[Axis], width: int) -> tuple[int, ...] | None:
+    """The step of each axis, and the byte inside a cell of `width`; None between cells. Axes are
+    given by stride, the largest first.
+    """
+    if not axes:
+        return (byte,) if 0 <= byte < width else None
+    axis, *finer = axes
+    reach = width + sum((a.size - 1) * a.stride for a in finer)
+    first, last = _reached(axis, byte, byte + 1, reach)
+    # axes may interlock: then cells of an earlier step lie beyond the begin of a later one
+    for step in range(last, first - 1, -1):
+        rest = _steps(byte - step * axis.stride, finer, width)
+        if rest is not None:
+            return step, *rest
+    return None
 
-    def find(self, byte: int) -> ByteLocation | None:
-        """What a byte of the item is; None where no region is."""
-        run = self.before(byte) - 1
-        if run < 0 or byte >= self.ends[run]:
-            return None
-        region, number = self._regions[self.whose[run]], int(self._number[run])
-        start, end = int(self.starts[run]), int(self.ends[run])
-        inside, steps = byte - start, {}
-        # finer axes are contiguous in a run; the other steps say which run it is
-        for axis in region.axes_by_stride:
-            if axis.size > 1 and axis.stride < end - start:
-                steps[axis.name], inside = divmod(inside, axis.stride)
-        for axis in reversed(region.axes_by_stride):
-            if axis.name not in steps:
-                number, steps[axis.name] = divmod(number, axis.size)
-        return ByteLocation(region, tuple(steps[axis.name] for axis in region.axes), inside)
+
+def _reached(axis: Axis, start: int, end: int, reach: int) -> tuple[int, int]:
+    """First and last step of an axis with bytes in `start` to `end`, if a step reaches so far."""
+    first = -((reach - 1 - start) // axis.stride)
+    return max(0, first), min(axis.size - 1, (end - 1) // axis.stride)
 
 
 @dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Bytes `start` to `end` of an item, drawn as one box: of a region, or of none."""
+class Box:
+    """Bytes `start` to `end` of an item as a picture shows them: of a region, whose cells are named
+    by `steps`, or of none.
+    """
 
     start: int
     end: int
-    first: ByteLocation | None
-    last: ByteLocation | None
+    region: Region | None
+    steps: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """Bytes of an item that are drawn as rows of `row` bytes: those of regions whose bytes lie
+    among one another, or those between regions.
+
+    `axis` is the outermost of all these regions: its steps begin at `start`, every row has as many,
+    and rows look alike. None where there is no such axis.
+    """
+
+    start: int
+    end: int
+    row: int
+    regions: tuple[Region, ...]
+    axis: Axis | None
+
+    @property
+    def rows(self) -> int:
+        """How many there are; the last may be shorter."""
+        return -(-(self.end - self.start) // self.row)
+
+    def words(self, first: int, count: int = 1) -> str:
+        """The steps of `count` rows as text: `entry 3-62`."""
+        if self.axis is None:
+            return ""
+        steps = self.row // self.axis.stride
+        low = first * steps
+        high = min((first + count) * steps, self.axis.size) - 1
+        start = self.axis.start
+        last = f"-{start + high:,}" if low < high else ""
+        return f"{self.axis.name} {start + low:,}{last}"
+
+    def boxes(self, number: int, smallest: float) -> list[Box]:
+        """Row `number` as boxes side by side, `smallest` bytes long or longer where cells are
+        adjacent.
+        """
+        start = self.start + number * self.row
+        end = min(start + self.row, self.end)
+        parts = (_cells(region, start, end, smallest) for region in self.regions)
+        cells = [*islice(merge(*parts, key=attrgetter("start")), MAX_BOXES)]
+        boxes: list[Box] = []
+        at = start
+        for box in sorted(cells, key=attrgetter("start")):  # steps of one region may interlock
+            boxes += [Box(at, box.start, None)] if at < box.start else []
+            boxes.append(box)
+            at = box.end
+        words = "too many cells to be drawn" if len(cells) == MAX_BOXES else ""
+        return boxes + ([Box(at, end, None, words)] if at < end else [])
+
+
+def _cells(region: Region, start: int, end: int, smallest: float) -> Iterator[Box]:
+    """Cells of a region in bytes `start` to `end`. Contiguous steps shorter than `smallest` bytes
+    are one box.
+    """
+
+    def inside(axes: Sequence[Axis], at: int, names: tuple[str, ...]) -> Iterator[Box]:
+        reach = region.width + sum((axis.size - 1) * axis.stride for axis in axes)
+        contiguous = reach == region.width * prod(axis.size for axis in axes)
+        if not axes or (contiguous and axes[0].stride < smallest):
+            if at < end and at + reach > start:
+                yield Box(max(at, start), min(at + reach, end), region, ", ".join(names))
+            return
+        axis, *finer = axes
+        reach -= (axis.size - 1) * axis.stride
+        first, last = _reached(axis, start - at, end - at, reach)
+        for step in range(first, last + 1):
+            name = f"{axis.name} {axis.start + step}"
+            yield from inside(finer, at + step * axis.stride, (*names, name))
+
+    fixed = [a for a in region.axes_by_stride if a.size == 1 < a.total]
+    names = tuple(f"{axis.name} {axis.start}" for axis in fixed)
+    yield from inside([a for a in region.axes_by_stride if a.size > 1], region.offset, names)
 
 
 @dataclass(frozen=True)
@@ -129,85 +204,54 @@ class ItemMap:
         return region.role if low == high else f"{region.role} (layer +{region.layer - low})"
 
     @cached_property
-    def runs(self) -> RegionRuns:
-        """Of its regions."""
-        return RegionRuns(self.regions)
-
-    @cached_property
     def _layers(self) -> tuple[int, int]:
         layers = [region.layer for region in self.regions]
         return min(layers), max(layers)
 
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of one row of a picture: the largest stride whose rows have few enough runs, or a
-        multiple of it where it is short.
-        """
-        runs = sum(run_count(region) for region in self.regions)
-        axes = (axis for region in self.regions for axis in region.axes)
-        strides = sorted({axis.stride for axis in axes if axis.size > 1}, reverse=True)
-        fits = (s for s in strides if runs * s <= MAX_RUNS_IN_A_ROW * self.item_bytes)
-        row = next(fits, strides[-1] if strides else self.item_bytes)
-        while row < MIN_ROW_BYTES:
-            row *= 2
-        return min(row, self.item_bytes)
-
-    def rows(self) -> Iterator[tuple[int, int]]:
-        """Rows of a picture: first byte and number of those, one after another, that show the same
-        regions at the same offsets.
-        """
-        runs, row = self.runs, self.row_bytes
-        start = first = count = 0
-        shape: tuple[object, ...] | None = None
-        while start < self.item_bytes:
-            end = min(start + row, self.item_bytes)
-            low = int(np.searchsorted(runs.ends, start, side="right"))
-            high = int(np.searchsorted(runs.starts, end, side="left"))
-            cuts = (
-                np.clip(edges[low:high] - start, 0, end - start).tolist()
-                for edges in (runs.starts, runs.ends)
-            )
-            seen = (end - start, *zip(*cuts, runs.whose[low:high].tolist()))
-            if shape not in (None, seen):
-                yield first, count
-                first, count = start, 0
-            shape = seen
-            until = end  # a single run, or a gap, may continue beyond this row
-            if high - low == 1 and runs.starts[low] <= start and runs.ends[low] >= end:
-                until = int(runs.ends[low])
-            elif high == low:
-                until = int(runs.starts[high]) if high < len(runs.starts) else self.item_bytes
-            alike = max(1, (until - start) // row)
-            count += alike
-            start += alike * row
-        yield first, count
-
-    def pieces(self, start: int, end: int, smallest: float) -> Iterator[ByteRange]:
-        """Boxes of bytes `start` to `end`: runs, cut at the steps of the finest axis with a stride
-        of `smallest` bytes or more.
-        """
-        runs = self.runs
-        while start < end:
-            place, run = runs.find(start), runs.before(start)
-            if place is None:
-                stop = min(end, int(runs.starts[run]) if run < len(runs.starts) else end)
-                yield ByteRange(start, stop, None, None)
-            else:
-                stop = min(end, int(runs.ends[run - 1]), start + _rest(place, smallest))
-                yield ByteRange(start, stop, place, runs.find(stop - 1))
-            start = stop
+    def bands(self) -> Iterator[Band]:
+        """All bytes of the item, cut where no region lies on both sides."""
+        groups: list[list[Region]] = []
+        reach = at = 0
+        for region in sorted(self.regions, key=lambda region: region.offset):
+            if not groups or region.offset >= reach:
+                groups.append([])
+            groups[-1].append(region)
+            reach = max(reach, region.end)
+        limits = [*(regions[0].offset for regions in groups[1:]), self.item_bytes]
+        for regions, limit in zip(groups, limits):
+            if at < regions[0].offset:
+                yield _gap(at, regions[0].offset)
+            band = _band(regions, limit)
+            yield band
+            at = band.end
+        if at < self.item_bytes:
+            yield _gap(at, self.item_bytes)
 
 
-def _rest(place: ByteLocation, smallest: float) -> int:
-    """Bytes to the end of the step of the finest axis that is not too small."""
-    axes = sorted(zip(place.region.axes, place.steps), key=lambda pair: pair[0].stride)
-    inside, finer = place.byte, place.region.width
-    for axis, step in axes:
-        if axis.size > 1 and axis.stride >= smallest:
-            break
-        inside += step * axis.stride
-        finer += (axis.size - 1) * axis.stride
-    return max(1, finer - inside)
+def _gap(start: int, end: int) -> Band:
+    return Band(start=start, end=end, row=end - start, regions=(), axis=None)
+
+
+def _band(regions: Sequence[Region], limit: int) -> Band:
+    """The band of regions; spare bytes of its last row are its own, up to `limit`."""
+    start, end = regions[0].offset, max(region.end for region in regions)
+    outer = {_outermost(region, start) for region in regions}
+    axis = outer.pop() if len(outer) == 1 else None
+    row = max((a.stride for region in regions for a in region.axes if a.size > 1), default=end)
+    if axis is not None:
+        row = axis.stride * -(-MIN_ROW_BYTES // axis.stride)
+        end = min(limit, start + axis.size * axis.stride)
+    row = min(row, end - start)
+    return Band(start=start, end=end, row=row, regions=tuple(regions), axis=axis)
+
+
+def _outermost(region: Region, start: int) -> Axis | None:
+    """The axis with the largest stride, if no step of it reaches into the next."""
+    axis = next((axis for axis in region.axes_by_stride if axis.size > 1), None)
+    if axis is None:
+        return None
+    step = region.end - start - (axis.size - 1) * axis.stride
+    return axis if step <= axis.stride else None
 
 
 def item_maps(layout: PoolLayout) -> list[ItemMap]:
@@ -253,21 +297,3 @@ def _overlaid(layout: PoolLayout) -> dict[str, dict[str, None]]:
                 over[buffer.name][lower.space] = None
             reached.append(buffer)
     return over
-
-
-def span(first: ByteLocation | None, last: ByteLocation | None) -> str:
-    """Steps from one byte to another as text: `entry 3, head 0-7`; empty if none is common."""
-    if first is None or last is None:
-        return ""
-    words = []
-    numbers = last.numbers
-    same = first.region.role == last.region.role
-    for name, step in first.numbers.items():
-        to = numbers.get(name)
-        if to == step:
-            words.append(f"{name} {step}")
-            continue
-        if same and to is not None:
-            words.append(f"{name} {step}-{to}")
-        break
-    return ", ".join(words)

@@ -7,7 +7,7 @@ import pytest
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
 from disagg.protocol.rooms.offered import LayerRange
 from disagg.timeline import MAX_CHUNKS, seconds_of, timeline
-from kvpool.render.chart import chart_svg
+from kvpool.render.chart import chart_html
 from tests.pictures.samples import TOKENS, handed_over
 
 
@@ -81,7 +81,7 @@ def test_layers_of_a_chunk_share_its_row():
 
 def test_a_room_that_ended_before_anything_was_read_is_drawn():
     assert panel(RoomMetrics(total_seconds=2.0)).rows == []
-    assert "<svg" in chart_svg(timeline({"r": RoomMetrics()}))
+    assert 'class="plot"' in chart_html(timeline({"r": RoomMetrics()}))
 
 
 def test_chunks_beyond_what_can_be_read_are_counted():

@@ -104,15 +104,8 @@ class Page:
         for kind, points in (("touchStart", [{"x": x, "y": y}]), ("touchEnd", [])):
             self.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
 
-    def drag(self, x: float, y: float, to_x: float, to_y: float) -> None:
-        """The mouse, with its button held; nowhere else: a click."""
-        for kind, at in (("Pressed", (x, y)), ("Moved", (to_x, to_y)), ("Released", (to_x, to_y))):
-            about = {"button": "left", "buttons": int(kind != "Released"), "clickCount": 1}
-            self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=at[0], y=at[1], **about)
-
-    def press(self, *keys: str) -> None:
-        """Keys, one after another, by their names."""
-        for key in keys:
-            text = {"text": key} if len(key) == 1 else {}
-            self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
-            self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+    def click(self, x: float, y: float) -> None:
+        """The mouse, at a place of the window."""
+        for kind in ("mousePressed", "mouseReleased"):
+            call = {"type": kind, "button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", x=x, y=y, **call)

@@ -20,7 +20,7 @@ from kvpool import HybridLinearPool, MHAPool, PoolLayout, Shard
 from kvpool.cli.describe import model_layout
 from kvpool.item import Cell, Repeat, Seq, Skip
 from kvpool.layout.formats import MHA, gated_delta_net
-from kvpool.render.chart import chart_html, chart_svg
+from kvpool.render.chart import chart_html
 from kvpool.render.html import html
 from kvpool.render.svg import svg
 from tests import oracle
@@ -174,7 +174,6 @@ PICTURES: dict[str, Callable[[], str]] = {
         accepted(accept.Row("local, small runs", "failed", LONG_SENTENCE, 1.5))
     ),
     "bench.html": lambda: chart_html(report().chart(), report().header()),
-    "bench.svg": lambda: chart_svg(report().chart()),
     "explain.html": lambda: explained(
         handing_over("llama_3_1_70b", Geometry(tp=8), Geometry(tp=4))
     ),
@@ -182,6 +181,5 @@ PICTURES: dict[str, Callable[[], str]] = {
         handing_over("qwen3_next_80b", Geometry(tp=2, page_size=64), Geometry(tp=4, page_size=16))
     ),
     "handoff.html": lambda: chart_html(timeline(rooms())),
-    "handoff.svg": lambda: chart_svg(timeline(rooms())),
 }
 """By the name of the file."""

@@ -21,7 +21,7 @@ LOOK = """
     for (const element of body.querySelectorAll("*")) {
       const box = element.getBoundingClientRect();
       if (!box.width || !box.height || element.closest("svg")) continue;
-      const view = element.parentElement.closest(".map, .scroll");
+      const view = element.parentElement.closest(".map");
       const left = view ? view.getBoundingClientRect().left - view.scrollLeft : 0;
       const right = view ? left + view.scrollWidth + 2 : width;
       if (box.left < left - slack || box.right > right + slack) say(element, "sticks out");
@@ -79,7 +79,7 @@ CONTRAST = """
 WRONG = """<!doctype html><meta name="viewport" content="width=device-width">
 <link rel="icon" href="data:,"><body style="margin: 0">
 <div style="width: 500px">a wide box</div>
-<div class="scroll" style="width: 90px; overflow: auto; position: relative">
+<div class="map" style="width: 90px; overflow: auto; position: relative">
 <p style="position: absolute; left: -40px">left of its list</p></div>
 <svg width="200" height="60"><text x="190" y="20">cut off</text><text x="10" y="50">over</text>
 <text x="20" y="50">under</text></svg>

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvpool.render.page import TABLE, Cell, page, printable, table, text
+from kvpool.render.page import Cell, asset, page, printable, table, text
 
 FORMAT = "kvpool-accept-2"
 
@@ -120,7 +120,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for title, facts in (("The machine", self.machine), ("Packages", self.versions)):
             lines = (((name, ""), (value, "sentence")) for name, value in facts.items())
             body += [f"<h2>{title}</h2>", table(lines)]
-        style = f"{TABLE}h1 {{ color: var(--{'passed' if self.passed else 'found'}); }}\n"
+        style = (
+            f"{asset('table.css')}h1 {{ color: var(--{'passed' if self.passed else 'found'}); }}\n"
+        )
         return page(printable(f"kvpool accept: {self.verdict}"), *body, style=style)
 
 

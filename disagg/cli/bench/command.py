@@ -34,7 +34,7 @@ _Quick = Annotated[
 _AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object; the table on stderr.")
 ]
-_Chart = Annotated[Path | None, typer.Option(help="Draw the ratios to a .html or .svg file.")]
+_Chart = Annotated[Path | None, typer.Option(help="Draw the ratios to a page (.html).")]
 
 
 def bench(
@@ -68,7 +68,7 @@ def bench(
 
     \b
     Example:
-      kvpool bench --only transfer --engine local --chart transfer.svg
+      kvpool bench --only transfer --engine local --chart transfer.html
     """
     from rich.console import Console
 

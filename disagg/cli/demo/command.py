@@ -51,7 +51,7 @@ _Device = Annotated[str, typer.Option(help="Device of models and pools: cpu, cud
 _Seed = Annotated[int, typer.Option(help="Seed of weights and prompt.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; all else on stderr.")]
 _Timeline = Annotated[
-    Path | None, typer.Option(help="Draw the hand-offs in time to a .html or .svg file.")
+    Path | None, typer.Option(help="Draw the hand-offs in time to a page (.html).")
 ]
 
 

@@ -258,8 +258,8 @@ def test_a_process_that_dies_is_a_reason(monkeypatch):
         (["--engine", "pigeon"], "engine 'pigeon' is unknown; known:"),
         (["--engine", "absent"], "engine 'absent': no such card. Put one in."),
         (["--engine", "local", "--only", "store"], "--engine selects transfers and hand-offs"),
-        (["--chart", "nowhere/x.svg"], "nowhere/x.svg: there is no such directory"),
-        (["--chart", "x.gif"], "x.gif: the name must end in .html or .svg."),
+        (["--chart", "nowhere/x.html"], "nowhere/x.html: there is no such directory"),
+        (["--chart", "x.svg"], "x.svg: the name must end in .html."),
     ],
 )
 def test_invalid_options_are_refused_before_anything_runs(monkeypatch, arguments, sentence):
@@ -271,17 +271,16 @@ def test_invalid_options_are_refused_before_anything_runs(monkeypatch, arguments
     assert sentence in told(done)
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".html"])
-def test_the_chart_has_a_row_for_every_case(tmp_path, suffix):
-    path = tmp_path / f"bench{suffix}"
+def test_the_chart_has_a_row_for_every_case(tmp_path):
+    path = tmp_path / "bench.html"
     groups = "--only", "gather", "--only", "handoff", "--only", "transfer"
     done = run(*groups, "--engine", "local", "--chart", path)
     assert done.exit_code == 0, done.output
     text = path.read_text()
-    assert ("<html" in text) is (suffix == ".html") and "right is better" in text
+    assert "right is better" in text
     words = ("gather", "36 KiB", "local, MLA, 1 token (the bare engine)", "local, 1 MiB")
     for name in words:
-        assert f">{name}</text>" in text
+        assert f">{name}</" in text
 
 
 def ratios_of(*ratios):
@@ -320,7 +319,7 @@ def test_the_axis_is_logarithmic_from_a_thousandth_and_shows_every_ratio(ratios,
     wide = math.log(high / low)
     for ratio, row in zip(ratios, panel.rows[1:]):
         (dot,) = (mark for mark in row.marks if mark.kind == "dot")
-        assert axis.at(dot.end) == pytest.approx(2 + 84 * math.log(max(ratio, low) / low) / wide)
+        assert axis.at(dot.end) == pytest.approx(100 * math.log(max(ratio, low) / low) / wide)
         assert all(mark.start == 1.0 for mark in row.marks)
 
 

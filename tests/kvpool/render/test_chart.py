@@ -1,9 +1,8 @@
-"""Charts: where values are, and what a file holds."""
+"""Charts: where values are, and what a page holds."""
 
 from __future__ import annotations
 
 import re
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, strategies as st
@@ -14,38 +13,30 @@ from kvpool.render.chart import (
     Mark,
     Panel,
     chart_html,
-    chart_svg,
     linear_axis,
     log_axis,
+    write_chart,
 )
 
-SVG = "{http://www.w3.org/2000/svg}"
 
-
-def one(*marks, axis=None, name="a row", figure="7"):
+def chart_of(*marks, name="a row", figure="7"):
     """A chart of one row."""
-    panel = Panel("heading", axis or linear_axis(100.0, str), [ChartRow(name, figure, marks)])
+    panel = Panel("heading", linear_axis(100.0, str), [ChartRow(name, figure, marks)])
     return Chart("title", [("bar", "#123456", "a bar")], [panel])
 
 
-def places(chart, tag):
-    """Attributes of the drawn elements that have a colour of ours."""
-    root = ElementTree.fromstring(chart_svg(chart))
-    (panel,) = (svg for svg in root.findall(f"{SVG}svg") if svg.get("width") == "100%")
-    return [each.attrib for each in panel.iter(f"{SVG}{tag}") if "class" not in each.attrib]
-
-
 def test_a_bar_reaches_from_its_start_to_its_end_where_a_dot_and_a_tick_are():
-    (bar,) = places(one(Mark("bar", 25.0, 75.0, "#abc")), "rect")
-    assert (bar["x"], bar["width"], bar["fill"]) == ("23.00%", "42.00%", "#abc")
-    (dot,) = places(one(Mark("dot", 0.0, 50.0, "#abc")), "circle")
-    (tick,) = places(one(Mark("tick", 0.0, 100.0, "#abc")), "line")
-    assert (dot["cx"], tick["x1"], tick["x2"]) == ("44.00%", "86.00%", "86.00%")
+    marks = Mark("bar", 75.0, 25.0, "#abc"), Mark("dot", 0.0, 50.0, "#abc")
+    text = chart_html(chart_of(*marks, Mark("tick", 0.0, 100.0, "#abc", "ends <here>")))
+    style = '<i class="mark {}" style="left:{}%;{}background:#abc"'
+    assert style.format("bar", "25.00", "width:50.00%;") in text
+    assert style.format("dot", "50.00", "") in text
+    assert style.format("tick", "100.00", "") + ' title="ends &lt;here&gt;"' in text
 
 
 def test_what_lies_outside_an_axis_is_at_its_end():
     axis = log_axis(0.001, 1.0)
-    assert [axis.at(value) for value in (1e-9, 0.001, 1.0, 50.0)] == [2.0, 2.0, 86.0, 86.0]
+    assert [axis.at(value) for value in (1e-9, 0.001, 1.0, 50.0)] == [0.0, 0.0, 100.0, 100.0]
 
 
 @given(st.integers(-9, 0), st.integers(0, 9))
@@ -65,15 +56,17 @@ def test_a_linear_axis_has_few_round_ticks_from_0_on(high):
     assert f"{ticks[1]:e}"[0] in "125" and ticks[1] > high - ticks[-1] - 1e-6 * high
 
 
-def test_names_cannot_break_out_of_a_chart():
-    wrong = "</script></svg><b>&"
-    chart = one(Mark("bar", 0, 1, "#abc", wrong), name=wrong, figure=wrong)
-    chart = Chart(wrong, [("dot", "#abc", wrong)], chart.panels, [wrong])
-    assert wrong in "".join(ElementTree.fromstring(chart_svg(chart)).itertext())
-    text = chart_html(chart, wrong)
-    assert wrong not in text and text.count("</svg>") == 2
+def test_names_cannot_break_out_of_a_chart_that_needs_nothing_from_elsewhere():
+    wrong = "</div><script>\"'<b>&"
+    chart = chart_of(Mark("bar", 0, 1, "#abc", wrong), name=wrong, figure=wrong)
+    text = chart_html(Chart(wrong, [("dot", "#abc", wrong)], chart.panels, [wrong]), wrong)
+    assert "<script" not in text and "<b>" not in text
+    assert text.count("<div") == text.count("</div")
+    assert not re.findall(r"href|src|@import|fetch|http|url", text)
 
 
-def test_charts_need_nothing_from_elsewhere():
-    for text in (chart_svg(one()), chart_html(one())):
-        assert not re.findall(r"href|src|@import|fetch|http(?!://www.w3.org/2000/svg)", text)
+def test_a_chart_is_a_page_and_another_kind_of_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"x\.svg: a chart is a page; the name must end in \.html"):
+        write_chart(chart_of(), tmp_path / "x.svg")
+    write_chart(chart_of(), tmp_path / "x.html", "a machine")
+    assert "<pre>a machine</pre>" in (tmp_path / "x.html").read_text()

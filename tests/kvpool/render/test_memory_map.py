@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, strategies as st
 
 from kvpool import DSv4Pool, MHAPool, NSAPool, Shard
-from kvpool.item import Cell, Repeat, Seq, item_bytes, item_regions
+from kvpool.item import Cell, item_bytes, item_regions
 from kvpool.layout import Axis, Buffer, LayoutError, PoolLayout, Region, Space
-from kvpool.render.memory_map import ByteLocation, item_maps, span, where
+from kvpool.render.memory_map import ByteLocation, where
 from tests.kvpool.layout.test_template import paint, templates
 
 COMMON = {"num_pages": 3, "page_size": 64, "device": "meta"}
@@ -95,16 +95,3 @@ def test_the_spare_bytes_of_a_deepseek_v4_page_are_of_no_region():
 def test_what_is_not_there_is_refused_by_name(buffer, byte, error, says):
     with pytest.raises(error, match=says):
         where(layout_of(Cell("k", 2, "bf16")), buffer, byte)
-
-
-def test_a_span_names_steps_that_are_common_and_the_first_that_is_not():
-    template = Repeat("entry", 4, Seq(*(Repeat("head", 2, Cell(r, 2, "uint8")) for r in "kv")))
-    regions = item_regions(template, owner="target", layer=0, buffer="b")
-    space = Space("kv", entries_per_item=4)
-    (item,) = item_maps(PoolLayout((Buffer("b", "kv", 0, 32, 32, 2),), regions, (space,), 1))
-    find = item.runs.find
-    assert span(find(8), find(8)) == "entry 1, head 0"
-    assert span(find(8), find(11)) == "entry 1, head 0-1"
-    assert span(find(8), find(15)) == "entry 1"
-    assert span(find(0), find(27)) == "entry 0-3"
-    assert span(find(0), None) == ""
