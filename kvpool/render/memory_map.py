@@ -172,16 +172,12 @@ def _cells(region: Region, start: int, end: int, smallest: float) -> Iterator[Bo
 
 @dataclass(frozen=True)
 class ItemMap:
-    """One item and all buffers that have such items; `regions` are those of the first buffer.
-
-    `over`: the spaces of the same block pool whose blocks lie over these items'.
-    """
+    """One item and all buffers that have such items; `regions` are those of the first buffer."""
 
     buffers: tuple[Buffer, ...]
     regions: tuple[Region, ...]
     layers: tuple[int, ...]
     space: Space
-    over: tuple[str, ...] = ()
 
     @property
     def item_bytes(self) -> int:
@@ -266,34 +262,12 @@ def item_maps(layout: PoolLayout) -> list[ItemMap]:
         looks = [replace(r, layer=r.layer - lowest, buffer="any") for r in regions]
         sizes = buffer.item_bytes, buffer.item_stride, buffer.items, buffer.space
         alike.setdefault((*sizes, buffer.padding, *looks), []).append(buffer)
-    over = _overlaid(layout)
     return [
         ItemMap(
             tuple(buffers),
             tuple(inside[buffers[0].name]),
             tuple(sorted({region.layer for b in buffers for region in inside[b.name]})),
             layout.space_by_name[buffers[0].space],
-            tuple(dict.fromkeys(name for b in buffers for name in over[b.name])),
         )
         for buffers in alike.values()
     ]
-
-
-def _overlaid(layout: PoolLayout) -> dict[str, dict[str, None]]:
-    """For each buffer by name, the spaces of its block pool whose blocks lie over its blocks."""
-    pools = {name: pool for pool, lists in layout.block_pools.items() for name in lists}
-    pooled: dict[tuple[str, str], list[tuple[int, Buffer]]] = {}
-    for buffer in layout.buffers:
-        if (pool := pools.get(layout.space_by_name[buffer.space].id_list)) is not None:
-            entry = buffer.base, layout.by_blocks(buffer)
-            pooled.setdefault((pool, buffer.memory), []).append(entry)
-    over: dict[str, dict[str, None]] = {buffer.name: {} for buffer in layout.buffers}
-    for buffers in pooled.values():
-        reached: list[Buffer] = []
-        for base, buffer in sorted(buffers, key=lambda entry: entry[0]):
-            reached = [lower for lower in reached if lower.base + lower.item_bytes > base]
-            for lower in (lower for lower in reached if lower.space != buffer.space):
-                over[lower.name][buffer.space] = None
-                over[buffer.name][lower.space] = None
-            reached.append(buffer)
-    return over

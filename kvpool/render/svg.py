@@ -44,7 +44,8 @@ def svg(layout: PoolLayout, title: str = "layout") -> str:
         y += height
         for region in item.regions:
             y += LINE
-            parts.append(_rect(LEFT, y - 12, 14, 14, f'fill="{colours[region.role]}"'))
+            paint = f'fill="{colours[region.role]}"'
+            parts.append(_rect(LEFT, y - 12, 14, height=14, attributes=paint))
             parts.append(_text(LEFT + 20, y, region_words(item, region)))
     style = asset("theme.css") + asset("map.css")
     paper = '<rect class="paper" width="100%" height="100%"/>'
@@ -81,8 +82,6 @@ def facts(item: ItemMap) -> str:
         words.append(f"{item.unclaimed_name}: {item.unclaimed:,}")
     many = f" in each of {len(item.buffers):,} buffers" if len(item.buffers) > 1 else ""
     words.append(f"items: {buffer.items:,}{many}")
-    if item.over:
-        words.append(f"in the same memory as {', '.join(item.over)}")
     return "; ".join([*words, space_words(item.space)])
 
 
@@ -127,7 +126,8 @@ def _row(item: ItemMap, band: Band, number: int, y: int, colours: Colours) -> It
             paint = f'fill="{colours[box.region.role]}"'
         x, width = LEFT + (box.start - start) * scale, (box.end - box.start) * scale
         cell = f'{paint} data-from="{box.start}" data-to="{box.end}"'
-        yield _rect(x, y, width, ROW, cell, _box_words(item, box))
+        words = _box_words(item, box)
+        yield _rect(x, y, width, height=ROW, attributes=cell, tooltip=words)
     x = LEFT + (boxes[-1].end - start) * scale + 8
     yield _text(x, y + ROW - 6, band.words(number), "small")
 
@@ -146,7 +146,7 @@ def _text(x: float, y: float, words: str, kind: str = "") -> str:
 
 
 def _rect(
-    x: float, y: float, width: float, height: float, attributes: str, tooltip: str = ""
+    x: float, y: float, width: float, *, height: float, attributes: str, tooltip: str = ""
 ) -> str:
     place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
     return f"<rect {place} {attributes}><title>{text(tooltip)}</title></rect>"

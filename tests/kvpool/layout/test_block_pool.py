@@ -314,13 +314,8 @@ def test_an_allocator_refuses_blocks_of_several_items():
         Allocator(pool)
 
 
-def test_pictures_and_text_name_the_pool_and_the_spaces_that_lie_over_one_another():
+def test_pictures_and_text_name_the_pool_of_blocks():
     assert space_words(SWA).endswith("window 8, ids from block pool blocks")
     assert space_words(CUT).endswith("ids from block pool blocks (4 items a block)")
     for draw in (svg, html):
-        text = draw(hybrid())
-        assert "block pool blocks" in text
-        assert "in the same memory as kv, state" in text  # swa
-        assert "in the same memory as" not in draw(layout(buffer("kv"), buffer("swa", 32)))
-        over = draw(layout(cut(0, 8, 8, blocks=2), buffer("state", 24, 8, 32, 2), spaces=CUTS))
-        assert "in the same memory as state" in over and "in the same memory as kv" in over
+        assert "block pool blocks" in draw(hybrid())
