@@ -6,7 +6,8 @@ ids, page sizes, ring sizes, axis order, shards, placement or padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Annotated, NamedTuple
 
@@ -133,6 +134,49 @@ def differing(
         for piece, entries in wrong
         if entries.size
     )
+
+
+class Digester:
+    """Makes digests in small steps, between which its thread serves others."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[tuple[Hashable, Iterator[Hashes | None]]] = deque()
+        self._parts: list[Hashes] = []
+        """Of the first job."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._jobs)
+
+    def add(
+        self,
+        key: Hashable,
+        layout: PoolLayout,
+        address: RequestAddress,
+        pieces: list[Piece],
+        each: bool,
+    ) -> None:
+        """Takes a job over; `step` returns its digests with `key`."""
+        self._jobs.append((key, digests(layout, address, pieces, each)))
+
+    def step(self) -> tuple[Hashable, bytes | None, str] | None:
+        """Goes one step on; where that ends a job, its key, and digests or the reason for none."""
+        if not self._jobs:
+            return None
+        key, steps = self._jobs[0]
+        try:
+            part = next(steps)
+        except StopIteration:
+            values, reason = np.concatenate([*self._parts, np.empty(0, dtype="<u8")]).tobytes(), ""
+        except Exception as error:  # what goes wrong in one job fails that room and no other
+            values, reason = None, str(error) or type(error).__name__
+        else:
+            if part is not None:
+                self._parts.append(part)
+            return None
+        self._jobs.popleft()
+        self._parts = []
+        return key, values, reason
 
 
 _Number = Annotated[int, Meta(ge=0, le=MAX_INT)]

@@ -10,12 +10,10 @@ import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from disagg.digest.digester import Verification
 from disagg.errors import RoomError
 from disagg.plan import Group
 from disagg.protocol import events, messages
 from disagg.protocol.codec import Aux
-from disagg.protocol.effects import CancelReads, Effect, StartRead
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Snapshot
@@ -23,7 +21,7 @@ from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFail
 from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.rooms.decode_rooms import DecodeRoom, DecodeRooms
 from disagg.protocol.status import Failure, Phase, RoomEvent
-from disagg.protocol.verification import Comparisons
+from disagg.protocol.verification import Comparisons, Verification
 from kvpool.layout import PoolLayout
 
 
@@ -56,7 +54,7 @@ class DecodeMachine(Machine[DecodeRoom]):
         )
         self._comparisons = Comparisons(layout, self._effects)
 
-    def handle(self, event: events.DecodeEvent, now: float) -> list[Effect]:
+    def handle(self, event: events.DecodeEvent, now: float) -> list[events.Effect]:
         """What is to be done now. Raises RoomError or UnknownRoom for a call that does not fit the
         room; then nothing has changed.
         """
@@ -230,7 +228,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             room.metrics.wait_seconds = self._now - room.opened_at
         room.move(RoomEvent.CHUNK_READY)
         reads = room.new_reads(source, ready, address, self._now)
-        self._effects.extend(StartRead(read) for read in reads)
+        self._effects.extend(events.StartRead(read) for read in reads)
         if not reads:
             self._advance(ready.room, room)
 
@@ -283,7 +281,7 @@ class DecodeMachine(Machine[DecodeRoom]):
         self._end(name, room)
         if room.reading:
             # the reader never looks at a room: only the machine knows why one has ended
-            self._effects.append(CancelReads(room.attempt))
+            self._effects.append(events.CancelReads(room.attempt))
         if not asked:
             drop = messages.DropRoom(name, failure.reason)
             self.peers.drop_room(room.link, drop, except_rank)

@@ -1,4 +1,6 @@
-"""What a machine is told: messages of peers, calls of its own side, ends of work, time."""
+"""What a machine is told: messages of peers, calls of its own side, ends of work, time. And what it
+wants done: one list of effects, in the order in which they happen.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from disagg.protocol.codec import Aux
-from disagg.protocol.effects import Peer
-from disagg.protocol.messages import Message, Room
+from disagg.digest.digest import Piece
+from disagg.protocol.codec import Aux, encode
+from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Shares
 from disagg.protocol.peers.link import Link, Read
 from disagg.protocol.rooms.offered import LayerRange
@@ -17,6 +19,11 @@ from kvpool.layout import RequestAddress
 
 if TYPE_CHECKING:
     from kvpool.device import Event as DeviceEvent
+
+Peer = bytes | int
+"""A connection as the transport names it: prefill's by the identity of who dialled, decode's by the
+number of the rank that it dialled.
+"""
 
 
 class Received(Struct, frozen=True):
@@ -161,3 +168,79 @@ CommonEvent = (
 PrefillEvent = CommonEvent | OfferChunk | RejectRoom
 ReaderEvent = EngineConnected | ReadBegun | ReadMoved | ReadFailed | ReadEnded
 DecodeEvent = CommonEvent | ConnectLink | DisconnectLink | RequestRoom | ReaderEvent
+
+
+class Send(Struct, frozen=True):
+    """Send a message."""
+
+    peer: Peer
+    data: bytes
+
+
+class Connect(Struct, frozen=True):
+    """End the peer's connection, and open one to an endpoint address unless that is None."""
+
+    peer: int
+    address: str | None
+
+
+class DropPeer(Struct, frozen=True):
+    """Give up all reads from a rank."""
+
+    link: Link
+    source: int
+
+
+class ConnectEngine(Struct, frozen=True):
+    """Connect the engine to a rank, before anything is read from it."""
+
+    link: Link
+    source: int
+    hello: Hello
+
+
+class StartRead(Struct, frozen=True):
+    """Read a chunk; `ReadEnded` answers."""
+
+    read: Read
+
+
+class CancelReads(Struct, frozen=True):
+    """Post nothing more of an attempt's reads."""
+
+    attempt: str
+
+
+class ComputeDigest(Struct, frozen=True):
+    """Make digests of pieces of a request; `DigestComputed` answers with `key`."""
+
+    key: Hashable
+    address: RequestAddress
+    pieces: list[Piece]
+    each: bool
+
+
+class RoomEnded(Struct, frozen=True):
+    """A room has ended: who waits for that may go on."""
+
+    room: Room
+
+
+Effect = (
+    Send | Connect | DropPeer | ConnectEngine | StartRead | CancelReads | ComputeDigest | RoomEnded
+)
+
+
+class Effects(list[Effect]):
+    """The effects of one event, collected by the machine and its parts."""
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """Sends a message. Raises RoomError if no peer would take it."""
+        # encoded now, so that values that cannot travel are the caller's error and not the loop's
+        self.append(Send(peer, encode(message)))
+
+    def drain(self) -> list[Effect]:
+        """All effects, which are then no longer here."""
+        taken = list(self)
+        self.clear()
+        return taken

@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Generic
 
-from disagg.protocol.effects import Effects, RoomEnded
-from disagg.protocol.events import AbortAll, AbortRoom, ForgetRoom
+from disagg.protocol.events import AbortAll, AbortRoom, Effects, ForgetRoom, RoomEnded
 from disagg.protocol.messages import Hello, Room
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.peers.decode_peers import DecodePeers

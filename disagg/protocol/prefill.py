@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from disagg.errors import RoomError
 from disagg.protocol import events, messages
 from disagg.protocol.codec import encode, pack_aux
-from disagg.protocol.effects import Effect
 from disagg.protocol.latest import Latest
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
@@ -57,7 +56,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         self._ended_attempts: Latest[tuple[bytes, Room, str], None] = Latest(KEPT_ATTEMPTS)
         self._lease, self._next_check = lease, 0.0
 
-    def handle(self, event: events.PrefillEvent, now: float) -> list[Effect]:
+    def handle(self, event: events.PrefillEvent, now: float) -> list[events.Effect]:
         """What is to be done now. Raises RoomError or UnknownRoom for a call that does not fit the
         room; then nothing has changed.
         """

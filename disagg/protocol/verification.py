@@ -1,17 +1,66 @@
-"""`verify="checksum"`: digests of what a room has read, compared with prefill's."""
+"""`verify="checksum"`: what was read, digested on both sides and compared.
+
+First one digest for each region and range; where these differ, one for each of its entries, so that
+the positions that differ can be named.
+"""
 
 from __future__ import annotations
 
-from disagg.digest.digest import from_wire, pieces
-from disagg.digest.digester import Verification, differences
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from disagg.digest.digest import Piece, differing, from_wire, pieces, to_wire
 from disagg.plan import TransferPlan
 from disagg.protocol.codec import MAX_MESSAGE
-from disagg.protocol.effects import ComputeDigest, Effects
+from disagg.protocol.events import ComputeDigest, Effects
 from disagg.protocol.messages import DigestRequest, Digests, Room
-from disagg.protocol.rooms.decode_rooms import DecodeRoom
-from disagg.protocol.rooms.prefill_rooms import PrefillRoom
 from disagg.protocol.status import Failure, Side
-from kvpool.layout import PoolLayout
+from kvpool.layout import PoolLayout, RequestAddress
+
+if TYPE_CHECKING:
+    from disagg.protocol.rooms.decode_rooms import DecodeRoom
+    from disagg.protocol.rooms.prefill_rooms import PrefillRoom
+
+MAX_ENTRIES = 1 << 20
+"""Entries of which one comparison asks for digests one by one."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Verification:
+    """What a room has read from one source rank, to be digested on both sides: little-endian
+    uint64, one for each piece, or with `each` one for each of its entries.
+    """
+
+    room: Room
+    attempt: str
+    source: int
+    layout: PoolLayout
+    address: RequestAddress
+    pieces: list[Piece]
+    begun: float
+    each: bool = False
+    own: bytes | None = None
+    theirs: bytes | None = None
+
+
+def differences(check: Verification, who: str) -> tuple[Verification | None, str]:
+    """Of digests that are not equal: a finer check, or a sentence that names what differs."""
+    counts = [piece.numbers().size if check.each else 1 for piece in check.pieces]
+    sizes = [len(side or b"") for side in (check.own, check.theirs)]
+    if sizes != 2 * [8 * sum(counts)]:
+        return None, f"{who} gave {sizes[1]} bytes of digests, here they are {sizes[0]}."
+    own, theirs = (np.frombuffer(side or b"", dtype="<u8") for side in (check.own, check.theirs))
+    if check.each:
+        edges = np.cumsum(counts)[:-1]
+        named = differing(check.pieces, np.split(own, edges), np.split(theirs, edges), check.layout)
+        what = "\n".join(named) or "not by entry: its pages changed while they were compared."
+        return None, f"what was read differs from what {who} holds: {what}"
+    wrong = [check.pieces[number] for number in np.flatnonzero(own != theirs)]
+    entries = np.cumsum([len(piece.entries) for piece in wrong])
+    most = max(1, int(np.searchsorted(entries, MAX_ENTRIES, side="right")))
+    return replace(check, pieces=wrong[:most], each=True, own=None, theirs=None), ""
 
 
 class Comparisons:
@@ -68,7 +117,7 @@ class Comparisons:
             room=check.room,
             attempt=check.attempt,
             each=check.each,
-            pieces=check.wire(),
+            pieces=to_wire(check.pieces),
         )
         self._effects.send(rank.number, request)
 

@@ -21,8 +21,7 @@ from disagg.host.signals import deferred_signals
 from disagg.plan import Group
 from disagg.protocol.codec import Aux
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.effects import Connect, Send
-from disagg.protocol.events import ConnectLink, DisconnectLink, RequestRoom
+from disagg.protocol.events import Connect, ConnectLink, DisconnectLink, RequestRoom, Send
 from disagg.protocol.messages import Room, room_name
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.link import Link

@@ -16,7 +16,7 @@ from typing import Generic, Literal, TypeVar, cast
 
 from typing_extensions import Self
 
-from disagg.digest.digester import Digester
+from disagg.digest.digest import Digester
 from disagg.engines.base import Engine
 from disagg.errors import UsageError
 from disagg.host.exits import (

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from disagg.digest.digester import Digester
+from disagg.digest.digest import Digester
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, WireError
-from disagg.protocol import effects, events
+from disagg.protocol import events
 from disagg.protocol.codec import decode
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.effects import Effect, Peer
+from disagg.protocol.events import Effect, Peer
 from disagg.protocol.messages import Hello, Room
 from disagg.protocol.prefill import PrefillMachine
 from disagg.runtime.reader import Reader
@@ -142,22 +142,22 @@ class EventLoop(Generic[M]):
 
     def _do(self, effect: Effect) -> None:
         match effect:
-            case effects.Send(peer, data):
+            case events.Send(peer, data):
                 problem = self.transport.send(peer, data)
                 if problem is not None:
                     self.handle(events.Unreachable(peer, problem))
-            case effects.RoomEnded(room):
+            case events.RoomEnded(room):
                 self.room_ended(room)
-            case effects.StartRead(read):
+            case events.StartRead(read):
                 self.reader.add(read)
-            case effects.Connect(peer, address):
+            case events.Connect(peer, address):
                 self.transport.connect(peer, address)
                 self.dialled()  # the transport does it in the next turn
-            case effects.ConnectEngine(link, source, hello):
+            case events.ConnectEngine(link, source, hello):
                 self.reader.connect(link, source, hello)
-            case effects.CancelReads(attempt):
+            case events.CancelReads(attempt):
                 self.reader.cancel(attempt)
-            case effects.DropPeer(link, source):
+            case events.DropPeer(link, source):
                 self.reader.drop_peer(link, source)
-            case effects.ComputeDigest(key, address, pieces, each):
+            case events.ComputeDigest(key, address, pieces, each):
                 self.digester.add(key, self.layout, address, pieces, each)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from disagg.host.brief import Scratch
 from disagg.host.unix_sockets import new_path
-from disagg.protocol.effects import Peer
+from disagg.protocol.events import Peer
 from disagg.runtime.sockets.address import (
     EXHAUSTED,
     Address,

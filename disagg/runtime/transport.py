@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from disagg.protocol.effects import Peer
+from disagg.protocol.events import Peer
 
 
 class Lost(NamedTuple):

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache, partial
-from itertools import permutations
 from typing import Any
 
 import msgspec
@@ -17,8 +16,7 @@ from disagg.digest.digest import digests
 from disagg.plan import IncompatibleLayouts, plan
 from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.effects import ComputeDigest
-from disagg.protocol.events import ConnectLink, OfferChunk, Received, RequestRoom
+from disagg.protocol.events import ComputeDigest, ConnectLink, OfferChunk, Received, RequestRoom
 from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from disagg.snapshot import SnapshotRefused
@@ -31,7 +29,6 @@ from tests.fuzz import build, machines, planning, samples, wide
 from tests.fuzz.growth import Growth
 from tests.fuzz.trees import Encode, Grower, Pairs, growers, to_json, to_msgpack, tree
 
-Make = Callable[[int], wide.Layout]
 OWN = samples.CASES[0].own
 COVERED = ("kvpool_snapshot", "tokens", "request", "conventions", "layout", "digests")
 
@@ -82,7 +79,7 @@ def read_header(data: bytes) -> None:
 
 
 def read_layout(read: Callable[[bytes], PoolLayout], data: bytes) -> None:
-    """All that is made of a peer's layout, and of layouts of two files."""
+    """All that is made of a peer's layout."""
     try:
         layout = read(data)
     except LayoutError:
@@ -94,18 +91,6 @@ def read_layout(read: Callable[[bytes], PoolLayout], data: bytes) -> None:
     for source, dest in ((layout, OWN), (OWN, layout), (layout, layout)):
         with suppress(IncompatibleLayouts):
             str(plan([source], dest).explain(64))
-
-
-def explain_files(data: bytes) -> None:
-    try:
-        one, two = map(PoolLayout.from_msgpack, msgspec.msgpack.decode(data, type=list[bytes]))
-        str(plan([one], two).explain(64))
-    except (LayoutError, IncompatibleLayouts):
-        return
-
-
-def two_files(one: Make, two: Make, number: int) -> bytes:
-    return build.packed([build.packed(one(number)), build.packed(two(number))])
 
 
 # hellos, chunks, digests
@@ -214,7 +199,6 @@ def _wide(encode: Callable[[bytes], bytes]) -> dict[str, Grower]:
 
 
 _chunk = planning.ready(OWN, 0, samples.TOKENS, {"room": "r", "attempt": "a", "generation": "g1"})
-UNLIKE = (wide.one_item, wide.forms, wide.roles, wide.owners, wide.side_by_side)
 _layout, _states = (unpacked(samples.CASES[number].own.to_msgpack()) for number in (0, 4))
 TARGETS: Mapping[str, Growth] = {
     "snapshot": Growth(read_header, grown(snapshot(), sealed, skip=("target.0.rope",))),
@@ -224,13 +208,6 @@ TARGETS: Mapping[str, Growth] = {
     ),
     "spaces": Growth(partial(read_layout, PoolLayout.from_msgpack), grown(_states, to_msgpack)),
     "json": Growth(partial(read_layout, PoolLayout.from_json), grown(_layout, to_json)),
-    "files": Growth(
-        explain_files,
-        {
-            f"{one.__name__} to {two.__name__}": partial(two_files, one, two)
-            for one, two in permutations(UNLIKE, 2)
-        },
-    ),
     "hello": Growth(
         say_hello,
         {**grown(unpacked(codec.encode(machines.hello(OWN, "g1"))), to_msgpack), **_wide(in_hello)},

@@ -44,7 +44,7 @@ def sized(grow: Grower, size: int, most: int = 1 << 22) -> bytes:
     return data
 
 
-def measured(run: Callable[[bytes], object], data: bytes, enough: float, tries: int = 1) -> float:
+def measured(run: Callable[[bytes], object], data: bytes, enough: float, tries: int) -> float:
     """Seconds of processor time for an input: the least of several tries, or the first that is
     `enough`.
     """
@@ -62,25 +62,19 @@ def measured(run: Callable[[bytes], object], data: bytes, enough: float, tries: 
     return least
 
 
-def check(growth: Growth, name: str, largest: int = SMALL * TIMES) -> None:
-    """Runs inputs of `SMALL` bytes and of `TIMES` as many each time, up to `largest`. Raises
-    Finding where a byte costs more than it may, or more and more.
+def check(growth: Growth, name: str) -> None:
+    """Runs an input of `SMALL` bytes and one of `TIMES` as many. Raises Finding where a byte of the
+    larger one costs more than it may, or much more than one of the smaller.
     """
-    before: float | None = None
-    size = SMALL
-    while size <= largest:
-        data = sized(growth.growers[name], size)
-        allowed = BASE_SECONDS + MAX_SECONDS_A_BYTE * len(data)
-        if before is not None:
-            allowed = min(allowed, max(NOISE_SECONDS, MAX_GROWTH * before * len(data)))
-        last = size * TIMES > largest  # what others are compared with is measured with care
-        seconds = measured(growth.run, data, allowed if last else 0.0, TRIES if last else 3)
-        each = seconds / len(data)
-        if seconds > allowed and not last:
-            seconds = min(seconds, measured(growth.run, data, allowed, TRIES))
-        if seconds > allowed:
-            was = "" if before is None else f", {1e6 * before:.2f} us a byte of a smaller one"
-            raise Finding(
-                f"{name}: {seconds:.3f} s for {len(data)} bytes, {1e6 * each:.2f} us a byte{was}."
-            )
-        before, size = each, size * TIMES
+    small, large = (sized(growth.growers[name], size) for size in (SMALL, SMALL * TIMES))
+    # what the other is compared with is measured with care
+    before = measured(growth.run, small, 0.0, tries=3) / len(small)
+    allowed = BASE_SECONDS + MAX_SECONDS_A_BYTE * len(large)
+    allowed = min(allowed, max(NOISE_SECONDS, MAX_GROWTH * before * len(large)))
+    seconds = measured(growth.run, large, allowed, TRIES)
+    if seconds > allowed:
+        now, then = 1e6 * seconds / len(large), 1e6 * before
+        raise Finding(
+            f"{name}: {seconds:.3f} s for {len(large)} bytes, {now:.2f} us a byte, "
+            f"{then:.2f} us a byte of a smaller one."
+        )

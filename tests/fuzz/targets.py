@@ -11,7 +11,6 @@ from functools import partial
 import msgspec
 
 from disagg.engines.mooncake import MooncakeEngine
-from disagg.engines.nixl import NixlEngine
 from disagg.protocol import codec, messages
 from kvpool.layout import LayoutError, PoolLayout
 from tests.fuzz import build, digesting, edits, local, machines, planning, samples
@@ -41,12 +40,11 @@ class Target:
     """`run` takes an input and returns its outcome in a word; it raises if the input is a finding.
 
     `seeds` are the first inputs, `mutate` makes others of them; without `mutate` the input is a
-    sequence of choices. `share` is the target's part of all inputs; with 0 it runs only when named.
+    sequence of choices.
     """
 
     run: Callable[[bytes], str]
     seeds: Callable[[], Iterator[bytes]]
-    share: int
     mutate: Mutator | None = edits.mutate
 
 
@@ -152,21 +150,17 @@ def _allow(error: type[Exception], call: Callable[[], object]) -> None:
 
 
 TARGETS = {
-    "wire": Target(run_wire, every_message, 32),
-    "aux": Target(run_aux, auxes, 8),
-    "layout": Target(partial(run_layout, PoolLayout.from_msgpack), layouts, 13, mutate_layout),
-    "json": Target(partial(run_layout, PoolLayout.from_json), texts, 5, mutate_json),
-    "plan": Target(planning.run, planning.seeds, 8, planning.mutate),
-    "local": Target(local.run, local.seeds, 10, local.mutate),
-    "digest": Target(digesting.run, digesting.seeds, 8, mutate_behind),
-    "prefill": Target(lambda data: machines.prefill(Provided(data)), machines.seeds, 8, None),
-    "decode": Target(lambda data: machines.decode(Provided(data)), machines.seeds, 4, None),
+    "wire": Target(run_wire, every_message),
+    "aux": Target(run_aux, auxes),
+    "layout": Target(partial(run_layout, PoolLayout.from_msgpack), layouts, mutate_layout),
+    "json": Target(partial(run_layout, PoolLayout.from_json), texts, mutate_json),
+    "plan": Target(planning.run, planning.seeds, planning.mutate),
+    "local": Target(local.run, local.seeds, local.mutate),
+    "digest": Target(digesting.run, digesting.seeds, mutate_behind),
+    "prefill": Target(lambda data: machines.prefill(Provided(data)), machines.seeds, None),
+    "decode": Target(lambda data: machines.decode(Provided(data)), machines.seeds, None),
 }
 if MooncakeEngine.availability() is None:
     from tests.fuzz import mooncake
 
-    TARGETS["mooncake"] = Target(mooncake.run, mooncake.seeds, 4)
-if NixlEngine.availability() is None:
-    from tests.fuzz import nixl
-
-    TARGETS["nixl"] = Target(nixl.run, nixl.seeds, 0, nixl.mutate)
+    TARGETS["mooncake"] = Target(mooncake.run, mooncake.seeds)

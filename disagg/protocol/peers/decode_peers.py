@@ -15,7 +15,7 @@ from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.cache import PlanCache
 from disagg.protocol import messages
 from disagg.protocol.conventions import differences
-from disagg.protocol.effects import Connect, ConnectEngine, DropPeer, Effects
+from disagg.protocol.events import Connect, ConnectEngine, DropPeer, Effects
 from disagg.protocol.latest import Latest
 from disagg.protocol.messages import Hello, Message
 from disagg.protocol.peers.link import Link, PrefillRank

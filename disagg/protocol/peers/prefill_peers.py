@@ -11,7 +11,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from disagg.protocol import messages
-from disagg.protocol.effects import Effects
+from disagg.protocol.events import Effects
 from disagg.protocol.latest import Latest
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.peers.liveness import Liveness

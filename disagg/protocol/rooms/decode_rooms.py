@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from disagg.digest.digester import Verification
 from disagg.errors import RoomError
 from disagg.plan.bind import Count
 from disagg.plan.positions import id_clash
@@ -20,6 +19,7 @@ from disagg.protocol.rooms.block_tables import BlockTables, WrittenItems
 from disagg.protocol.rooms.offered import LayerRange, Offered
 from disagg.protocol.rooms.rooms import Rooms
 from disagg.protocol.status import Phase, PhasedRoom, RoomEvent, Side
+from disagg.protocol.verification import Verification
 from kvpool.layout import PoolLayout, RequestAddress
 
 MAX_DECLINED = 1000

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from disagg.host import brief
 from disagg.protocol.codec import MAX_MESSAGE
-from disagg.protocol.effects import Peer
+from disagg.protocol.events import Peer
 from disagg.runtime.sockets.address import DialledAddress
 from disagg.runtime.sockets.tls import Session
 

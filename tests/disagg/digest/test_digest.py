@@ -11,8 +11,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 import disagg.digest.cell_hash
 import disagg.digest.digest
-from disagg.digest.digest import Piece, differing, digests, from_wire, pieces, to_wire
-from disagg.digest.digester import Digester
+from disagg.digest.digest import Digester, Piece, differing, digests, from_wire, pieces, to_wire
 from disagg.plan import TransferPlan, plan
 from kvpool import MHA, PoolLayout, RequestAddress, Shard, Space, Span
 from kvpool.item import Cell, Repeat, Seq, Skip
@@ -458,7 +457,7 @@ def test_whatever_goes_wrong_in_one_digest_the_next_is_made(monkeypatch):
         raise MemoryError("the device is gone")
         yield
 
-    monkeypatch.setattr("disagg.digest.digester.digests", gone)
+    monkeypatch.setattr("disagg.digest.digest.digests", gone)
     digester.add("first", *job)
     monkeypatch.undo()
     digester.add("second", *job)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from disagg import KVPoll
 from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.effects import ComputeDigest, Connect, Send, StartRead
 from disagg.protocol.events import (
     AbortRoom,
+    ComputeDigest,
+    Connect,
     ConnectLink,
     ForgetRoom,
     OfferChunk,
     ReadEnded,
     Received,
     RequestRoom,
+    Send,
+    StartRead,
     Tick,
 )
 from disagg.protocol.peers.link import Link

@@ -165,15 +165,6 @@ def test_of_any_two_engines_each_room_ends_with_those_that_ask_and_four_messages
         assert len(world.readers) == max(len(sources), len(dests))
 
 
-def test_heads_that_are_unlike_are_asked_by_all_that_share_them():
-    thirds = [heads(6, shard=Shard(rank, 3)) for rank in range(3)]
-    world = world_of(thirds, halves(heads(6)))
-    begin(world)
-    world.live(20)
-    assert pairs(world) == [{0}, {0, 1}, {1}]
-    assert states(world.everybody()) == [KVPoll.Success] * 5
-
-
 def test_a_member_that_declines_is_done_with_the_ranks_that_it_asks():
     world = world_of([ROWS] * 3, [ROWS] * 2)
     send(world)

@@ -12,8 +12,15 @@ from disagg import KVPoll, RoomError
 from disagg.plan import IncompatibleLayouts
 from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.effects import Send
-from disagg.protocol.events import AbortAll, ConnectLink, DisconnectLink, Malformed, Received, Tick
+from disagg.protocol.events import (
+    AbortAll,
+    ConnectLink,
+    DisconnectLink,
+    Malformed,
+    Received,
+    Send,
+    Tick,
+)
 from disagg.protocol.peers.link import Link
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.peers.prefill_peers import shared_part

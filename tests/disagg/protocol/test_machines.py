@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from disagg import KVPoll, Phase, UnknownRoom
+from disagg import KVPoll, Phase
 from disagg.protocol import messages
 from disagg.protocol.events import DigestComputed, ReadEnded, Received, Tick
+from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.status import TRANSITIONS, ProtocolError, RoomEvent
 from tests import oracle
 from tests.disagg.protocol.pair import Pair, asks, pool
@@ -96,22 +98,6 @@ def test_whatever_a_device_raises_fails_its_room_by_name_and_no_other(pair, kind
     pair.tell(pair.prefill, Tick())
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_room_that_is_not_known_is_the_callers_error_on_either_side(pair, side):
-    machine = getattr(pair, side)
-    for call in (
-        lambda: machine.poll("typo"),
-        lambda: machine.failure("typo"),
-        lambda: machine.room("typo").waits_for,
-        lambda: pair.abort(machine, name="typo"),
-        lambda: pair.forget(machine, name="typo"),
-    ):
-        with pytest.raises(UnknownRoom, match=r"'typo' is not known here: .* makes it known"):
-            call()
-    assert not machine.rooms()
-    assert pair.prefill.computed("typo") == 0
-
-
 def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_back(pair):
     pair.ask()
     pair.abort(pair.decode)
@@ -165,3 +151,135 @@ def test_an_event_that_cannot_happen_is_refused_by_side_phase_and_name(pair):
             room.move(RoomEvent.ALL_ACKED)
         phase = room.phase.name
         assert str(error.value) == f"ALL_ACKED cannot happen to a room of {side} in {phase}."
+
+
+# chunks that come layer by layer, message by message: what decode takes, and what it refuses
+
+
+@pytest.fixture
+def layered():
+    layered = Pair(layers=range(4))
+    layered.request()
+    layered.pump()
+    return layered
+
+
+def offered(layered, *parts):
+    """What prefill says of parts `(tokens, layers, last)`; decode has heard nothing of it."""
+    for tokens, layers, last in parts:
+        layered.offer(tokens, last, layers=layers)
+    return layered.lose(layered.prefill)
+
+
+def hear(layered, *messages):
+    for message in messages:
+        layered.tell(layered.decode, Received(0, message))
+
+
+def test_success_needs_every_position_of_every_layer(layered):
+    parts = [(range(30), range(n, n + 1), n == 3) for n in range(4)]
+    parts = offered(layered, *parts)
+    for number, message in enumerate(parts):
+        assert message.layers == LayerRange("target", number, number + 1)
+        hear(layered, message)
+        layered.finish()
+        assert layered.decode.room("r").layer_ready("target", number)
+        assert layered.polls()[0] is (KVPoll.Success if number == 3 else KVPoll.Transferring)
+    assert layered.polls() == (KVPoll.Success, KVPoll.Success)
+
+
+def test_a_layer_is_ready_when_its_reads_have_ended_and_not_those_of_others(layered):
+    hear(layered, *offered(layered, (range(16), None, False), (range(16, 30), range(1), False)))
+    first, second = layered.reads
+    assert not layered.decode.room("r").layer_ready("target", 0)
+    layered.reads = [first]
+    layered.read()
+    assert not layered.decode.room("r").layer_ready("target", 0)
+    hear(layered, *offered(layered, (range(16, 30), range(1, 4), True)))
+    third = layered.reads.pop()
+    layered.reads = [second]
+    layered.read()
+    assert [layered.decode.room("r").layer_ready("target", n) for n in range(2)] == [True, False]
+    assert (third.tokens, third.layers) == (range(16, 30), LayerRange("target", 1, 4))
+
+
+def test_parts_that_come_twice_change_nothing(layered):
+    halves = [(range(16), range(low, low + 2), False) for low in (0, 2)]
+    ready = offered(layered, *halves, (range(16, 30), None, True))
+    hear(layered, *(again for message in ready for again in (message, ready[0], message)))
+    assert len(layered.reads) == 3
+    layered.finish()
+    assert layered.polls() == (KVPoll.Success, KVPoll.Success)
+
+
+WRONG = {
+    "a layer twice": ((0, 16, False, (1, 3)), "target layer 1 of chunk 0 to 16 were sent already"),
+    "all layers after some": ((0, 16, False, None), "target layers 0-1 of chunk 0 to 16 were sent"),
+    "a hole at the end": ((0, 16, True, (2, 3)), "target layer 3 of chunk 0 to 16 were not sent"),
+    "a hole before the next": (
+        (16, 30, True, None),
+        "target layers 2-3 of chunk 0 to 16 were not sent yet, got chunk 16 to 30",
+    ),
+    "backwards": ((3, 2, False, (2, 4)), "not sent yet, got chunk 3 to 2"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "reason"), WRONG.values(), ids=WRONG)
+def test_a_prefill_that_repeats_layers_or_leaves_them_out_fails_the_room(layered, wrong, reason):
+    (good,) = offered(layered, (range(16), range(2), False))
+    hear(layered, good)
+    start, stop, last, layers = wrong
+    some = LayerRange("target", *layers) if layers else None
+    hear(layered, replace(good, start=start, stop=stop, last=last, layers=some))
+    failure = layered.decode.failure("r")
+    assert failure.kind == "protocol"
+    assert reason in failure.reason
+    layered.finish()
+    assert layered.polls() == (KVPoll.Failed, KVPoll.Failed)
+
+
+def test_a_lost_part_never_ends_in_success(layered):
+    ready = offered(layered, *((range(30), range(n, n + 1), n == 3) for n in range(4)))
+    hear(layered, *ready[:1], *ready[2:])
+    layered.read()
+    assert "target layer 1 of chunk 0 to 30 were not sent" in layered.decode.failure("r").reason
+
+
+def test_ranges_of_layers_that_nobody_holds_cost_no_memory(layered):
+    (good,) = offered(layered, (range(16), range(2), False))
+    hear(layered, good)
+    room = layered.decode.rooms()["r"]
+    for start in range(4, 1000):
+        hear(layered, replace(good, layers=LayerRange("target", start, 1 << 40)))
+        hear(layered, replace(good, layers=LayerRange(f"owner {start}", 0, 1 << 40)))
+    assert len(room.seen) == len(layered.reads) == 1
+    assert layered.decode.failure("r") is None
+
+
+def test_parts_are_offered_when_the_device_has_computed_them(layered):
+    works = [Work() for _ in range(4)]
+    for layer, work in enumerate(works):
+        layered.offer(last=layer == 3, after=work, layers=range(layer, layer + 1))
+    for layer, work in enumerate(works):
+        layered.pump()
+        assert len(layered.reads) == layer
+        work.over = True
+        layered.tell(layered.prefill, Tick())
+    layered.pump()
+    assert [read.layers.start for read in layered.reads] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("part", [0, 3])
+def test_a_lease_that_ends_between_parts_voids_what_was_read(part):
+    layered = Pair(lease=5.0, layers=range(4))
+    layered.request()
+    for layer in range(part + 1):
+        layered.offer(last=layer == 3, layers=range(layer, layer + 1))
+        layered.wait(3.0)  # each part begins the lease anew
+    assert layered.polls() == (KVPoll.Transferring, KVPoll.Transferring)
+    layered.wait(6.0)
+    assert layered.prefill.failure("r").kind == "lease"
+    assert layered.polls() == (KVPoll.Failed, KVPoll.Failed)
+    assert not layered.prefill.leases().leased
+    layered.read()
+    assert not layered.decode.room("r").layer_ready("target", 0)

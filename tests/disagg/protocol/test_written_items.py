@@ -162,20 +162,6 @@ def test_rooms_share_a_prefix_of_blocks_and_list_the_reserved_one_where_a_window
     pair.request("two", blocks(32, kv=[3, 5], swa=[0, 11, 12, 13], state=[15]), start=16)
 
 
-def test_a_block_table_that_lists_an_id_for_two_spaces_of_a_block_pool_is_refused_on_either_side():
-    pair = Pair(built=pooled())
-    wrong = blocks(30, kv=[3, 4], swa=[5, 6, 7, 8], state=[4])
-    says = (
-        r"block 4 of block pool blocks is listed in spaces kv \(item 4\) and state \(item 4\), but"
-    )
-    with pytest.raises(RoomError, match=says):
-        pair.request(table=wrong)
-    pair.table = wrong
-    with pytest.raises(RoomError, match=says):
-        pair.offer()
-    assert not pair.decode.rooms() and not pair.prefill.rooms()
-
-
 def test_such_a_block_table_of_a_peer_fails_the_room_before_a_byte_is_read():
     pair = Pair(built=pooled())
     pair.ask()
