@@ -17,7 +17,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from disagg.plan import TransferPlan, plan
+from disagg.plan import CopyBatch, TransferPlan, plan
+from disagg.runtime.staging import coalesce
 from kvpool.item import Template, item_bytes, item_regions
 from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space, Span
 from kvpool.pools.base import KVPool
@@ -459,8 +460,35 @@ def apply(batch, sources: Sequence[KVPool | State], dest: KVPool | State) -> Non
     """Copies the runs of a batch one by one, once none is seen to leave memory."""
     _inside(batch.src, batch.nbytes, [m for source in sources for m in state(source).memory])
     _inside(batch.dst, batch.nbytes, state(dest).memory)
-    for src, dst, nbytes in zip(batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist()):
+    copy(batch)
+
+
+def copy(batch) -> None:
+    """Copies the runs of a batch one by one."""
+    for src, dst, nbytes in zip(*(column.tolist() for column in batch)):
         ctypes.memmove(dst, src, nbytes)
+
+
+def covered(memory: np.ndarray, pointers: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    """Which bytes of a memory lie in these runs, none of which leaves it."""
+    found = np.zeros(memory.size, dtype=bool)
+    for start, size in zip((pointers - memory.ctypes.data).tolist(), nbytes.tolist()):
+        assert start >= 0 and start + size <= found.size
+        found[start : start + size] = True
+    return found
+
+
+def copy_through_buffer(batch: CopyBatch, source: PoolLayout) -> CopyBatch | None:
+    """Copies a batch as decode does that reads it into a staging buffer; what it reads there, or
+    None where it would not.
+    """
+    parts = coalesce(batch, source, 1 << 20)
+    if parts is None:
+        return None
+    buffer = np.zeros(parts.read.total, dtype=np.uint8)
+    copy(replace(parts.read, dst=parts.read.dst + buffer.ctypes.data))
+    copy(replace(parts.scatter, src=parts.scatter.src + buffer.ctypes.data))
+    return parts.read
 
 
 def _inside(starts: np.ndarray, nbytes: np.ndarray, memory: Sequence[np.ndarray]) -> None:

@@ -49,14 +49,6 @@ class Side:
         """The described part of memory like this one's, `[item, layer, role, entry, head, dim]`."""
         return _sliced(_grid(raw, self.order, self.shape), self.taken)
 
-    def where(self, pointers: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-        """Which bytes of `raw` lie in these runs."""
-        found = np.zeros(self.raw.size, dtype=bool)
-        for start, size in zip((pointers - self.raw.ctypes.data).tolist(), nbytes.tolist()):
-            assert start >= 0 and start + size <= found.size
-            found[start : start + size] = True
-        return found
-
     def described(self) -> np.ndarray:
         """Which bytes of `raw` are described."""
         found = np.zeros(self.raw.size, dtype=bool)

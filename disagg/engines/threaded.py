@@ -161,9 +161,7 @@ class ThreadedPeer:
 
 
 class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
-    """What such engines have in common. `shared`: the readers of all peers use one object, which
-    `close` destroys once all threads have let go of it.
-    """
+    """What such engines have in common."""
 
     max_bytes = 128 << 20  # a read is queued for a thread, which returns to Python once a call
     parts_in_flight = 4
@@ -171,9 +169,13 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
     progress_seconds = 0.05  # the package's threads or NICs answer peers
     ports: ClassVar[str] = ""
     """Which ports a firewall must keep closed, if they are known."""
+    shared: ClassVar[bool] = False
+    """Whether the readers of all peers use one object, which `close` destroys once all threads have
+    let go of it.
+    """
 
-    def __init__(self, hostname: str, *, shared: bool = False) -> None:
-        self._hostname, self._shared = hostname, shared
+    def __init__(self, hostname: str) -> None:
+        self._hostname = hostname
         self._ranges: list[tuple[int, int]] = []
         self._own = Ranges.of([])
         self._peers: list[ThreadedPeer] = []
@@ -205,7 +207,7 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
         """Waits for the running call; after a failed one, until its reader is destroyed."""
         peer.give_up()
         quiet = peer.quiet(timeout)
-        if quiet and not self._shared and peer in self._peers:
+        if quiet and not self.shared and peer in self._peers:
             self._peers.remove(peer)
         return quiet
 
@@ -215,7 +217,7 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
             peer.give_up()
         while self._peers:
             peer = self._peers.pop()
-            if self._shared:
+            if self.shared:
                 peer.join()
             else:
                 peer.quiet(None)
@@ -253,11 +255,7 @@ def _is_loopback(host: str) -> bool:
     """Whether what is sent to a host name or IP address stays on this host. Of names only
     `localhost` does.
     """
-    if host == "localhost":
-        return True
     try:
-        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return False
-    mapped = isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
-    return address.is_loopback and not mapped
+        return host == "localhost"

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from disagg.plan.bind import cost
-from disagg.plan.positions import scattered, scattered_items
+from disagg.plan.positions import scattered
 from disagg.plan.runs import Route
 from kvpool.layout import Key, PoolLayout, Region
 from kvpool.layout.sentences import held_words, ranges, steps
@@ -99,10 +99,7 @@ def explain_routes(
         roles = tuple(dict.fromkeys(role for _, _, role in route.keys))
         row = route.owner, roles, *_how(sources[route.source], dest, route)
         layers, runs, nbytes = rows.get(row, (set[int](), 0, 0))
-        if route.packed:
-            pairs = scattered_items(route.dst.space, tokens)
-        else:
-            pairs = scattered(route.src.space, route.dst.space, tokens)
+        pairs = scattered(route.src.space, route.dst.space, tokens, packed=route.packed)
         more_runs, more_bytes = cost(route, pairs)
         layers |= {layer for _, layer, _ in route.keys}
         rows[row] = layers, runs + more_runs, nbytes + more_bytes

@@ -59,17 +59,16 @@ class EntryPairs:
         )
 
 
-def scattered(src_space: Space, dst_space: Space, tokens: int) -> EntryPairs:
-    """The pairs of a request of `tokens` tokens in the worst case: no two items adjacent."""
-    needed = dst_space.needed_entries(range(tokens), tokens)
-    pairs = _pair_by_number(src_space, dst_space, needed)
+def scattered(src: Space, dst: Space, tokens: int, *, packed: bool) -> EntryPairs:
+    """The pairs of a request of `tokens` tokens in the worst case: no two items adjacent. Packed
+    items move whole.
+    """
+    if packed:
+        numbers = _numbers(dst.needed_items(range(tokens), tokens))
+        pairs = _item_pairs(numbers, numbers)
+    else:
+        pairs = _pair_by_number(src, dst, dst.needed_entries(range(tokens), tokens))
     return replace(pairs, src_item=2 * pairs.src_item, dst_item=2 * pairs.dst_item)
-
-
-def scattered_items(space: Space, tokens: int) -> EntryPairs:
-    """As `scattered`, of items that move whole."""
-    items = 2 * _numbers(space.needed_items(range(tokens), tokens))
-    return _item_pairs(items, items)
 
 
 class BlockLookup:

@@ -178,6 +178,7 @@ def test_stages_of_a_hybrid_with_7_full_layers_of_15(cut):
         ("channels_first", "channels_first"),
         ("taps_first", "taps_first"),
         ("channels_first", "taps_first"),
+        ("taps_first", "channels_first"),
     ],
 )
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 2), (1, 1), (8, 2)])

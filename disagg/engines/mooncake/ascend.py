@@ -28,6 +28,8 @@ class AscendEngine(MooncakeEngine):
     """
 
     name = "ascend"
+    protocols = ("ascend",)
+    shared = True
     token_bytes = 0  # it would be host memory, which this transport does not register
     max_regions = 256
 
@@ -37,13 +39,8 @@ class AscendEngine(MooncakeEngine):
         reason = self.availability()
         if reason is not None:
             raise EngineUnavailable(f"engine ascend: {reason}")
-        super().__init__("ascend", hostname, chunk=chunk, shared=True)
+        super().__init__("ascend", hostname, chunk=chunk)
         self._memory = ""
-
-    @classmethod
-    def protocols(cls) -> Sequence[str]:
-        """Ascend only."""
-        return ("ascend",)
 
     @classmethod
     def availability(cls) -> str | None:

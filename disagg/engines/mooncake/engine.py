@@ -68,8 +68,7 @@ class MooncakeEngine(ThreadedEngine):
     (then `device` names NICs; default: all).
 
     Peers reach this host as `hostname`. Slabs are registered in ranges of at most `chunk` bytes.
-    Each peer is read through its own `TransferEngine`. With `shared` one serves all peers: memory
-    is registered once, but after a failed read a fence can never be certain.
+    Each peer is read through its own `TransferEngine`.
     """
 
     name = "mooncake"
@@ -77,6 +76,7 @@ class MooncakeEngine(ThreadedEngine):
     ports = " to TCP ports 15000 to 17000"
     token_bytes: ClassVar[int] = 16
     max_regions: ClassVar[int] = MAX_REGIONS
+    protocols: ClassVar[tuple[str, ...]] = tuple(SWITCHES)
 
     def __init__(
         self,
@@ -84,10 +84,9 @@ class MooncakeEngine(ThreadedEngine):
         hostname: str = "127.0.0.1",
         device: str = "",
         chunk: int | None = None,
-        shared: bool = False,
     ) -> None:
-        if protocol not in self.protocols():
-            protocols = ", ".join(self.protocols())
+        if protocol not in self.protocols:
+            protocols = ", ".join(self.protocols)
             raise EngineUnavailable(f"protocol {protocol!r}: engine {self.name} has {protocols}.")
         if not HOSTNAME.fullmatch(hostname):
             raise ValueError(f"hostname {hostname!r}: must be a host name, IPv4 address or [IPv6].")
@@ -95,16 +94,11 @@ class MooncakeEngine(ThreadedEngine):
             raise ValueError(f"chunk={chunk}: must be at least 1 byte.")
         package()
         choose(protocol)
-        super().__init__(hostname, shared=shared)
+        super().__init__(hostname)
         self._protocol, self._device, self._chunk = protocol, device, chunk
         self._token = np.frombuffer(secrets.token_bytes(self.token_bytes), dtype=np.uint8)
         self._engine: Any = None
         self._scratches: list[np.ndarray] = []
-
-    @classmethod
-    def protocols(cls) -> Sequence[str]:
-        """The protocols of this engine."""
-        return tuple(SWITCHES)
 
     @classmethod
     def availability(cls) -> str | None:
@@ -126,7 +120,7 @@ class MooncakeEngine(ThreadedEngine):
                 "Put all buffers into one slab per device, or set a larger `chunk`."
             )
         self._claim(ranges)
-        if self._shared:
+        if self.shared:
             self._serving()
         if self._engine is not None:
             with self._scope():
@@ -161,16 +155,16 @@ class MooncakeEngine(ThreadedEngine):
                 f"the peer uses Mooncake over {owner.protocol!r}, this engine over "
                 f"{self._protocol!r}. Give both the same `protocol`."
             )
-        shared = self._serving() if self._shared else None
+        shared = self._serving() if self.shared else None
         reader = MooncakeReader(
             owner=owner,
             scratch=np.zeros(self.token_bytes, dtype=np.uint8),
             obtain=self._reading if shared is None else lambda: shared,
-            shared=self._shared,
+            shared=self.shared,
             scope=self._scope(),
             polls=self._protocol == "tcp",
         )
-        if self._shared:
+        if self.shared:
             self._scratches.append(reader.scratch)
         return self._connected(f"mooncake {reader.address}", reader, ranges)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.plan.matching.match import Holders, Overlap, Part, Turn, elect
+from disagg.plan.matching.match import Holders, Overlap, Part, elect
 from kvpool.layout import PoolLayout, need_layouts
 
 
@@ -66,10 +66,13 @@ def share_out(
     for number, wanted in enumerate(overlaps):
         for holders in dict.fromkeys(overlap.holders for overlap in wanted):
             readers.setdefault(holders, []).append(number)
-    turns: list[dict[Holders, Turn]] = [{} for _ in overlaps]
+    turns: list[dict[Holders, Holders]] = [{} for _ in overlaps]
     for holders, numbers in readers.items():
         for place, number in enumerate(numbers):
-            turns[number][holders] = Turn(place, len(numbers))
+            # each replica is read by as few members as can be: the second of two members reads
+            # from ranks 2 and 3 of four
+            low, high = (n * len(holders) // len(numbers) for n in (place, place + 1))
+            turns[number][holders] = holders[low : max(high, low + 1)]
     parts = [tuple(elect(wanted, turn)) for wanted, turn in zip(overlaps, turns)]
     asked = [{part.source for part in read} for read in parts]
     for idle in set(range(sources)).difference(*asked):

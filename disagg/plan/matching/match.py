@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
@@ -49,23 +48,6 @@ class Part:
     box: Box
     held: Interleave
     source: int
-
-
-class Turn(NamedTuple):
-    """Number `place` of `ranks` destinations that read from the same replicas."""
-
-    place: int
-    ranks: int
-
-    def of(self, holders: Holders) -> Holders:
-        """The replicas of which this one reads: each is read, by as few destinations as can be. The
-        second of two destinations reads from ranks 2 and 3 of four replicas.
-        """
-        low, high = (place * len(holders) // self.ranks for place in (self.place, self.place + 1))
-        return holders[low : max(high, low + 1)]
-
-
-ALONE = Turn(0, 1)
 
 
 def absent(region: Region, layers: Collection[int], others: str) -> str:
@@ -236,18 +218,18 @@ def _tile_shard(
 
 
 def elect(
-    overlaps: Sequence[Overlap], turns: Mapping[Holders, Turn] = MappingProxyType({})
+    overlaps: Sequence[Overlap], turns: Mapping[Holders, Holders] = MappingProxyType({})
 ) -> Iterator[Part]:
     """One holder for each region of each overlap. Replicas share the layers in contiguous blocks,
     so that all of them send: of five layers, two replicas send 0 to 2, and 3 and 4. `turns` says of
-    which replicas others read too, and of which of them this destination does.
+    replicas that others read too which this destination reads.
     """
     layers: dict[Holders, set[tuple[str, int]]] = {}
     for overlap in overlaps:
         layers.setdefault(overlap.holders, set()).update(key[:2] for key in overlap.keys)
     elected: dict[Holders, dict[tuple[str, int], int]] = {}
     for holders, shared in layers.items():
-        ranks = turns.get(holders, ALONE).of(holders)
+        ranks = turns.get(holders, holders)
         elected[holders] = {
             layer: ranks[number * len(ranks) // len(shared)]
             for number, layer in enumerate(sorted(shared))

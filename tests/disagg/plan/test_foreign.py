@@ -5,7 +5,6 @@ Every byte of both sides' tensors is compared, described or not.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from itertools import product
 
@@ -18,10 +17,10 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.plan import plan
 from disagg.plan.proof import prove
 from disagg.plan.routes import records_of
-from disagg.runtime.staging import coalesce
 from kvpool import MHAPool, Shard
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
+from tests.oracle import copy, copy_through_buffer, covered
 from tests.slices import arrived, models, sides
 
 TOKENS, PAGE = 40, 16
@@ -150,11 +149,6 @@ def test_what_is_explained_is_what_travels():
         assert row.why == why
 
 
-def copy(batch):
-    for src, dst, nbytes in zip(batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist()):
-        ctypes.memmove(dst, src, nbytes)
-
-
 @st.composite
 def requests(draw):
     """Two tensors of one model, and a request's pages in both."""
@@ -194,7 +188,7 @@ def test_only_what_is_described_is_read_and_written(request):
         side.declared(table.spans["kv"].ids) & padding
         for side, table in ((source, there), (dest, here))
     ]
-    read = source.where(batch.src, batch.nbytes)
+    read = covered(source.raw, batch.src, batch.nbytes)
     assert not (read & ~source.described() & ~free[0]).any()
     if not padding:
         moved, dead = dest.layout.live_bytes(here.num_tokens), int(dest.dead(here).sum())
@@ -212,16 +206,13 @@ def test_only_what_is_described_is_read_and_written(request):
 def test_a_read_through_a_buffer_leaves_out_what_is_not_described(request):
     source, dest, there, here = request
     batch = plan([source.layout], dest.layout).bind(0, there, here)
-    found = coalesce(batch, source.layout, 1 << 20)
-    if found is None:
-        return
-    read = source.where(found.read.src, found.read.nbytes)
-    assert not (read & ~source.described() & ~source.declared()).any()
     padding = source.padding and dest.padding
     free = dest.declared(here.spans["kv"].ids) & padding
     free |= tail(source, dest, there, here, batch)
     expected = arrived(source, dest, there, here)
-    buffer = np.zeros(found.read.total, dtype=np.uint8)
-    copy(replace(found.read, dst=found.read.dst + buffer.ctypes.data))
-    copy(replace(found.scatter, src=found.scatter.src + buffer.ctypes.data))
+    read = copy_through_buffer(batch, source.layout)
+    if read is None:
+        return
+    bytes_read = covered(source.raw, read.src, read.nbytes)
+    assert not (bytes_read & ~source.described() & ~source.declared()).any()
     assert not ((dest.raw != expected) & ~free).any()

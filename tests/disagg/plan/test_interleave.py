@@ -22,7 +22,6 @@ from tests.oracle import (
     blank,
     built,
     fill,
-    hand_off,
     live,
     move,
     packed,
@@ -277,12 +276,6 @@ def test_a_source_that_has_computed_less_is_refused_though_it_holds_none_of_the_
     made = plan([source.layout], dest.layout)
     with pytest.raises(IncompleteTransfer, match=r"holds positions up to 3, .* needs them up to 7"):
         made.bind(0, place(source, 4), place(dest, 8))
-
-
-def test_items_that_are_passed_over_are_not_taken_for_their_neighbours():
-    """Decode's rank holds entries of some items of prefill's only, and several of one of them."""
-    (source,), (dest,) = layouts([(1, 0, 1)], page=4), layouts([(3, 0, 3)], page=1)
-    hand_off([source], dest, 60)
 
 
 def test_plans_of_other_stretches_are_not_confused_by_the_cache():

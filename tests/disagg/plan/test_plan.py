@@ -322,13 +322,6 @@ def npu_style(layers, items, page, dims):
     return State(layout, memory, views)
 
 
-@pytest.mark.parametrize("page", [4, 6])
-def test_a_row_of_latent_and_rope_and_two_stacked_tensors_are_the_same_regions(page):
-    row, apart = mla(range(3)), npu_style([0, 1, 2], 12, page, (8, 4))
-    hand_off([row], apart, 30)
-    hand_off([apart], row, 30)
-
-
 def described(named, page, buffer=None):
     """State of tensors `[I, E, D]`, one for each layer and role, in `buffer` if there is one."""
     seen = {
@@ -402,47 +395,6 @@ def window(size, page):
     )
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 9, 24, 50])
-@pytest.mark.parametrize(("prefill", "decode"), [(4, 6), (6, 4)])
-def test_only_the_last_positions_of_a_window_are_moved(tokens, prefill, decode):
-    hand_off([window(8, prefill)], window(8, decode), tokens)
-
-
-def test_layers_that_differ_in_space_only_use_their_own_ids():
-    def pool():
-        page = Repeat("entry", 4, Cell("latent", 6, "bf16"))
-        spaces = [Space(name, entries_per_item=4) for name in ("kv", "other")]
-        return built([(0, "kv", 12, page), (1, "other", 12, page)], spaces)
-
-    hand_off([pool()], pool(), 30)
-
-
-@pytest.mark.parametrize("dead", [(0, 3), (3, 0), (2, 4), (4, 4)])
-def test_lists_that_start_at_different_items_are_paired_by_position(dead):
-    source, dest, tokens = window(12, 4), window(12, 6), 50
-
-    def cut(address, first):
-        return RequestAddress(tokens, {"swa": Span(address.spans["swa"].ids[first:], first)})
-
-    there, here = cut(place(source, tokens, 1), dead[0]), cut(place(dest, tokens), dead[1])
-    fill(source, there)
-    blank(dest)
-    move([source], dest, [there], here)
-    assert_holds(dest, here)
-    assert here.spans["swa"].first_item == dead[1]
-
-
-def test_a_window_whose_start_is_not_offered_is_refused():
-    source, dest = window(12, 4), window(12, 4)
-    whole = place(source, 50)
-    late = RequestAddress(50, {"swa": Span(whole.spans["swa"].ids[10:], 10)})
-    made = plan([source.layout], dest.layout)
-    with pytest.raises(
-        IncompleteTransfer, match=r"source: space swa needs .* 36 to 51, .* 40 to 51"
-    ):
-        made.bind(0, late, whole)
-
-
 @pytest.mark.parametrize("wanted", [12, None])
 def test_entries_that_have_left_the_source_window_are_refused(wanted):
     source, dest = window(8, 4), window(wanted, 4)
@@ -465,18 +417,6 @@ def ring(size):
     template = Repeat("entry", size, Cell("c4.state", 4, "f32"))
     space = Space("ring", "ring", entries_per_item=size, window=8)
     return built([(layer, "ring", 5, template) for layer in range(2)], [space])
-
-
-@pytest.mark.parametrize("tokens", [1, 8, 9, 17, 33, 1_000_003])
-@pytest.mark.parametrize(("prefill", "decode"), [(8, 16), (16, 8), (12, 16)])
-def test_live_entries_of_a_ring_land_by_position(tokens, prefill, decode):
-    source, dest = ring(prefill), ring(decode)
-    there, here = place(source, tokens, 1), place(dest, tokens)
-    last = range(max(0, tokens - 20), tokens)
-    fill(source, there, last)
-    blank(dest)
-    move([source], dest, [there], here)
-    assert_holds(dest, here, last)
 
 
 def ring_of(kind, size):
@@ -514,19 +454,6 @@ def test_a_ring_that_holds_later_positions_is_refused():
         made.bind(0, place(source, 41), place(dest, 40))
 
 
-@pytest.mark.parametrize("tokens", [3, 4, 33, 64])
-@pytest.mark.parametrize(("prefill", "decode"), [(4, 2), (4, 6)])
-def test_compressed_entries_are_moved_once_their_tokens_are_complete(tokens, prefill, decode):
-    source, dest = (
-        built(
-            [(0, "c4", 14, Repeat("entry", page, Cell("c4.latent", 6, "bf16")))],
-            [Space("c4", entries_per_item=page, tokens_per_entry=4)],
-        )
-        for page in (prefill, decode)
-    )
-    hand_off([source], dest, tokens)
-
-
 def compressed(page):
     """Token pages, and compressed pages that share their ids."""
     return built(
@@ -537,11 +464,6 @@ def compressed(page):
         [Space("c4", entries_per_item=page // 4, tokens_per_entry=4, ids="kv")],
         page=page,
     )
-
-
-@pytest.mark.parametrize("tokens", [3, 16, 27, 64])
-def test_compressed_pages_share_the_ids_of_token_pages(tokens):
-    hand_off([compressed(8)], compressed(16), tokens)
 
 
 def test_chunks_move_each_compressed_entry_with_its_last_token():
@@ -597,16 +519,6 @@ def conv(rank, tp, order):
         parts.append(Repeat("head", size, Repeat("dim", dim, inner), start, heads))
     template = Seq(*parts) if order == "channels" else Repeat("tap", 3, Seq(*parts))
     return built([(layer, "state", 5, template) for layer in (1, 4)], [Space("state", "slot")])
-
-
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 4), (4, 2), (1, 8), (8, 4)])
-@pytest.mark.parametrize(
-    "orders", [("channels", "window"), ("window", "channels"), ("window",) * 2]
-)
-def test_conv_sections_are_resharded_in_any_axis_order(prefill, decode, orders):
-    sources = [conv(rank, prefill, orders[0]) for rank in range(prefill)]
-    for rank in range(decode):
-        hand_off(sources, conv(rank, decode, orders[1]), 30)
 
 
 def test_conv_axes_of_a_described_tensor_are_those_of_a_template():
