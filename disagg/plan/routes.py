@@ -16,7 +16,6 @@ from disagg.plan.matching.pairing import encoded
 from disagg.plan.runs import (
     Item,
     ItemRuns,
-    PlacedRuns,
     Route,
     RouteSide,
     Runs,
@@ -64,10 +63,7 @@ def routes_of(
     for (source, packed, _), moved in _by_pair(records, parts, by_layer).items():
         src, src_starts = records[source].end([part.src for part in moved])
         dst, dst_starts = records[-1].end([part.dst for part in moved])
-        placed = [
-            PlacedRuns(part.runs, src_start, dst_start)
-            for part, src_start, dst_start in zip(moved, src_starts, dst_starts)
-        ]
+        placed = list(zip([part.runs for part in moved], src_starts, dst_starts))
         content = packed, src.item, dst.item, *placed
         runs = runs_of.get(content)
         if runs is None:

@@ -163,22 +163,16 @@ def entry_runs(source: Region, dest: Region, box: Box) -> Runs:
     )
 
 
-class PlacedRuns(NamedTuple):
-    """Runs of an entry of two buffers, and the bytes from the records' items to the buffers'."""
-
-    runs: Runs
-    src_start: int
-    dst_start: int
-
-
-def join(parts: Sequence[PlacedRuns]) -> Runs:
-    """All runs of a record pair by destination, joined where adjacent on both sides."""
+def join(parts: Sequence[tuple[Runs, int, int]]) -> Runs:
+    """All runs of a record pair by destination, joined where adjacent on both sides: of `parts`,
+    which are runs of an entry of two buffers, and the bytes from both records' items to these.
+    """
     runs = Runs(
-        src=np.concatenate([part.runs.src + part.src_start for part in parts]),
-        dst=np.concatenate([part.runs.dst + part.dst_start for part in parts]),
-        nbytes=np.concatenate([part.runs.nbytes for part in parts]),
-        src_step=np.concatenate([part.runs.src_step for part in parts]),
-        dst_step=np.concatenate([part.runs.dst_step for part in parts]),
+        src=np.concatenate([runs.src + start for runs, start, _ in parts]),
+        dst=np.concatenate([runs.dst + start for runs, _, start in parts]),
+        nbytes=np.concatenate([runs.nbytes for runs, _, _ in parts]),
+        src_step=np.concatenate([runs.src_step for runs, _, _ in parts]),
+        dst_step=np.concatenate([runs.dst_step for runs, _, _ in parts]),
     )
     runs = runs.pick(np.argsort(runs.dst, kind="stable"))
     continues = (

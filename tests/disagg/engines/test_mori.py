@@ -84,10 +84,23 @@ def test_slabs_that_mori_would_not_survive_are_refused(network, slabs, sentence)
     assert not recorder.CALLS
 
 
-def engine_of(*memories, memory="cpu", hostname="127.0.0.1"):
-    engine = MoriEngine(hostname)
-    engine.register([Slab(array.ctypes.data, array.nbytes, memory) for array in memories])
-    return engine
+@pytest.fixture
+def engine_of(network):
+    """Makes engines with registered memory; all are closed, and nothing is left of them."""
+    engines = []
+
+    def make(*memories, memory="cpu"):
+        engines.append(MoriEngine())
+        slabs = [Slab(array.ctypes.data, array.nbytes, memory) for array in memories]
+        engines[-1].register(slabs)
+        return engines[-1]
+
+    yield make
+    network.block.set()
+    network.release()
+    while engines:
+        engines.pop().close()
+    until(lambda: gc.collect() is not None and network.alive() == 0)
 
 
 def bytes_of(size, seed=0):
@@ -103,19 +116,14 @@ def called(method):
 
 
 @pytest.fixture
-def pair(network):
+def pair(engine_of):
     """A serving engine and a reading one, with their memory and the peer."""
     source, dest = bytes_of(1 << 16), np.zeros(1 << 16, np.uint8)
     serving, reading = engine_of(source), engine_of(dest)
-    yield serving, reading, source, dest, reading.connect(serving.metadata())
-    network.block.set()
-    network.release()
-    reading.close()
-    serving.close()
-    until(lambda: gc.collect() is not None and network.alive() == 0)
+    return serving, reading, source, dest, reading.connect(serving.metadata())
 
 
-def test_each_call_and_argument_of_a_read(network):
+def test_each_call_and_argument_of_a_read(engine_of):
     source, dest = bytes_of(1 << 16), np.zeros(1 << 16, np.uint8)
     serving, reading = (engine_of(array, memory="cuda:5") for array in (source, dest))
     peer = reading.connect(serving.metadata())
@@ -148,14 +156,12 @@ def test_each_call_and_argument_of_a_read(network):
     for first, stop, n in ((7, 100, 5), (900, 0, 64), (20, 300, 30)):
         expected[stop : stop + n] = source[first : first + n]
     assert np.array_equal(dest, expected)
-    reading.close()
-    serving.close()
 
 
-def test_runs_across_slabs_of_the_host_and_of_gpus_arrive_in_calls_between_two(network):
+def test_runs_across_slabs_of_the_host_and_of_gpus_arrive_in_calls_between_two(engine_of):
     source, dest = bytes_of(300), np.zeros(300, np.uint8)
     places = ("cuda:0", "cpu", "cuda:3")
-    serving, reading = MoriEngine(), MoriEngine()
+    serving, reading = engine_of(), engine_of()
     for engine, memory in ((serving, source), (reading, dest)):
         engine.register([Slab(memory.ctypes.data + 100 * n, 100, places[n]) for n in (2, 0, 1)])
     peer = reading.connect(serving.metadata())
@@ -176,8 +182,6 @@ def test_runs_across_slabs_of_the_host_and_of_gpus_arrive_in_calls_between_two(n
     assert reading.poll(reading.read(peer, batch_of()))
     with pytest.raises(TransferError, match="register all memory before"):
         reading.register([Slab(4096, 5)])
-    reading.close()
-    serving.close()
 
 
 def test_a_read_is_done_when_mori_says_so_and_the_descriptor_tells(network, pair):
@@ -199,7 +203,7 @@ def test_a_read_is_done_when_mori_says_so_and_the_descriptor_tells(network, pair
     waker.close()
 
 
-def test_after_a_fence_nothing_lands_and_reads_of_others_go_on(network, pair):
+def test_after_a_fence_nothing_lands_and_reads_of_others_go_on(network, pair, engine_of):
     serving, reading, source, dest, peer = pair
     other_source = bytes_of(1 << 12, seed=1)
     other = engine_of(other_source)
@@ -218,7 +222,6 @@ def test_after_a_fence_nothing_lands_and_reads_of_others_go_on(network, pair):
     again = reading.connect(serving.metadata())
     finish(reading, reading.read(again, whole(source, dest)))
     assert np.array_equal(dest, source)
-    other.close()
 
 
 def test_a_failed_read_says_why_and_then_nothing_of_it_lands(network, pair):
@@ -234,7 +237,7 @@ def test_a_failed_read_says_why_and_then_nothing_of_it_lands(network, pair):
     assert np.array_equal(dest, source)
 
 
-def test_nothing_is_posted_behind_a_call_that_failed(network):
+def test_nothing_is_posted_behind_a_call_that_failed(network, engine_of):
     source, dest = bytes_of(300), np.zeros(300, np.uint8)
     serving, reading = engine_of(source[:100], source[200:]), engine_of(dest)
     peer = reading.connect(serving.metadata())
@@ -243,8 +246,6 @@ def test_nothing_is_posted_behind_a_call_that_failed(network):
     with pytest.raises(TransferError, match="ibv_post_send failed"):
         finish(reading, reading.read(peer, batch_of((src, dst, 50), (src + 200, dst + 50, 50))))
     assert len(called("batch_read")) == 1
-    reading.close()
-    serving.close()
 
 
 def test_a_fence_outlasts_a_thread_in_a_call_and_close_ends_what_is_in_flight(network, pair):
@@ -261,7 +262,7 @@ def test_a_fence_outlasts_a_thread_in_a_call_and_close_ends_what_is_in_flight(ne
     assert not network.release() and not dest.any() and network.alive() == 1
 
 
-def test_a_peer_that_dies_or_cannot_be_reached_fails_its_reads_and_no_others(network, pair):
+def test_a_peer_that_dies_or_cannot_be_reached_fails_its_reads_alone(network, pair, engine_of):
     serving, reading, source, dest, peer = pair
     finish(reading, reading.read(peer, whole(source, dest)))
     unreachable = reading.connect(serving.metadata())
@@ -282,10 +283,9 @@ def test_a_peer_that_dies_or_cannot_be_reached_fails_its_reads_and_no_others(net
         finish(reading, reading.read(lost, whole(source, dest)))
     with pytest.raises(TransferError, match=sentence):
         engine_of(np.zeros(8, np.uint8)).metadata()
-    other.close()
 
 
-def test_a_process_that_took_over_the_port_is_not_believed(network, pair):
+def test_a_process_that_took_over_the_port_is_not_believed(network, pair, engine_of):
     _, reading, _, dest, _ = pair
     source, stranger = bytes_of(512, seed=2), bytes_of(512, seed=3)
     first = engine_of(source)
@@ -305,7 +305,6 @@ def test_a_process_that_took_over_the_port_is_not_believed(network, pair):
     again = reading.connect(fresh)
     finish(reading, reading.read(again, whole(stranger, dest[:512])))
     assert np.array_equal(dest[:512], stranger)
-    second.close()
 
 
 def moved_to_another(packed):

@@ -18,7 +18,7 @@ from disagg.engines.base import TransferError, create_engine
 from disagg.engines.nixl import agent as nixl_agent
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
-from tests.disagg.engines.owners import Owner, batch_of, finish, pattern, read
+from tests.disagg.engines.owners import Owner, batch_of, engine_of, finish, pattern, read
 from tests.processes import Child
 
 MIB = 1 << 20
@@ -42,28 +42,25 @@ def friends():
     assert {name: owner.close() for name, owner in owners.items()} == dict.fromkeys(owners, 0)
 
 
-def memory_of(size):
-    memory = np.full(size, 0xEE, dtype=np.uint8)
-    return memory, [Slab(memory.ctypes.data, size)]
+def blank(size):
+    return np.full(size, 0xEE, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
 def test_another_process_is_read_over(transports, friends):
     """Several parts in flight on one connection."""
     count, width = 3000, 144
-    memory, slabs = memory_of(2 * count * width)
+    memory, expected = blank(2 * count * width), blank(2 * count * width)
     other, random = friends(transports), np.random.default_rng(0)
-    engine = create_engine("nixl", **TRANSPORTS[transports])
-    engine.register(slabs)
-    peer = engine.connect(other.metadata)
     src, dst = (random.permutation(2 * count)[:count] * width for _ in range(2))
     lengths = random.integers(1, width + 1, count)
-    batch = CopyBatch(other.base + src, memory.ctypes.data + dst, lengths)
-    finish(engine, *[engine.read(peer, part) for part in batch.split(1 << 16, 400)])
-    assert engine.fence(peer, 0)
-    assert not engine._agent._held, "NIXL's requests are released"
-    engine.close()
-    expected, truth = np.full(memory.size, 0xEE, dtype=np.uint8), pattern(memory.size)
+    with engine_of("nixl", memory, **TRANSPORTS[transports]) as engine:
+        peer = engine.connect(other.metadata)
+        batch = CopyBatch(other.base + src, memory.ctypes.data + dst, lengths)
+        finish(engine, *[engine.read(peer, part) for part in batch.split(1 << 16, 400)])
+        assert engine.fence(peer, 0)
+        assert not engine._agent._held, "NIXL's requests are released"
+    truth = pattern(memory.size)
     for at, to, nbytes in zip(src, dst, lengths):
         expected[to : to + nbytes] = truth[at : at + nbytes]
     assert np.array_equal(memory, expected)
@@ -113,12 +110,12 @@ def test_after_a_fence_nothing_lands_when_a_stopped_peer_continues(transports, s
     """UCX can end a peer whose connection closes before it answers. The peer survives if the engine
     knows that nothing lands over this transport without progress here.
     """
-    memory, slabs = memory_of(SIZE)
-    more, other_slabs = memory_of(MIB)
+    memory, more = blank(SIZE), blank(MIB)
     good, options = friends(transports.partition(" ")[0]), TRANSPORTS.get(transports, BY_OPTION)
-    with Owner("nixl", SIZE, **options) as bad:
-        engine = create_engine("nixl", patience=0.3, **options)
-        engine.register([*slabs, *other_slabs])
+    with (
+        Owner("nixl", SIZE, **options) as bad,
+        engine_of("nixl", memory, more, patience=0.3, **options) as engine,
+    ):
         friend = small_read(engine, good, more)
         peer, transfer = stuck(engine, bad, memory, seen)
         assert not engine.fence(peer, 0), "bytes can still land"
@@ -138,71 +135,62 @@ def test_after_a_fence_nothing_lands_when_a_stopped_peer_continues(transports, s
             engine.read(peer, to_the_end(bad, memory))
         assert engine.fence(peer, 0), "once fenced, always fenced"
         assert transports == "tcp by option" or bad.close() == 0
-        engine.close()
 
 
 def test_a_fence_lets_reads_complete():
     """A peer that stops for a moment costs no agent, and all its bytes arrive."""
-    memory, slabs = memory_of(SIZE)
-    with Owner("nixl", SIZE, transports="tcp") as other:
-        engine = create_engine("nixl", transports="tcp", patience=math.inf)
-        engine.register(slabs)
-        peer, transfer = stuck(engine, other, memory)
-        assert not engine.fence(peer, 0.05)
-        other.go_on()
-        assert engine.fence(peer)
-        assert engine.poll(transfer) and np.array_equal(memory, pattern(SIZE))
-        assert engine.telemetry()["agents_ended"] == 0
-        engine.close()
+    memory, options = blank(SIZE), TRANSPORTS["tcp"]
+    with Owner("nixl", SIZE, **options) as other:
+        with engine_of("nixl", memory, patience=math.inf, **options) as engine:
+            peer, transfer = stuck(engine, other, memory)
+            assert not engine.fence(peer, 0.05)
+            other.go_on()
+            assert engine.fence(peer)
+            assert engine.poll(transfer) and np.array_equal(memory, pattern(SIZE))
+            assert engine.telemetry()["agents_ended"] == 0
         assert other.close() == 0
 
 
 def test_a_fence_waits_for_reads_from_other_peers():
-    memory, slabs = memory_of(SIZE)
-    more, other_slabs = memory_of(SIZE)
-    with (
-        Owner("nixl", SIZE, transports="tcp") as bad,
-        Owner("nixl", SIZE, transports="tcp") as slow,
-    ):
-        engine = create_engine("nixl", transports="tcp", patience=0.1)
-        engine.register([*slabs, *other_slabs])
-        friend, transfer = stuck(engine, slow, more)
-        peer, _ = stuck(engine, bad, memory)
-        assert not engine.fence(peer, 0.3), "the friend's read would be lost"
-        slow.go_on()
-        small_read(engine, slow, memory, friend)
-        later = engine.read(friend, to_the_end(slow, memory))
-        assert later.agent is not transfer.agent, "an agent that goes on reading never ends"
-        assert engine.fence(peer, 20)
-        assert engine.poll(transfer) and np.array_equal(more, pattern(SIZE))
-        assert engine.fence(friend, 0)
-        engine.close()
+    memory, more, options = blank(SIZE), blank(SIZE), TRANSPORTS["tcp"]
+    with Owner("nixl", SIZE, **options) as bad, Owner("nixl", SIZE, **options) as slow:
+        with engine_of("nixl", memory, more, patience=0.1, **options) as engine:
+            friend, transfer = stuck(engine, slow, more)
+            peer, _ = stuck(engine, bad, memory)
+            assert not engine.fence(peer, 0.3), "the friend's read would be lost"
+            slow.go_on()
+            small_read(engine, slow, memory, friend)
+            later = engine.read(friend, to_the_end(slow, memory))
+            assert later.agent is not transfer.agent, "an agent that goes on reading never ends"
+            assert engine.fence(peer, 20)
+            assert engine.poll(transfer) and np.array_equal(more, pattern(SIZE))
+            assert engine.fence(friend, 0)
         assert slow.close() == 0
 
 
 @pytest.mark.parametrize(("transports", "patience"), [("tcp", math.inf), ("posix", 0.2)])
 def test_a_dead_peer_is_fenced_and_others_are_still_read(transports, patience, friends):
     """TCP reports it. Over shared memory UCX does not notice, and the read stays pending."""
-    memory, slabs = memory_of(SIZE)
-    good, options = friends(transports), TRANSPORTS[transports]
-    with Owner("nixl", SIZE, **options) as bad:
-        engine = create_engine("nixl", patience=patience, **options)
-        engine.register(slabs)
+    memory, good, options = blank(SIZE), friends(transports), TRANSPORTS[transports]
+    with (
+        Owner("nixl", SIZE, **options) as bad,
+        engine_of("nixl", memory, patience=patience, **options) as engine,
+    ):
         peer, _ = stuck(engine, bad, memory)
         bad.process.kill()
         bad.process.join(20)
         friend = small_read(engine, good, memory)
         assert engine.fence(peer, 20)
         small_read(engine, good, memory, friend)
-        engine.close()
 
 
 def test_what_keeps_an_agent_alive():
     """A kept exception does not; a reference does, and then the fence raises."""
-    memory, slabs = memory_of(SIZE)
-    with Owner("nixl", SIZE, transports="tcp") as other:
-        engine = create_engine("nixl", patience=0.0, **BY_OPTION)
-        engine.register(slabs)
+    memory = blank(SIZE)
+    with (
+        Owner("nixl", SIZE, transports="tcp") as other,
+        engine_of("nixl", memory, patience=0.0, **BY_OPTION) as engine,
+    ):
         peer, _ = stuck(engine, other, memory)
         with pytest.raises(TransferError) as kept:
             engine.read(peer, batch_of((8, 8, 8)))
@@ -211,7 +199,6 @@ def test_what_keeps_an_agent_alive():
             engine.fence(peer, 0)
         del agent
         assert engine.fence(peer, 0), kept.value
-        engine.close()
 
 
 def usage() -> tuple[int, int, int]:
@@ -223,16 +210,14 @@ def usage() -> tuple[int, int, int]:
 def come_and_go(pipe, metadata: bytes, base: int, size: int, options: dict, cycles: int) -> None:
     """Creates, uses and closes engines; sends its usage after each cycle."""
     memory, truth = np.zeros(size, dtype=np.uint8), pattern(size)
+    starts = np.arange(0, size, 4096)
+    lengths = np.full(starts.size, 4096)
     for _ in range(cycles):
         memory[:] = 0
-        engine = create_engine("nixl", **options)
-        engine.register([Slab(memory.ctypes.data, size)])
-        peer = engine.connect(metadata)
-        starts = np.arange(0, size, 4096)
-        lengths = np.full(starts.size, 4096)
-        read(engine, peer, CopyBatch(base + starts, memory.ctypes.data + starts, lengths))
-        assert engine.fence(peer, 0)
-        engine.close()
+        with engine_of("nixl", memory, **options) as engine:
+            peer = engine.connect(metadata)
+            read(engine, peer, CopyBatch(base + starts, memory.ctypes.data + starts, lengths))
+            assert engine.fence(peer, 0)
         assert np.array_equal(memory, truth)
         pipe.send(usage())
 
@@ -269,14 +254,11 @@ def open_files(pid):
 def test_a_peer_that_is_connected_again_and_again_costs_no_more_files_on_either_side(
     transports, friends
 ):
-    other, engine = friends(transports), create_engine("nixl", **TRANSPORTS[transports])
-    memory, slabs = memory_of(4096)
-    engine.register(slabs)
-    counts = []
-    for _ in range(CYCLES):
-        read_over_a_new_connection(engine, other, memory)
-        counts.append((open_files(os.getpid()), open_files(other.process.pid)))
-    engine.close()
+    other, memory, counts = friends(transports), blank(4096), []
+    with engine_of("nixl", memory, **TRANSPORTS[transports]) as engine:
+        for _ in range(CYCLES):
+            read_over_a_new_connection(engine, other, memory)
+            counts.append((open_files(os.getpid()), open_files(other.process.pid)))
     # the other process accepts a connection in its own time
     assert np.ptp(counts[CYCLES // 3 :], axis=0).max() == 0, counts
 
@@ -292,14 +274,12 @@ def break_connections():
 
 @pytest.mark.parametrize("transports", ["default", "tcp"])
 def test_a_connection_that_broke_while_nothing_used_it_is_replaced(transports, friends):
-    other, engine = friends(transports), create_engine("nixl", **TRANSPORTS[transports])
-    memory, slabs = memory_of(4096)
-    engine.register(slabs)
-    read_over_a_new_connection(engine, other, memory)
-    break_connections()
-    read_over_a_new_connection(engine, other, memory)
-    assert engine.telemetry()["agents_ended"] == 0
-    engine.close()
+    other, memory = friends(transports), blank(4096)
+    with engine_of("nixl", memory, **TRANSPORTS[transports]) as engine:
+        read_over_a_new_connection(engine, other, memory)
+        break_connections()
+        read_over_a_new_connection(engine, other, memory)
+        assert engine.telemetry()["agents_ended"] == 0
 
 
 @pytest.mark.parametrize("given", ["tcp,cma", "tcp"])

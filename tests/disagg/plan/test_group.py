@@ -97,22 +97,20 @@ def test_members_take_replicas_in_turn(sources, dests, table):
 
 
 @pytest.mark.parametrize(
-    ("sources", "dests", "table"),
+    ("sources", "dests", "heads", "table"),
     [
-        (4, 2, [[0, 1], [2, 3]]),
-        (2, 4, [[0], [0], [1], [1]]),
-        (4, 4, [[0], [1], [2], [3]]),
-        (8, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (4, 2, 4, [[0, 1], [2, 3]]),
+        (2, 4, 4, [[0], [0], [1], [1]]),
+        (4, 4, 4, [[0], [1], [2], [3]]),
+        (8, 2, 4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (4, 2, 2, [[0, 1], [2, 3]]),  # each member reads from both replicas of its head
     ],
 )
-def test_members_ask_those_that_hold_their_heads(sources, dests, table):
-    assert asked(members(sharded(sources, num_kv_heads=4), sharded(dests, num_kv_heads=4))) == table
-
-
-def test_replicas_of_a_head_are_shared_among_the_members_that_need_it_and_not_among_all():
-    """Of 4 ranks that hold 2 heads, each member reads from both that hold its head."""
-    plans = members(sharded(4, num_kv_heads=2), sharded(2, num_kv_heads=2))
-    assert [each.contributors() for each in plans] == [[0, 1], [2, 3]]
+def test_members_ask_and_read_those_that_hold_their_heads(sources, dests, heads, table):
+    plans = members(sharded(sources, num_kv_heads=heads), sharded(dests, num_kv_heads=heads))
+    assert asked(plans) == table
+    if heads == 2:
+        assert [each.contributors() for each in plans] == table
 
 
 def test_a_rank_that_nobody_reads_is_asked_by_one_member():
