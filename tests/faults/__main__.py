@@ -1,11 +1,12 @@
-"""`python -m tests.faults --runs 500`: seeded runs with one fault each, and a table of results."""
+"""`python -m tests.faults --runs 500`: seeded runs with one fault each."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from statistics import median
 
 from tests.faults.run import Outcome
 from tests.faults.world import Violation
@@ -30,39 +31,13 @@ def main(arguments: Sequence[str]) -> int:
                 failed += 1
                 print(f"{type(violation).__name__}: {violation}", flush=True)
         worlds.close()
-    print(f"{options.runs} runs in {time.monotonic() - began:.0f} s, {failed} violations\n")
-    _table("fault", outcomes, lambda outcome: outcome.kind)
-    _table("pools and engine", outcomes, lambda outcome: outcome.shape)
+    print(f"{options.runs} runs in {time.monotonic() - began:.0f} s, {failed} violations")
+    for what in ("succeeded", "failed"):
+        print(f"rooms that {what}: {sum(getattr(outcome, what) for outcome in outcomes)}")
+    for what in ("noticed", "quarantine"):
+        times = [seconds for outcome in outcomes for seconds in getattr(outcome, what)]
+        print(f"{what} after {median(times or [0]):.3f} s, at most {max(times, default=0):.3f} s")
     return failed
-
-
-HEAD = (
-    *("runs", "repeated", "rooms that succeeded", "failed", "of these given up"),
-    "noticed after, s: median, 95 %, max",
-    "pages back after, s: median, max",
-)
-
-
-def _table(what: str, outcomes: list[Outcome], key: Callable[[Outcome], str]) -> None:
-    print("|", " | ".join((what, *HEAD)), "|")
-    print("|---|--:|--:|--:|--:|--:|---|---|")
-    for name in [*sorted({key(outcome) for outcome in outcomes}), "all"]:
-        some = [outcome for outcome in outcomes if name in (key(outcome), "all")]
-        noticed = sorted(seconds for outcome in some for seconds in outcome.noticed)
-        back = sorted(seconds for outcome in some for seconds in outcome.quarantine)
-        counts = (
-            str(sum(getattr(outcome, field) for outcome in some))
-            for field in ("repeated", "succeeded", "failed", "given_up")
-        )
-        times = _quantiles(noticed, (0.5, 0.95, 1)), _quantiles(back, (0.5, 1))
-        print("|", " | ".join((name, str(len(some)), *counts, *times)), "|")
-    print()
-
-
-def _quantiles(values: list[float], shares: Iterable[float]) -> str:
-    if not values:
-        return ""
-    return ", ".join(f"{values[round(share * (len(values) - 1))]:.3f}" for share in shares)
 
 
 if __name__ == "__main__":

@@ -43,14 +43,10 @@ class Outcome:
     seconds: float = 0.0
     succeeded: int = 0
     failed: int = 0
-    given_up: int = 0
-    """Rooms that one side waited for although the other had lost them."""
     noticed: list[float] = field(default_factory=list)
     """From a death or stop to the end of each room on the other side."""
     quarantine: list[float] = field(default_factory=list)
     """From the end of a failed room on decode until its pages came back."""
-    repeated: int = 0
-    """How often the run was made again because something was late."""
 
 
 @dataclass
@@ -187,7 +183,6 @@ class Run:
                     if waiting and lost > TOLD:
                         raise Violation(f"decode did not learn that it has failed: {room}")
                 elif waiting and lost > BOUND:
-                    self.outcome.given_up += 1
                     for who in waiting:
                         world.tell(who, "abort", room.number, GIVEN_UP)
 

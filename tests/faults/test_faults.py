@@ -9,16 +9,15 @@ from __future__ import annotations
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 import pytest
 
 from disagg.protocol.status import KVPoll
+from tests import oracle
 from tests.disagg.engines.peers import ENGINES
 from tests.faults.orders import SHAPES, Course
-from tests.faults.stock import MOST_TOKENS
-from tests.faults.trips import LateEngine
+from tests.faults.stock import MOST_TOKENS, Stock
 from tests.faults.world import PATIENCE, Violation, World
 from tests.faults.worlds import Worlds
 
@@ -94,68 +93,18 @@ def test_a_decode_that_was_stopped_until_its_source_pages_were_reused_fails(engi
         assert_good(these)
 
 
-def room_of_failed_read(these):
-    room = these.order("p0", ["d1"], WHOLE)
-    assert these.until(lambda: "d1" in room.ended, PATIENCE)
-    _, state, reason = room.ended["d1"]
-    assert state is KVPoll.Failed
-    assert "the cable was pulled" in reason
-    return room
-
-
-def land(these, gate):
-    gate.touch()
-    assert these.until(lambda: not gate.exists(), PATIENCE)
-
-
-def test_pages_of_a_failed_read_whose_bytes_land_later_are_kept_until_they_have_landed(tmp_path):
-    gate = tmp_path / "gate"
-    with world("local", engines={"d1": partial(LateEngine, False, gate)}) as these:
-        room = room_of_failed_read(these)
-        audit = these.ask("d1", "audit")
-        items = -(-WHOLE.tokens // 8)
-        assert audit["leases"].quarantined == {"kv": items}
-        every, free = audit["items"]["kv"]
-        assert free == every - items
-        beside = these.order("p1", ["d1"], BESIDE)
-        assert {state for state, _ in these.ends(beside).values()} == {KVPoll.Success}
-        assert "d1" not in room.back
-        land(these, gate)
-        these.ends(room)
-        assert_good(these)
-
-
-def test_pages_of_a_peer_that_cannot_be_fenced_stay_in_quarantine_until_close(tmp_path):
-    engines = {"d1": partial(LateEngine, None, gate := tmp_path / "gate")}
-    with world("local", engines=engines, expected="cannot be ended for sure") as these:
-        room = room_of_failed_read(these)
-        assert not these.failed([("p0", "d1"), ("p1", "d1")], BESIDE)
-        land(these, gate)
-        these.until(lambda: False, 0.2)
-        audit = these.ask("d1", "audit")
-        items = -(-WHOLE.tokens // 8)
-        assert audit["leases"].quarantined == {"kv": items}
-        assert not any(audit["leases"].leased.values())
-        assert audit["orders"] == [room.name]
-        these.mortal.add("d1")
-        closed = these.ask("d1", "close")
-        assert not any(closed["leases"].quarantined.values())
-        assert not closed["problems"]
-        these.bury("d1")
-
-
-def test_a_fence_that_answers_wrongly_is_detected(tmp_path):
-    engines = {"d1": partial(LateEngine, True, gate := tmp_path / "gate")}
-    with world("local", engines=engines, expected="by another request") as these:
-        room = room_of_failed_read(these)
-        these.ends(room)
-        land(these, gate)
-        assert "overwritten by another request" in these.ask("d1", "audit")["problems"][0]
-
-
 def test_bytes_of_another_request_are_detected():
     with world("local") as these:
         these.order("p0", [], WHOLE, "r")
         room = these.order("p0", ["d1"], replace(WHOLE, salt=9), "r", offered=False)
         with pytest.raises(Violation, match=r"succeeded with \d+ wrong bytes"):
             these.ends(room)
+
+
+def test_a_byte_that_is_written_to_a_freed_page_is_found():
+    stock = Stock(SHAPES["local pair"].decode[0](), range(3))
+    stock.audit()
+    assert not stock.problems
+    oracle.state(stock.pool).memory[0][-1] += 1
+    stock.audit()
+    assert "1 bytes of freed pages were overwritten by another request" in stock.problems[0]

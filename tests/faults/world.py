@@ -88,10 +88,9 @@ class Room:
 class World:
     """The processes p0, p1, d0 and d1. `ensure` replaces those that have died.
 
-    `engines` makes the engines of some processes; `expected` is a part of the problems that are
-    allowed. `child` is what runs in each. `mortal` are processes that may die; the death of any
-    other is a violation. `logs` is the folder of their output; it is kept unless all of them close
-    properly.
+    `engines` makes the engines of some processes. `child` is what runs in each. `mortal` are
+    processes that may die; the death of any other is a violation. `logs` is the folder of their
+    output; it is kept unless all of them close properly.
     """
 
     def __init__(
@@ -102,13 +101,12 @@ class World:
         lease: float = LEASE,
         read_timeout: float = READ_TIMEOUT,
         engines: Mapping[str, Callable[[], Engine]] | None = None,
-        expected: str | None = None,
         child: type[FaultyChild] = FaultyChild,
     ) -> None:
         self._kind = child
         self.shape, self._peer_timeout, self._lease = shape, peer_timeout, lease
         self._read_timeout = read_timeout
-        self._engines, self._expected = engines or {}, expected
+        self._engines = engines or {}
         self.peers: dict[str, Peer] = {}
         self.rooms: dict[int, Room] = {}
         self.tripped: float | None = None
@@ -256,7 +254,7 @@ class World:
             closed = self.ask(name, "close")
             if closed is None:
                 raise Violation(f"{name} does not close")
-            if closed["problems"] and self._expected is None:
+            if closed["problems"]:
                 raise Violation(f"{name}: {closed['problems']}")
             peer.process.join(PATIENCE)
             if peer.process.exitcode != 0:
@@ -316,8 +314,7 @@ class World:
         elif event == "tripped":
             self.tripped = at
         elif event == "problem":
-            if self._expected is None or self._expected not in given[0]:
-                raise Violation(f"{name}: {given[0]}")
+            raise Violation(f"{name}: {given[0]}")
         elif event in ("settled", "audit", "untrip", "closed"):
             self.answers[name, "close" if event == "closed" else event] = given[0]
         elif (room := self.rooms.get(given[0])) is not None:

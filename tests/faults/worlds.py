@@ -160,15 +160,12 @@ class Worlds:
                 if self._world is None or self._world.shape is not shape:
                     self.close()
                     self._world = World(shape)
-                outcome = _run(self._world, seed)
+                return _run(self._world, seed)
             except Violation as broken:
                 self._drop()
                 if repeated == REPEATS or not isinstance(broken, Late):
                     raise
                 warnings.warn(str(broken), stacklevel=2)
-            else:
-                outcome.repeated = repeated
-                return outcome
         raise AssertionError
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 from disagg import (
     DecodeEndpoint,
@@ -14,6 +15,7 @@ from disagg import (
 from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from kvpool import MLAPool, RequestAddress
 from tests import oracle
+from tests.processes import Child
 
 TOKENS = 75
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
@@ -34,11 +36,64 @@ def prefill_side(bind=None, salt=0, **options):
 
 
 @contextmanager
-def decode_side(**options):
+def decode_side(engine="local", **options):
     dest = pool(page_size=8, num_pages=40)
     oracle.blank(dest)
-    with DecodeEndpoint(dest.layout, create_engine("local"), **options) as endpoint:
+    with DecodeEndpoint(dest.layout, create_engine(engine), **options) as endpoint:
         yield endpoint, dest, oracle.place(dest, TOKENS, 9)
+
+
+def _serve(pipe, engine, bind, lie, options):
+    source = pool()
+    offered = oracle.place(source, TOKENS)
+    oracle.fill(source, offered)
+    made, layout = create_engine(engine), source.layout
+    if lie is not None:
+        made, layout = lie(made, layout)
+    with PrefillEndpoint(layout, made, bind, **options) as prefill:
+        pipe.send(prefill.address)
+        while (order := pipe.recv()) is not None:
+            prefill.send(*order, RequestAddress(TOKENS, offered.spans))
+            pipe.send(None)
+
+
+class PrefillProcess(Child):
+    """A prefill in a process of its own, which offers the rooms that it is asked for. `lie` changes
+    its engine and its layout before they meet.
+    """
+
+    def __init__(self, bind=None, *, engine="local", lie=None, **options):
+        super().__init__(_serve, engine, bind, lie, options)
+        self.address, self._options = self.answer(), options
+
+    def hands_over(self, room, side, link=None):
+        """It does so to a `decode_side`, byte by byte, whose memory is blank afterwards."""
+        decode, dest, into = side
+        oracle.blank(dest)
+        decode.receive(room, into, link=link)
+        self.ask(room)
+        succeeds(decode, room)
+        oracle.assert_holds(dest, into)
+        oracle.blank(dest)
+
+    def works(self, room):
+        """A decode of the same options connects, and a room is handed over to it."""
+        with decode_side(**self._options) as side:
+            side[0].connect([self.address], timeout=30)
+            self.hands_over(room, side)
+
+    def resident(self):
+        """Bytes of its memory."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) << 10
+
+
+@contextmanager
+def prefill_process(bind=None, **options):
+    """It must still be able to close, and exit with status 0."""
+    with PrefillProcess(bind, **options) as prefill:
+        yield prefill
+        assert prefill.close() == 0
 
 
 def endpoints(stack, kind, holders, **options):

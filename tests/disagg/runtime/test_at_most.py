@@ -1,5 +1,5 @@
-"""Rooms whose number of tokens only prefill knows: decode has pages for at most so many, and what
-comes is right byte by byte, wherever the request ends.
+"""Whatever ranks hold and however they send it, what comes is right byte by byte; also in rooms
+whose number of tokens only prefill knows, for which decode has pages of at most so many.
 """
 
 from __future__ import annotations
@@ -119,7 +119,18 @@ HOLDERS = {
 KINDS = [*HOLDERS, "packed", "context parallel"]
 
 
-def both(kind, shape):
+def stages(draw, build):
+    """Pools of all ranks of one side: pipeline stages of any layers, each of one rank or of two."""
+    cuts = sorted(draw(st.sets(st.integers(1, 3), max_size=2)))
+    size = draw(st.sampled_from((1, 2)))
+    return [
+        build(layers=range(*bounds), shard=Shard(rank, size))
+        for bounds in zip((0, *cuts), (*cuts, 4))
+        for rank in range(size)
+    ]
+
+
+def both(draw, kind, shape):
     """Ranks of prefill and of decode that hold the same state."""
     if kind == "packed":
         more = {"pages": {"window": 5}, "PP": {"tokens_per_entry": 2}}.get(shape, {})
@@ -129,17 +140,24 @@ def both(kind, shape):
         return [state(size, r, here) for r in range(here)], [
             state(size, r, there) for r in range(there)
         ]
+    if shape == "stages":
+        return stages(draw, HOLDERS[kind]), stages(draw, HOLDERS[kind])
     sources, dests = SHAPES[shape](HOLDERS[kind])
     return [build() for build in sources], [build() for build in dests]
 
 
-@settings(deadline=None, max_examples=40)
-@given(data=st.data(), kind=st.sampled_from(KINDS), shape=st.sampled_from(list(SHAPES)))
-def test_whatever_is_held_and_however_it_is_sent(data, kind, shape):
+@settings(deadline=None, max_examples=60)
+@given(
+    data=st.data(),
+    kind=st.sampled_from(KINDS),
+    shape=st.sampled_from([*SHAPES, "stages"]),
+    at_most=st.booleans(),
+)
+def test_whatever_is_held_and_however_it_is_sent(data, kind, shape, at_most):
     draw = data.draw
-    sources, dests = both(kind, shape)
+    sources, dests = both(draw, kind, shape)
     tokens = draw(st.integers(0, TOKENS))
-    most = draw(st.integers(tokens, ROOM))
+    most = draw(st.integers(tokens, ROOM)) if at_most else tokens
     start = draw(st.integers(0, tokens))
     for name in dests[0].layout.packed_spaces:  # of which whole pages are written
         size = dests[0].layout.space_by_name[name].tokens_per_item
@@ -160,7 +178,7 @@ def test_whatever_is_held_and_however_it_is_sent(data, kind, shape):
 
         def ask():
             for decode, _, table, _ in rooms:
-                decode.receive("r", table, start=start, at_most=True)
+                decode.receive("r", table, start=start, at_most=at_most)
 
         late = draw(st.booleans())
         if not late:

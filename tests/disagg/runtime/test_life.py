@@ -256,28 +256,6 @@ def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation():
             oracle.assert_holds(dest, address)
 
 
-def test_a_dead_decode_fails_its_rooms_on_prefill_and_no_others(transport):
-    with (
-        prefill_side(peer_timeout=TIMEOUT) as (prefill, given),
-        decode_side(transport=transport) as (decode, _, address),
-        decode_side() as (other, _, place),
-    ):
-        for each in (decode, other):
-            each.connect([prefill.address], timeout=20)
-        decode.receive("dead", address)
-        other.receive("lives", place)
-        prefill.send("dead", RequestAddress(16, given.spans), last=False)
-        until(prefill, lambda: prefill.poll("lives") is KVPoll.WaitingForInput)
-        until(prefill, lambda: prefill.poll("dead") is KVPoll.Transferring)
-        transport.muted = True
-        assert prefill.wait("dead", 20) is KVPoll.Failed
-        transport.muted = False
-        assert str(prefill.failure("dead")) == "prefill: decode was silent for more than 3 s."
-        assert decode.wait("dead", 20) is KVPoll.Failed
-        prefill.send("lives", given)
-        succeeds(other, "lives")
-
-
 def test_a_prefill_that_never_answers_fails_rooms_within_the_time_out():
     with decode_side(peer_timeout=0.2) as (decode, _, address):
         link = decode.connect(["ipc:///nobody"])
@@ -370,24 +348,6 @@ def test_a_connect_that_times_out_leaves_nothing_and_the_next_one_works():
             succeeds(decode, "r")
             oracle.assert_holds(dest, address)
             assert (len(decode.machine.peers.links), peers_of(prefill)) == (1, 1)
-
-
-def test_a_prefill_that_was_slow_learns_that_who_gave_up_has_left():
-    with prefill_side(threaded=False) as (prefill, _), decode_side() as (decode, _, _):
-        for _ in range(4):
-            with pytest.raises(TimeoutError):
-                decode.connect([prefill.address], timeout=0.2)
-        greeted, handle = [], prefill.machine.handle
-
-        def watched(event, now):
-            greeted.append(isinstance(getattr(event, "message", None), Hello))
-            return handle(event, now)
-
-        prefill.machine.handle = watched
-        deadline = time.monotonic() + 20
-        while (sum(greeted) < 4 or peers_of(prefill)) and time.monotonic() < deadline:
-            prefill.step()
-        assert (sum(greeted), peers_of(prefill)) == (4, 0)
 
 
 def test_a_connect_that_is_refused_leaves_nothing():

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from functools import partial
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.plan import Group, IncompatibleLayouts
@@ -16,7 +15,7 @@ from kvpool.layout.formats import Shard
 from tests.disagg.runtime.sides import endpoints, hand_over
 from tests.disagg.waiting import until
 from tests.oracle import merged, place, state
-from tests.pools import CLASSES, hybrid, mha, mla, swa
+from tests.pools import hybrid, mha, mla, swa
 
 TOKENS = 21
 EDGES = [0, 13, TOKENS]
@@ -42,23 +41,6 @@ def test_a_stage_reads_from_a_prefill_whose_other_stage_has_no_role_of_it(build,
     theirs, ours = ({r.role for r in pool.layout.regions} for pool in (sources[1], dests[0]))
     assert theirs.isdisjoint(ours)
     hand_over(sources, dests, EDGES, by_layer=by_layer, verify="checksum")
-
-
-@settings(max_examples=15)
-@given(st.data())
-def test_stages_of_any_kinds_hand_over_to_any_other_stages(data):
-    build = CLASSES[data.draw(st.sampled_from(sorted(CLASSES)), label="pool")]
-    sides = [
-        stages(
-            build,
-            sorted(data.draw(st.sets(st.integers(1, 3), min_size=0, max_size=2), label="cuts")),
-            data.draw(st.sampled_from((1, 2)), label="tp"),
-        )
-        for _ in range(2)
-    ]
-    layouts = tuple(pool.layout for pool in sides[1])
-    readers = data.draw(st.sampled_from((None, partial(Group, layouts))), label="group")
-    hand_over(*sides, EDGES, by_layer=data.draw(st.booleans(), label="by layer"), readers=readers)
 
 
 def test_what_no_rank_holds_is_refused_on_decode_and_on_every_rank_with_all_reasons():

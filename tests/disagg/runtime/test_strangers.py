@@ -7,68 +7,22 @@ import socket
 import struct
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.protocol.codec import encode
-from kvpool import MLAPool
 from tests import oracle
+from tests.disagg.runtime.sides import TOKENS, PrefillProcess, pool, prefill_process
 from tests.disagg.waiting import until
 from tests.processes import Child
 from tests.streams import dial, frame
 
-TOKENS = 75
-MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "dtype": "f32", "num_pages": 12, "page_size": 16}
 LOOPBACK = "tcp://127.0.0.1:*"
 OTHER_USER = 65534
 MIB = 1 << 20
-
-
-def prefill_process(pipe, bind, options):
-    """Serves one request; says its address, then sends a room for each name that it gets."""
-    source = MLAPool(layers=range(2), **MLA)
-    given = oracle.place(source, TOKENS)
-    oracle.fill(source, given)
-    with PrefillEndpoint(source.layout, create_engine("local"), bind, **options) as prefill:
-        pipe.send(prefill.address)
-        while (room := pipe.recv()) is not None:
-            prefill.send(room, given)
-
-
-class Prefill(Child):
-    """A prefill in a process of its own, which strangers can reach."""
-
-    def __init__(self, bind=None, **options):
-        super().__init__(prefill_process, bind, options)
-        self.address, self._options = self.answer(), options
-
-    def resident(self):
-        """Bytes of its memory."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) << 10
-
-    def works(self, room):
-        """A decode of the same options connects, and a room is handed over byte by byte."""
-        dest = MLAPool(layers=range(2), **{**MLA, "page_size": 8, "num_pages": 40})
-        oracle.blank(dest)
-        address = oracle.place(dest, TOKENS, 9)
-        with DecodeEndpoint(dest.layout, create_engine("local"), **self._options) as decode:
-            decode.connect([self.address], timeout=30)
-            decode.receive(room, address)
-            self.pipe.send(room)
-            assert decode.wait(room, 30) is KVPoll.Success, decode.failure(room)
-            oracle.assert_holds(dest, address)
-
-
-@contextmanager
-def prefill_of(bind=None, **options):
-    """It must still be able to close, and exit with status 0."""
-    with Prefill(bind, **options) as prefill:
-        yield prefill
-        assert prefill.close() == 0
 
 
 def push(stranger, data):
@@ -79,7 +33,7 @@ def push(stranger, data):
 
 
 def test_unfinished_messages_take_no_more_memory_than_the_bound():
-    with prefill_of() as prefill:
+    with prefill_process() as prefill:
         prefill.works("before")
         before, highest = prefill.resident(), 0
         part = struct.pack(">I", 62 * MIB) + bytes(60 * MIB)
@@ -99,7 +53,7 @@ def test_unfinished_messages_take_no_more_memory_than_the_bound():
 
 
 def test_tiny_messages_take_no_memory():
-    with prefill_of() as prefill:
+    with prefill_process() as prefill:
         prefill.works("before")
         before = prefill.resident()
         with dial(prefill.address) as stranger:
@@ -118,7 +72,7 @@ def options(request, keys):
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 4, b"GET / HTTP/1.1\r\n\r\n", frame(b"\xc1")])
 def test_whatever_strangers_say_first_the_others_are_served(data, options):
-    with prefill_of(**options) as prefill, dial(prefill.address) as stranger:
+    with prefill_process(**options) as prefill, dial(prefill.address) as stranger:
         stranger.socket.sendall(data)
         prefill.works("beside")
 
@@ -187,16 +141,16 @@ def open_folder(tmp_path):
 @pytest.fixture
 def open_prefill(open_folder):
     """A prefill whose socket every user can open."""
-    pool, path = MLAPool(layers=range(2), **MLA), open_folder / "p"
-    with PrefillEndpoint(pool.layout, create_engine("local"), f"ipc://{path}") as prefill:
+    source, path = pool(), open_folder / "p"
+    with PrefillEndpoint(source.layout, create_engine("local"), f"ipc://{path}") as prefill:
         path.chmod(0o666)
         yield prefill
 
 
 @pytest.fixture
 def decode():
-    pool = MLAPool(layers=range(2), **MLA)
-    with DecodeEndpoint(pool.layout, create_engine("local")) as endpoint:
+    dest = pool()
+    with DecodeEndpoint(dest.layout, create_engine("local")) as endpoint:
         yield endpoint
 
 
@@ -219,9 +173,9 @@ def test_silent_connections_of_another_user_are_closed_and_keep_no_decode_out(op
 
 @pytest.mark.root
 def test_with_insecure_another_user_is_answered_over_tcp(decode):
-    pool, hello = MLAPool(layers=range(2), **MLA), encode(decode.machine.hello)
+    source, hello = pool(), encode(decode.machine.hello)
     with (
-        PrefillEndpoint(pool.layout, create_engine("local"), LOOPBACK, insecure=True) as prefill,
+        PrefillEndpoint(source.layout, create_engine("local"), LOOPBACK, insecure=True) as prefill,
         as_user(say_and_listen, prefill.address, hello) as stranger,
     ):
         assert b"hello" in stranger.answer()
@@ -229,16 +183,16 @@ def test_with_insecure_another_user_is_answered_over_tcp(decode):
 
 @pytest.mark.root
 def test_another_user_that_takes_a_dead_prefills_place_is_told_nothing(open_folder, decode):
-    pool, bind = MLAPool(layers=range(2), **MLA), f"ipc://{open_folder / 'p'}"
-    with PrefillEndpoint(pool.layout, create_engine("local"), bind) as prefill:
+    source, bind = pool(), f"ipc://{open_folder / 'p'}"
+    with PrefillEndpoint(source.layout, create_engine("local"), bind) as prefill:
         link = decode.connect([prefill.address], timeout=20)
     with as_user(squat, bind.removeprefix("ipc://")) as squatter:
         assert squatter.answer() == "there"
         assert not any(squatter.answer() for _ in range(3))
         until(decode, lambda: f"it is user {OTHER_USER}'s" in str(link.lost))
-    decode.receive("r", oracle.place(pool, TOKENS))
+    decode.receive("r", oracle.place(source, TOKENS))
     assert f"user {OTHER_USER}'s, and this process is user 0's" in str(decode.failure("r"))
-    with PrefillEndpoint(pool.layout, create_engine("local"), bind):
+    with PrefillEndpoint(source.layout, create_engine("local"), bind):
         until(decode, lambda: link.settled)
 
 
@@ -247,21 +201,21 @@ def test_another_user_that_takes_a_dead_prefills_place_is_told_nothing(open_fold
 
 @pytest.mark.parametrize("bind", [LOOPBACK, "tcp://*:*"])
 def test_over_tcp_an_endpoint_without_keys_must_say_so(bind, decode, caplog):
-    pool = MLAPool(layers=range(2), **MLA)
+    source = pool()
     ways = r"TCP needs keys on both sides .*keys=\.\.\. or tls=.*ipc://PATH, or say insecure=True"
     with pytest.raises(ValueError, match=ways) as refused:
-        PrefillEndpoint(pool.layout, create_engine("local"), bind)
+        PrefillEndpoint(source.layout, create_engine("local"), bind)
     assert bind in str(refused.value)
     with pytest.raises(ValueError, match=f"'tcp://10.0.0.9:5': .*{ways}"):
         decode.connect(["tcp://10.0.0.9:5"])
     assert not caplog.records
-    with prefill_of(bind, insecure=True) as prefill:
+    with prefill_process(bind, insecure=True) as prefill:
         prefill.works("r")
     assert f"{prefill.address}: control messages without keys (insecure=True)" in caplog.text
 
 
 def test_on_one_host_messages_take_a_unix_socket_that_only_its_user_can_open():
-    with prefill_of(None) as prefill:
+    with prefill_process(None) as prefill:
         path = Path(prefill.address.removeprefix("ipc://"))
         assert path.is_socket()
         assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -274,11 +228,11 @@ def test_on_one_host_messages_take_a_unix_socket_that_only_its_user_can_open():
 
 def test_a_dead_process_is_noticed_at_once(options):
     options["peer_timeout"] = 60
-    dest = MLAPool(layers=range(2), **MLA)
+    dest = pool()
     mine = {name: value for name, value in options.items() if name != "bind"}
     with (
-        prefill_of(**options) as alive,
-        Prefill(**options) as dying,
+        prefill_process(**options) as alive,
+        PrefillProcess(**options) as dying,
         DecodeEndpoint(dest.layout, create_engine("local"), **mine) as decode,
     ):
         link = decode.connect([dying.address], timeout=30)

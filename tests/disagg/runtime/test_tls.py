@@ -14,8 +14,7 @@ from disagg.protocol import codec, messages
 from disagg.runtime.sockets import connection, lifecycle
 from tests import oracle
 from tests.certificates import accept_tls, certify, dial_tls
-from tests.disagg.runtime.sides import decode_side, prefill_side
-from tests.disagg.runtime.test_strangers import prefill_of
+from tests.disagg.runtime.sides import decode_side, prefill_process, prefill_side
 from tests.disagg.runtime.transports import TCP, arrivals, both, pair_of, receive
 from tests.disagg.waiting import until
 from tests.streams import Relay, Server, dial
@@ -192,7 +191,7 @@ def test_however_many_handshakes_are_begun_a_peer_is_let_in(pair, monkeypatch):
 
 
 def test_handshakes_that_are_begun_take_no_more_memory_than_the_bound(keys):
-    with prefill_of(TCP, keys=keys) as prefill, ExitStack() as stack:
+    with prefill_process(TCP, keys=keys) as prefill, ExitStack() as stack:
         prefill.works("before")
         before = prefill.resident()
         for _ in range(1000):
