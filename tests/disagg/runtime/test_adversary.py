@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import contextmanager
+import os
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -152,3 +153,11 @@ def replace_hello(hello, layout):
     return msgspec.structs.replace(
         hello, layout=layout.to_msgpack(), generation=layout.generation, metadata=b""
     )
+
+
+def test_a_thousand_strangers_leave_room_for_a_decode():
+    with prefill_process() as prefill, decode_side() as side, ExitStack() as strangers:
+        for number in range(1000):
+            stranger = strangers.enter_context(dial(prefill.address))
+            stranger.socket.sendall(os.urandom(1 + number % 50))
+        prefill.hands_over("good", side, side[0].connect([prefill.address], timeout=30))

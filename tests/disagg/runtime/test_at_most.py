@@ -110,12 +110,8 @@ def parts(draw, holder, tokens):
     return [*found[:-1], Part(found[-1].tokens, found[-1].layer, True)]
 
 
-HOLDERS = {
-    **{name: CLASSES[name].but(**MANY) for name in ("mha", "nsa", "swa", "hybrid nsa", "dsv4")},
-    "mha mxfp8": PACKED["mha mxfp8"].but(**MANY),
-}
-
-
+HOLDERS = {name: build.but(**MANY) for name, build in CLASSES.items()}
+HOLDERS["mha mxfp8"] = PACKED["mha mxfp8"].but(**MANY)
 KINDS = [*HOLDERS, "packed", "context parallel"]
 
 

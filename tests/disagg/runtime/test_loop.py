@@ -94,6 +94,20 @@ def test_a_transport_is_closed_by_its_maker():
     transport.close()
 
 
+def test_a_peer_without_a_connection_cannot_be_reached_in_memory():
+    network = MemoryNetwork()
+    listener, dialler = MemoryTransport(network), MemoryTransport(network)
+    listener.bind("x")
+    dialler.connect(3, "x")
+    dialler.send(3, b"up")
+    ((peer, data),) = listener.poll()
+    assert data == b"up"
+    assert listener.send(peer, b"down") is None
+    assert [*dialler.poll()] == [(3, b"down")]
+    dialler.connect(3, None)
+    assert listener.send(peer, b"down") == dialler.send(3, b"up") == "it cannot be reached."
+
+
 @pytest.mark.parametrize(
     ("error", "side", "kind"),
     [

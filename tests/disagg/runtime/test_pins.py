@@ -87,6 +87,20 @@ def test_a_state_that_is_offered_is_not_overwritten_by_the_next_token(build, ver
         here.compute(request, 1)
 
 
+def test_a_window_page_that_is_offered_goes_to_no_other_request():
+    with pinning(windowed, verify="checksum") as (here, prefill, there, decode):
+        request = here.request(TOKENS)
+        prefill.send("r", request.address())
+        with pytest.raises(RequestPinned, match=r"it would lose items \d+ of space swa") as no:
+            for _ in range(40):
+                here.compute(request, 1)
+                here.reuse()
+        # tokens that leave the pages of positions 48 to 79 alone
+        assert request.num_tokens == 96 and "at 97 tokens it would lose" in str(no.value)
+        here.reuse()
+        arrives(there, decode, "r")
+
+
 def writers(there, request, saved):
     """What would change a request that is received, or take its pages."""
     allocator = there.allocator
