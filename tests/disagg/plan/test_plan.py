@@ -395,6 +395,17 @@ def window(size, page):
     )
 
 
+def test_a_window_whose_start_is_not_offered_is_refused():
+    source, dest = window(12, 4), window(12, 4)
+    whole = place(source, 50)
+    late = RequestAddress(50, {"swa": Span(whole.spans["swa"].ids[10:], 10)})
+    made = plan([source.layout], dest.layout)
+    with pytest.raises(
+        IncompleteTransfer, match=r"source: space swa needs .* 36 to 51, .* 40 to 51"
+    ):
+        made.bind(0, late, whole)
+
+
 @pytest.mark.parametrize("wanted", [12, None])
 def test_entries_that_have_left_the_source_window_are_refused(wanted):
     source, dest = window(8, 4), window(wanted, 4)
@@ -519,6 +530,16 @@ def conv(rank, tp, order):
         parts.append(Repeat("head", size, Repeat("dim", dim, inner), start, heads))
     template = Seq(*parts) if order == "channels" else Repeat("tap", 3, Seq(*parts))
     return built([(layer, "state", 5, template) for layer in (1, 4)], [Space("state", "slot")])
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 4), (4, 2), (1, 8), (8, 4)])
+@pytest.mark.parametrize(
+    "orders", [("channels", "window"), ("window", "channels"), ("window",) * 2]
+)
+def test_conv_sections_are_resharded_in_any_axis_order(prefill, decode, orders):
+    sources = [conv(rank, prefill, orders[0]) for rank in range(prefill)]
+    for rank in range(decode):
+        hand_off(sources, conv(rank, decode, orders[1]), 30)
 
 
 def test_conv_axes_of_a_described_tensor_are_those_of_a_template():
