@@ -38,13 +38,13 @@ class KernelDevice:
 
     def store_rows(self, rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
         """See Device.store_rows."""
-        from kvpool_cuda.access import store_rows
+        from kvpool_cuda.rows import store_rows
 
         store_rows(rows, locations)
 
     def load_rows(self, rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
         """See Device.load_rows."""
-        from kvpool_cuda.access import load_rows
+        from kvpool_cuda.rows import load_rows
 
         return load_rows(rows, locations)
 
@@ -56,13 +56,13 @@ class KernelDevice:
         disjoint: bool = False,
     ) -> None:
         """See Device.copy_items."""
-        from kvpool_cuda.move import copy_items
+        from kvpool_cuda.copies import copy_items
 
         copy_items(views, src, dst, disjoint)
 
     def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
         """See Device.copy_runs."""
-        from kvpool_cuda.runs import copy_runs
+        from kvpool_cuda.copies import copy_runs
 
         copy_runs(self.torch_device, src, dst, nbytes)
 

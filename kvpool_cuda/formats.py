@@ -27,42 +27,41 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
+def _floats_at(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to floats; to bfloat16 as int16, which is converted here."""
+    if KIND == 0:
+        pointer = address.to(tl.pointer_type(tl.float64))
+    elif KIND == 1:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    elif KIND == 2:
+        pointer = address.to(tl.pointer_type(tl.float16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    return tl.multiple_of(pointer, ALIGNED)
+
+
+@triton.jit
 def load_floats(address, offsets, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """float32 values of the elements at `offsets`, 0 where masked."""
-    if KIND == 0:
-        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float64)), ALIGNED) + offsets
-        values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-    elif KIND == 1:
-        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED) + offsets
-        values = tl.load(pointers, mask=mask, other=0.0)
-    elif KIND == 2:
-        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), ALIGNED) + offsets
-        values = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    values = tl.load(_floats_at(address, KIND, ALIGNED) + offsets, mask=mask, other=0)
+    if KIND == 3:
+        floats = (values.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
-        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), ALIGNED) + offsets
-        high = tl.load(pointers, mask=mask, other=0).to(tl.int32) << 16
-        values = high.to(tl.float32, bitcast=True)
-    return values
+        floats = values.to(tl.float32)
+    return floats
 
 
 @triton.jit
 def store_floats(address, offsets, values, mask, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """Stores float32 values as another float format, ties to even; NaN stays NaN."""
-    if KIND == 0:
-        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float64)), ALIGNED) + offsets
-        tl.store(pointers, values.to(tl.float64), mask=mask)
-    elif KIND == 1:
-        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGNED) + offsets
-        tl.store(pointers, values, mask=mask)
-    elif KIND == 2:
-        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), ALIGNED) + offsets
-        tl.store(pointers, values.to(tl.float16), mask=mask)
-    else:
-        pointers = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), ALIGNED) + offsets
+    pointers = _floats_at(address, KIND, ALIGNED) + offsets
+    if KIND == 3:
         bits = values.to(tl.int32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        nearest = tl.where((bits & MAGNITUDE) > INF, 0x7FC0, nearest)
-        tl.store(pointers, nearest.to(tl.int16), mask=mask)
+        floats = tl.where((bits & MAGNITUDE) > INF, 0x7FC0, nearest).to(tl.int16)
+    else:
+        floats = values.to(pointers.dtype.element_ty)
+    tl.store(pointers, floats, mask=mask)
 
 
 @triton.jit
@@ -164,28 +163,30 @@ def poison(codes, blocks, largest, CODE: tl.constexpr):
 
 
 @triton.jit
+def _scales_at(address, SCALE: tl.constexpr):
+    """A pointer to the bits of scales."""
+    SIZE: tl.constexpr = 4 if SCALE == 0 else (1 if SCALE == 1 else 2)
+    return words_at(address, SIZE, SIZE)
+
+
+@triton.jit
 def store_scales(address, offsets, stored, mask, SCALE: tl.constexpr):
     """Stores the scale bits from `encode_block`."""
-    if SCALE == 0:
-        tl.store(words_at(address, 4, 4) + offsets, stored, mask=mask)
-    elif SCALE == 1:
-        tl.store(words_at(address, 1, 1) + offsets, stored.to(tl.uint8), mask=mask)
-    else:
-        tl.store(words_at(address, 2, 2) + offsets, stored.to(tl.int16), mask=mask)
+    pointers = _scales_at(address, SCALE) + offsets
+    tl.store(pointers, stored.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_scales(address, offsets, mask, SCALE: tl.constexpr):
     """Scales as float32."""
+    bits = tl.load(_scales_at(address, SCALE) + offsets, mask=mask, other=0)
     if SCALE == 0:
-        bits = tl.load(words_at(address, 4, 4) + offsets, mask=mask, other=0)
         scales = bits.to(tl.float32, bitcast=True)
     elif SCALE == 1:
-        power = tl.load(words_at(address, 1, 1) + offsets, mask=mask, other=0).to(tl.int32)
+        power = bits.to(tl.int32)
         # the smallest, 2**-127, is below the normal range
-        bits = tl.where(power == 0, 1 << 22, power << 23)
-        scales = tl.where(power == 255, NAN, bits).to(tl.float32, bitcast=True)
+        normal = tl.where(power == 0, 1 << 22, power << 23)
+        scales = tl.where(power == 255, NAN, normal).to(tl.float32, bitcast=True)
     else:
-        half = tl.load(words_at(address, 2, 2) + offsets, mask=mask, other=0)
-        scales = half.to(tl.float16, bitcast=True).to(tl.float32)
+        scales = bits.to(tl.float16, bitcast=True).to(tl.float32)
     return scales

@@ -37,12 +37,12 @@ EXCEPTIONS = {  # by rule: the place, and why it is better so
     "function": {},
     "positional": {
         "kvpool/_native/rows.py move: call": "a function of C",
-        "kvpool_cuda/access.py _rows: _move_part": KERNEL,
-        "kvpool_cuda/move.py _launch: ": KERNEL,
-        "kvpool_cuda/move.py copy_bytes: copy_units": KERNEL,
-        "kvpool_cuda/quantised_rows.py dequantise_part: store_floats": KERNEL,
-        "kvpool_cuda/quantised_rows.py scaled: _geometry": "lru_cache: one form of each call",
-        "kvpool_cuda/runs.py _runs: _numbers": KERNEL,
+        "kvpool_cuda/rows.py _rows: _move_part": KERNEL,
+        "kvpool_cuda/copies.py _launch: ": KERNEL,
+        "kvpool_cuda/copies.py _copy_bytes: _copy_units": KERNEL,
+        "kvpool_cuda/rows.py _dequantise_part: store_floats": KERNEL,
+        "kvpool_cuda/rows.py _scaled: _scaled_geometry": "lru_cache: one form of each call",
+        "kvpool_cuda/copies.py _runs: _numbers": KERNEL,
     },
     "splat": {
         "disagg/connectors/vllm/connector.py KvpoolConnector.build_prom_metrics: "

@@ -15,9 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kvpool.device.torch_ops import ReadRow, WriteRow
-from kvpool_cuda.access import load_rows, store_rows
-from kvpool_cuda.move import copy_items
-from kvpool_cuda.runs import copy_runs
+from kvpool_cuda.copies import copy_items, copy_runs
+from kvpool_cuda.rows import load_rows, store_rows
 from tests.kvpool_cuda.devices import MEMORY
 
 COUNT = 64

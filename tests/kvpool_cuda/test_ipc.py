@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvpool.device import DeviceUnavailable
-from kvpool_cuda import driver, ipc
+from kvpool_cuda import ipc
 from kvpool_cuda.device import CUDADevice
 
 GIVEN = ipc.CUDAIpcHandle(bytes(range(64)), 4096, 1 << 30, b"u" * 16)
@@ -44,8 +44,8 @@ def test_truncated_and_foreign_bytes_are_refused(keep):
 
 
 def test_a_missing_driver_is_named(monkeypatch):
-    monkeypatch.setattr(driver, "LIBRARY", "libcuda-that-is-not-there.so.1")
-    driver._library.cache_clear()
+    monkeypatch.setattr(ipc, "LIBRARY", "libcuda-that-is-not-there.so.1")
+    ipc._library.cache_clear()
     try:
         for call in (
             lambda: ipc.share(4096, 16),
@@ -54,10 +54,10 @@ def test_a_missing_driver_is_named(monkeypatch):
             with pytest.raises(DeviceUnavailable, match=r"driver cannot be loaded .*not-there"):
                 call()
     finally:
-        driver._library.cache_clear()
+        ipc._library.cache_clear()
 
 
 def test_an_error_has_the_drivers_name_and_text():
-    error = driver.DriverError("cuIpcOpenMemHandle_v2", "CUDA_ERROR_MAP_FAILED", "mapping failed")
+    error = ipc.DriverError("cuIpcOpenMemHandle_v2", "CUDA_ERROR_MAP_FAILED", "mapping failed")
     assert str(error) == "cuIpcOpenMemHandle_v2: CUDA_ERROR_MAP_FAILED (mapping failed)."
     assert error.name == "CUDA_ERROR_MAP_FAILED"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from kvpool_cuda import move
+from kvpool_cuda import copies
 from tests.kvpool_cuda.devices import MEMORY, device
 
 ITEMS = 6
@@ -55,15 +55,15 @@ def test_a_chain_of_items_is_read_before_it_is_written(shapes, src, order):
 
 
 def test_items_longer_than_a_piece_and_a_small_stage(monkeypatch):
-    shapes = [(3 * move.PIECE + 52, 12), (40, 8), (2 * move.PIECE, 0)]
-    for room in (1, 3 * move.PIECE, move.STAGE_BYTES):
-        monkeypatch.setattr(move, "STAGE_BYTES", room)
+    shapes = [(3 * copies.PIECE + 52, 12), (40, 8), (2 * copies.PIECE, 0)]
+    for room in (1, 3 * copies.PIECE, copies.STAGE_BYTES):
+        monkeypatch.setattr(copies, "STAGE_BYTES", room)
         moved(shapes, [1, 2], [2, 1], disjoint=False)
     moved(shapes, [1], [2], disjoint=True)
 
 
 def test_buffers_of_equal_geometry_share_one_table():
-    before = len(move._tables)
+    before = len(copies._tables)
     kept = []
     for shapes in ([(64, 0)], [(64, 0)], [(64, 0), (48, 16)]):
         memory = torch.zeros(4096, dtype=torch.uint8, device=MEMORY)
@@ -72,7 +72,7 @@ def test_buffers_of_equal_geometry_share_one_table():
         for _ in range(2):
             device().copy_items(buffers(memory, shapes), ids, ids + 1)
         before += 1
-    assert len(move._tables) == before
+    assert len(copies._tables) == before
 
 
 def test_views_that_are_not_bytes_of_items_are_refused():

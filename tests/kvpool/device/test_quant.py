@@ -1,4 +1,5 @@
-"""fp8 and int8 values and their scales against float64 arithmetic on what the formats say.
+"""fp8 and int8 values and their scales against float64 arithmetic on what the formats say. That all
+bits are those of the conformance kit's definition is in `test_host_rows.py`.
 
 The bound. e4m3 has 3 bits behind the point: between powers of two its steps are 2**-3 of the lower
 one, and rounding to the nearest is off by at most 2**-4 of the value; below 2**-6, its smallest
@@ -18,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from kvpool.device.quant import dequantise, quantise
 from kvpool.layout.formats import scaled
@@ -74,22 +75,6 @@ def block(*values: float, dtype: torch.dtype = F32) -> torch.Tensor:
     return torch.tensor([values], dtype=dtype)
 
 
-@both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("spread", [0, 12])
-def test_errors_are_within_the_bound(scale, dtype, spread):
-    random = torch.Generator().manual_seed(spread)
-    values = torch.randn(50, 4, 64, generator=random)
-    values *= 2.0 ** (spread * torch.randn(50, 4, 64, generator=random)).clamp(-14, 14)
-    for scales in (1, 2, 4, 64):
-        check(values.to(dtype).clamp(-6e4, 6e4), scales, scale)
-
-
-@both
-def test_the_largest_float32_is_within_the_bound(scale):
-    check(block(MOST, -MOST, MOST / 2, 1.0), 1, scale)
-
-
 FLOATS = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),
     st.integers(0, (1 << 31) - 1 - (1 << 23)).map(
@@ -98,25 +83,24 @@ FLOATS = st.one_of(
 )
 
 
+LIKE_MAGNITUDES = st.builds(
+    lambda exponent, values: [math.ldexp(value, exponent) for value in values],
+    st.integers(-130, 118),
+    st.lists(st.floats(-1, 1, width=32), min_size=16, max_size=16),
+)
+TIES = [
+    *((low + high) / 2 for low, high in pairwise(sorted({e4m3(byte) for byte in range(0x7F)}))),
+    *(448.0, 0.0),
+]
+
+
 @both
-@settings(max_examples=150)
-@given(st.sampled_from([1, 2, 4]), st.lists(FLOATS, min_size=16, max_size=16))
+@settings(max_examples=200)
+@given(st.sampled_from([1, 2, 4]), st.lists(FLOATS, min_size=16, max_size=16) | LIKE_MAGNITUDES)
+@example(1, TIES)
+@example(2, [MOST, -MOST, MOST / 2, 1.0])
 def test_errors_of_any_floats_are_within_the_bound(scale, scales, values):
     check(block(*values), scales, scale)
-
-
-@both
-@settings(max_examples=100)
-@given(st.integers(-130, 118), st.lists(st.floats(-1, 1, width=32), min_size=8, max_size=8))
-def test_errors_of_like_magnitudes_are_within_the_bound(scale, exponent, values):
-    check(block(*(math.ldexp(value, exponent) for value in values)), 1, scale)
-
-
-@both
-def test_ties_between_any_two_neighbours_are_within_the_bound(scale):
-    values = sorted({e4m3(byte) for byte in range(0x7F)})
-    ties = [(low + high) / 2 for low, high in pairwise(values)]
-    check(block(*ties, 448.0, 0.0), 1, scale)
 
 
 # scales
@@ -131,33 +115,23 @@ def smallest_power(amax: float) -> int:
     return exponent
 
 
-@pytest.mark.parametrize("power", range(-110, 110, 20))
-@pytest.mark.parametrize("step", [-1, 0, 1])
-def test_a_ue8m0_scale_is_the_smallest_power_of_two_at_448_and_its_neighbours(power, step):
-    amax = np.float32(448 * 2.0**power)
-    if step:
-        amax = np.nextafter(amax, np.float32(np.inf if step > 0 else 0))
-    _, stored = quantise(block(float(amax), 0.0), 1, UE8M0)
-    expected = power + 1 if step > 0 else power
-    assert smallest_power(float(amax)) == expected
-    assert stored.view(torch.uint8).item() == expected + 127
+EDGES = st.builds(
+    lambda power, end: float(np.nextafter(np.float32(448 * 2.0**power), np.float32(end))),
+    st.integers(-110, 110),
+    st.sampled_from([0.0, 448 * 2.0**110, math.inf]),
+)
 
 
-@settings(max_examples=200)
-@given(FLOATS)
-def test_a_ue8m0_scale_is_a_byte_of_exponent_plus_127(amax):
+@settings(max_examples=300)
+@given(FLOATS | EDGES)
+def test_a_scale_is_the_largest_magnitude_over_448_or_the_smallest_power_of_two_above_it(amax):
+    exact = max(abs(amax) / 448, 2.0**-126)
+    _, stored = quantise(block(amax, amax / 2, -amax / 4), 1, F32)
+    assert abs(stored.item() - exact) <= exact * 2.0**-24
     _, stored = quantise(block(amax, amax / 2), 1, UE8M0)
     # below 2**-126 a scale has no reciprocal in float32: all such blocks have that scale
     expected = max(-126, smallest_power(abs(amax))) if amax else -126
     assert stored.view(torch.uint8).item() == expected + 127
-
-
-@settings(max_examples=200)
-@given(FLOATS)
-def test_a_float32_scale_is_the_largest_magnitude_over_448(amax):
-    _, stored = quantise(block(amax, amax / 2, -amax / 4), 1, F32)
-    exact = max(abs(amax) / 448, 2.0**-126)
-    assert abs(stored.item() - exact) <= exact * 2.0**-24
 
 
 def test_blocks_have_scales_of_their_own():
@@ -202,17 +176,20 @@ def test_quantising_again_changes_nothing(scale):
 # what is no number
 
 
-@both
+@pytest.mark.parametrize("code", [E4M3, torch.int8])
+@pytest.mark.parametrize("scale", [F32, UE8M0, F16])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_block_with_an_infinity_or_a_nan_is_nan_as_a_whole_and_no_other_is(scale, bad, dtype):
-    values = block(1.0, bad, 0.0, 448.0, 2.0, 1.0, dtype=dtype)
-    held, stored = quantise(values, 3, scale)
-    read = dequantise(held, stored, F32)
-    assert read.isnan().tolist() == [[True, True, False, False, False, False]]
-    assert torch.equal(read[:, 2:], block(0.0, 448.0, 2.0, 1.0))
-    assert np.isnan(scale_values(stored)).tolist() == [[True, False, False]]
-    assert (held.view(torch.uint8)[0, :2] & 0x7F == 0x7F).all()
+def test_a_block_with_an_infinity_or_a_nan_is_nan_as_a_whole_and_no_other_is(code, scale, bad):
+    most = 448.0 if code is E4M3 else 127.0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        values = block(1.0, bad, 0.0, most, 2.0, 0.0, dtype=dtype)
+        held, stored = quantise(values, 3, scale, code)
+        read = dequantise(held, stored, F32)
+        assert read.isnan().tolist() == [[True, True, False, False, False, False]]
+        assert read[0, 2:4].tolist() == [0.0, most]
+        assert np.isnan(scale_values(stored)).tolist() == [[True, False, False]]
+        lost = held.view(torch.uint8)[0, :2]
+        assert (lost & 0x7F == 0x7F).all() if code is E4M3 else not lost.any()
 
 
 def test_every_ue8m0_byte_is_read_as_its_power_of_two():
@@ -232,42 +209,12 @@ def test_every_e4m3_byte_is_read_as_its_value():
 # int8, and float16 scales
 
 
-@pytest.mark.parametrize("scale", [F32, UE8M0, F16], ids=["f32", "ue8m0", "f16"])
-@pytest.mark.parametrize("exponent", [-126, -40, -20, -8, 0, 5])
-def test_int8_is_within_half_a_scale_and_what_float16_rounds_of_it(scale, exponent):
-    values = torch.randn(50, 32, generator=torch.Generator().manual_seed(2)) * 2.0**exponent
-    held, stored = quantise(values, 2, scale, torch.int8)
-    assert (held.dtype, held.shape) == (torch.int8, values.shape)
-    assert (stored.dtype, stored.shape) == (scale, (50, 2))
-    exact = values.double().numpy().reshape(50, 2, 16)
-    codes = held.numpy().reshape(exact.shape).astype(float)
-    wanted = np.maximum(np.abs(exact).max(-1) / 127, 2.0**-126)
-    factor, by = scale_values(stored), wanted
-    if scale is UE8M0:
-        assert (factor == 2.0 ** np.ceil(np.log2(wanted))).all()
-        by = factor
-    else:
-        step, least = (2.0**-24, 0) if scale is F32 else (2.0**-11, 2.0**-25)
-        assert (np.abs(factor - wanted) <= np.maximum(step * wanted * SLACK, least)).all()
-    assert (np.abs(codes - exact / by[..., None]) <= 0.5 + 2.0**-16).all()
-    read = dequantise(held, stored, F32).double().numpy().reshape(exact.shape)
-    meant = codes * factor[..., None]
-    assert (np.abs(read - meant) <= np.abs(meant) * 2.0**-24 + TINY).all()
-
-
 def test_int8_rounds_ties_to_even_and_keeps_zeros():
     held, stored = quantise(block(127.0, -0.5, 0.5, 1.5, -2.5, 126.5), 1, F16, torch.int8)
     assert held.tolist() == [[127, 0, 0, 2, -2, 126]] and stored.tolist() == [[1.0]]
     held, stored = quantise(torch.zeros(1, 4), 2, F16, torch.int8)
     assert held.tolist() == [[0] * 4] and stored.tolist() == [[0.0, 0.0]]
     assert dequantise(held, stored, F32).tolist() == [[0.0] * 4]
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_an_int8_block_with_an_infinity_or_a_nan_is_nan_as_a_whole(bad):
-    held, stored = quantise(block(1.0, bad, 0.0, 127.0), 2, F16, torch.int8)
-    assert held[0, :2].tolist() == [0, 0] and stored.isnan().tolist() == [[True, False]]
-    assert dequantise(held, stored, F32).isnan().tolist() == [[True, True, False, False]]
 
 
 @pytest.mark.parametrize(("kind", "most"), [(torch.int8, 127.0), (E4M3, 448.0)])
@@ -298,14 +245,6 @@ def test_any_leading_shape_even_an_empty_one(scale, shape):
         read = dequantise(held, stored, dtype)
         assert (read.shape, read.dtype) == (shape, dtype)
         assert torch.allclose(read.float(), values)
-
-
-@both
-def test_strided_values_are_quantised_like_contiguous_ones(scale):
-    values = torch.randn(6, 32, generator=torch.Generator().manual_seed(5))
-    apart = values.t().contiguous().t()
-    for one, two in zip(quantise(values, 2, scale), quantise(apart, 2, scale)):
-        assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
 def test_gradients_are_not_kept():

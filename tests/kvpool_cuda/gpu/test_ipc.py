@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvpool.device import DeviceUnavailable, get_device
-from kvpool_cuda import driver, ipc
+from kvpool_cuda import ipc
 
 
 def test_bytes_beyond_an_allocation_are_not_shared():
@@ -22,18 +22,18 @@ def test_bytes_beyond_an_allocation_are_not_shared():
 
 def test_host_memory_is_refused_with_the_drivers_error():
     host = torch.zeros(64)
-    with pytest.raises(driver.DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(ipc.DriverError, match="CUDA_ERROR_INVALID_VALUE"):
         ipc.share(host.data_ptr(), 64)
 
 
 def test_own_freed_and_invisible_memory_is_refused():
     memory = get_device("cuda:0").allocate(4096)
     shared = ipc.share(memory.data_ptr(), 4096)
-    with pytest.raises(driver.DriverError):
+    with pytest.raises(ipc.DriverError):
         ipc.attach(shared, 0)
     given = ipc.decode(shared)
     gone = ipc.CUDAIpcHandle(bytes(64), given.offset, given.nbytes, given.uuid)
-    with pytest.raises(driver.DriverError):
+    with pytest.raises(ipc.DriverError):
         ipc.attach(msgspec.msgpack.encode(gone), 0)
     unseen = ipc.CUDAIpcHandle(bytes(64), given.offset, given.nbytes, bytes(16))
     with pytest.raises(DeviceUnavailable, match="CUDA_VISIBLE_DEVICES"):
