@@ -23,11 +23,7 @@ from kvpool.device.torch_ops import ReadRow, WriteRow, bits, slots
 from kvpool.extras import absent, ascend_parts
 from kvpool.layout.grid import Ints
 
-# what npu_scatter_nd_update_ takes. Others are viewed as one of the same size: it only moves bytes
-SCATTER_DTYPES = (
-    *(torch.float16, torch.bfloat16, torch.int8),
-    *(torch.float32, torch.int64, torch.bool),
-)
+# npu_scatter_nd_update_ takes few dtypes, and only moves bytes
 VIEWED_AS = {1: torch.int8, 2: torch.float16, 4: torch.float32, 8: torch.int64}
 
 
@@ -113,15 +109,14 @@ class NPUDevice:
         return torch.zeros(nbytes, dtype=torch.uint8, device=f"npu:{self.index}")
 
     def _write(self, view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
-        flat = slots(view)
+        flat, size = slots(view), view.element_size()
         if not locations.numel():
             return
         if flat is None:
             torch_ops.write_entries(view, locations, values)
         elif flat.is_contiguous():
-            self.torch_npu.npu_scatter_nd_update_(
-                _scattered(flat.flatten(1)), locations[:, None], _scattered(values.flatten(1))
-            )
+            rows, updates = (part.flatten(1).view(VIEWED_AS[size]) for part in (flat, values))
+            self.torch_npu.npu_scatter_nd_update_(rows, locations[:, None], updates)
         else:  # one index: two go to the AI CPU
             bits(flat)[locations] = bits(values)
 
@@ -162,13 +157,6 @@ class ReferenceNPU(NPUDevice):
 
 
 reference = ReferenceNPU
-
-
-def _scattered(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes in a dtype that the operator takes."""
-    if tensor.dtype in SCATTER_DTYPES:
-        return tensor
-    return tensor.view(VIEWED_AS[tensor.element_size()])
 
 
 def _memory(slabs: Sequence[torch.Tensor], pointer: int, size: int) -> torch.Tensor:

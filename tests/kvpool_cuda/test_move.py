@@ -62,19 +62,6 @@ def test_items_longer_than_a_piece_and_a_small_stage(monkeypatch):
     moved(shapes, [1], [2], disjoint=True)
 
 
-def test_buffers_of_equal_geometry_share_one_table():
-    before = len(copies._tables)
-    kept = []
-    for shapes in ([(64, 0)], [(64, 0)], [(64, 0), (48, 16)]):
-        memory = torch.zeros(4096, dtype=torch.uint8, device=MEMORY)
-        kept.append(memory)  # so that the next lies elsewhere
-        ids = torch.tensor([1], device=MEMORY)
-        for _ in range(2):
-            device().copy_items(buffers(memory, shapes), ids, ids + 1)
-        before += 1
-    assert len(copies._tables) == before
-
-
 def test_views_that_are_not_bytes_of_items_are_refused():
     ids = torch.tensor([1], device=MEMORY)
     for wrong in (torch.zeros(4, 8), torch.zeros(8, 4, dtype=torch.uint8).T):

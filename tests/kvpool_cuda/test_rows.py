@@ -131,20 +131,6 @@ def test_rows_longer_than_a_tile_are_stored_whole():
     assert torch.equal(device().load_rows([ReadRow(held)], numbers)[0].cpu(), values)
 
 
-def test_an_empty_list_of_locations_does_nothing():
-    held, none = (
-        zeros((3, 2, 8), torch.float8_e4m3fn),
-        torch.zeros(0, dtype=torch.int64, device=MEMORY),
-    )
-    scales = zeros((3, 2, 1), torch.float32)
-    device().store_rows([WriteRow(held, torch.zeros(0, 8, device=MEMORY), scales)], none)
-    device().store_rows([], none)
-    rows = [ReadRow(held), ReadRow(held, scales, torch.bfloat16)]
-    assert [outputs.shape for outputs in device().load_rows(rows, none)] == [(0, 8)] * 2
-    assert device().load_rows([], none) == []
-    device().copy_items([held.view(torch.uint8).view(3, 16)], none, none)
-
-
 @pytest.mark.parametrize(
     ("what", "arguments"),
     [

@@ -45,21 +45,3 @@ def test_any_runs_are_copied_to_the_byte(given_runs):
 
     device().copy_runs(source.data_ptr() + src, copied.data_ptr() + dst, nbytes)
     assert torch.equal(copied.cpu(), wanted)
-
-
-def test_one_run_of_a_megabyte_among_small_ones_is_cut():
-    nbytes = np.array([16, 1 << 20, 48, 7], dtype=np.int64)
-    dst = np.cumsum(nbytes) - nbytes
-    src = np.array([1 << 20, 0, (1 << 20) + 16, (1 << 20) + 64], dtype=np.int64)
-    source = device().allocate(int(nbytes.sum()) + 64)
-    source.copy_(torch.arange(source.numel()) * 7919 % 251)
-    out = device().allocate(int(nbytes.sum()))
-    device().copy_runs(source.data_ptr() + src, out.data_ptr() + dst, nbytes)
-    held = source.cpu()
-    wanted = torch.cat([held[start : start + size] for start, size in zip(src, nbytes)])
-    assert torch.equal(out.cpu(), wanted)
-
-
-def test_an_empty_list_of_runs_does_nothing():
-    none = np.zeros(0, dtype=np.int64)
-    device().copy_runs(none, none, none)

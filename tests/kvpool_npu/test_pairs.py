@@ -9,7 +9,7 @@ from disagg.plan import IncompatibleLayouts, plan
 from kvpool import Shard
 from tests.kvpool_npu.pools import npu_hybrid, npu_hybrid_nsa, npu_mha, npu_mla, npu_nsa
 from tests.oracle import assert_holds, blank, fill, move, place
-from tests.pools import COMMON, hybrid, hybrid_mla, mha, mla, nsa
+from tests.pools import hybrid, hybrid_mla, mha, mla, nsa
 
 NPU = {"device": "npu-reference", "num_pages": 12}
 GPU = {"num_pages": 12}
@@ -29,6 +29,10 @@ PAIRS = {
     "conv and keys of another order": (
         hybrid.but(full=npu_hybrid_nsa.arguments["full"], index=npu_hybrid_nsa.arguments["index"]),
         npu_hybrid_nsa,
+    ),
+    "mla beside linear attention": (
+        hybrid_mla,
+        hybrid_mla.but(full=npu_hybrid_nsa.arguments["full"], placement="stack"),
     ),
 }
 ways = pytest.mark.parametrize("way", ["GPU to NPU", "NPU to GPU", "NPU to NPU"])
@@ -140,10 +144,3 @@ def test_a_row_of_656_bytes_is_no_row_of_an_npu():
     said, what = refusal(gpu, npu)
     assert what == {(layer, "latent") for layer in range(4)}
     assert "target layers 0-3 latent: float8_e4m3fn on prefill, bfloat16 on decode" in said
-
-
-def test_a_hybrid_with_mla_of_an_npu_takes_a_gpus():
-    npu = hybrid_mla.but(
-        full=npu_hybrid_nsa.arguments["full"], placement="stack", **{**COMMON, **NPU}
-    )
-    hand_off([hybrid_mla(**GPU)], npu())

@@ -250,20 +250,6 @@ def test_large_quantised_rows_are_the_same_in_threads(moved):
     assert all(np.array_equal(*both) for both in zip(made[:3], made[3:]))
 
 
-@pytest.mark.parametrize("lay", ["spaced", "transposed", "one for all"])
-def test_values_may_have_any_strides(moved, lay):
-    view = torch.zeros(6, 4, 3, 8)
-    values = torch.arange(5 * 3 * 16.0).view(5, 3, 16)[..., ::2]
-    if lay == "transposed":
-        values = values.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-    elif lay == "one for all":
-        values = values[:1].expand(values.shape)
-    where = torch.tensor([3, 23, 0, 11, 8])
-    host_rows.store_rows([WriteRow(view, values)], where)
-    assert torch.equal(view.view(24, 3, 8)[where], values) and view.count_nonzero() <= 5 * 24
-    assert moved == [True]
-
-
 # what is left to torch
 
 
@@ -323,11 +309,3 @@ def test_rows_of_scattered_elements_are_left_to_torch(moved):
     host_rows.store_rows([WriteRow(view, values)], torch.tensor([4, 1]))
     assert not moved
     assert torch.equal(view.reshape(6, 50, 40)[torch.tensor([4, 1])], values)
-
-
-def test_without_the_compiled_file_rows_are_stored_in_torch(moved, monkeypatch):
-    monkeypatch.setenv("KVPOOL_NATIVE", "0")
-    view = torch.zeros(3, 1, 4)
-    host_rows.store_rows([WriteRow(view, torch.ones(1, 4))], torch.tensor([1]))
-    (found,) = host_rows.load_rows([ReadRow(view)], torch.tensor([1]))
-    assert not moved and view.sum() == 4 and torch.equal(found, torch.ones(1, 4))
