@@ -14,46 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool import BufferSpec, DeviceUnavailable, KVPool, LayoutError, MHAPool, MLAPool, Shard
+from kvpool import BufferSpec, DeviceUnavailable, KVPool, LayoutError, MLAPool, Shard
 from kvpool.item import Cell, Repeat, Seq, item_regions
 from kvpool.layout import Interleave, Space
 from kvpool.layout.dtypes import dtype_name
+from tests import pools
 
 MARK = 0xA5  # no written value below has this byte by design, and zeroed memory has not either
-PAGES, PAGE, HEADS, DIM, V_DIM, LAYERS = 5, 4, 3, 8, 16, (0, 2, 3)
-LATENT, ROPE = 16, 8
+PAGES, PAGE, HEADS, DIM, V_DIM, LATENT, ROPE = 9, 4, 4, 8, 16, 16, 8  # of tests.pools
+LAYERS = (0, 2, 3)
 PLACEMENTS = ("layer", "page", "block")
-
-
-def mha(**more):
-    return MHAPool(
-        **{
-            "num_kv_heads": HEADS,
-            "head_dim": DIM,
-            "v_head_dim": V_DIM,
-            "layers": LAYERS,
-            "total_kv_layers": 4,
-            "num_pages": PAGES,
-            "page_size": PAGE,
-            "dtype": "bfloat16",
-            **more,
-        }
-    )
-
-
-def mla(**more):
-    return MLAPool(
-        **{
-            "kv_lora_rank": LATENT,
-            "qk_rope_head_dim": ROPE,
-            "layers": LAYERS,
-            "total_kv_layers": 4,
-            "num_pages": PAGES,
-            "page_size": PAGE,
-            "dtype": "bfloat16",
-            **more,
-        }
-    )
+mha, mla = (build.but(layers=LAYERS) for build in (pools.mha, pools.mla))
 
 
 # what a pool says
@@ -79,7 +50,7 @@ def mla_templates(order, dtype):
     [(mha, mha_templates, "nhd"), (mha, mha_templates, "hnd"), (mla, mla_templates, None)],
 )
 def test_a_pool_holds_the_regions_of_its_templates(dtype, build, templates, order):
-    pool = build(dtype=dtype, **({} if order is None else {"order": order}))
+    pool = build(packing=dtype, **({} if order is None else {"order": order}))
     expected = [
         region
         for template in templates(order, dtype)
@@ -106,11 +77,6 @@ def test_placement_by_page_puts_all_layers_of_a_page_side_by_side(build):
     assert max(b.base + b.item_bytes for b in buffers) - min(b.base for b in buffers) == page
 
 
-@pytest.mark.parametrize("build", [mha, mla])
-def test_placement_by_layer_leaves_no_gap_between_pages(build):
-    assert all(b.item_stride == b.item_bytes for b in build(placement="layer").layout.buffers)
-
-
 @pytest.mark.parametrize(("build", "placement"), list(product((mha, mla), PLACEMENTS)))
 def test_a_pool_is_one_slab_that_holds_all_it_allocated(build, placement):
     pool = build(placement=placement)
@@ -129,22 +95,6 @@ def test_owner_layers_and_model_are_in_the_layout():
     assert (pool.layout.total_kv_layers, pool.layout.model) == (1, "deepseek")
 
 
-@pytest.mark.parametrize("layers", [[0], [7], [3, 1, 60], range(20, 40), {5, 2}, iter([4, 0])])
-def test_any_subset_of_layers_can_be_held(layers):
-    layers = list(layers)
-    for pool in (build(layers=iter(layers), total_kv_layers=61) for build in (mha, mla)):
-        pool.check_integrity()
-        assert pool.layers == tuple(sorted(layers))
-        assert {region.layer for region in pool.layout.regions} == set(layers)
-        assert (pool.start_layer, pool.end_layer) == (min(layers), max(layers) + 1)
-
-
-def test_the_last_layer_is_excluded_and_the_total_counts_the_model():
-    stage = mla(layers=range(20, 40), total_kv_layers=61)
-    assert (stage.start_layer, stage.end_layer, stage.total_kv_layers) == (20, 40, 61)
-    assert mla(layers=range(40), total_kv_layers=None).total_kv_layers == 40
-
-
 @pytest.mark.parametrize(
     ("owner", "layers"),
     [
@@ -159,6 +109,7 @@ def test_the_layers_of_the_model_are_not_guessed_from_a_part_of_them(owner, laye
     says = rf"{owner} total_kv_layers: not given, and layers .* Give total_kv_layers\."
     with pytest.raises(ValueError, match=says):
         mla(owner=owner, layers=layers, total_kv_layers=None)
+    assert mla(layers=range(40), total_kv_layers=None).total_kv_layers == 40
 
 
 # shards
@@ -184,11 +135,6 @@ def test_a_rank_outside_its_group_is_refused(rank, size):
         Shard(rank, size)
 
 
-def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"shard: 6 heads cannot be split over 4 ranks"):
-        mha(num_kv_heads=6, shard=Shard(0, 4))
-
-
 # reads and writes that are refused; the kit has those that are not
 
 
@@ -210,7 +156,7 @@ def zeros(*shape) -> torch.Tensor:
 
 
 def test_values_of_a_graph_are_written_without_it():
-    pool = mla(dtype="float32")
+    pool = mla(packing="float32")
     pool.scatter(0, [5], {"latent": torch.ones(1, LATENT, requires_grad=True)})
     assert pool.gather("latent", 0, [5]).sum() == LATENT
     assert not pool.view("latent", 0).requires_grad
@@ -221,7 +167,7 @@ def test_values_of_a_graph_are_written_without_it():
 @pytest.mark.parametrize("written", [True, False])
 def test_inference_mode_changes_nothing(built, viewed, written):
     with torch.inference_mode(built):
-        pool = mla(dtype="float32")
+        pool = mla(packing="float32")
     with torch.inference_mode(viewed):
         pool.view("latent", 0)
     with torch.inference_mode(written):
@@ -258,7 +204,7 @@ def test_locations_that_are_no_flat_integers_are_refused(locations):
 @pytest.mark.parametrize("shape", [(1, HEADS, DIM), (HEADS, DIM), (5, 1, DIM), (6, HEADS, DIM)])
 def test_values_of_another_shape_are_refused(shape):
     """No broadcast: one token's K over five tokens is a bug of the caller."""
-    with pytest.raises(ValueError, match=r"target layer 0 k: values .* the pool takes \(5, 3, 8\)"):
+    with pytest.raises(ValueError, match=r"target layer 0 k: values .* the pool takes \(5, 4, 8\)"):
         mha().scatter(0, [4, 19, 6, 0, 13], {"k": zeros(*shape)})
 
 
@@ -403,7 +349,7 @@ def test_a_pool_that_is_refused_leaves_nothing_behind():
     with pytest.raises(LayoutError):
         mla(owner="")
     with pytest.raises(LayoutError):
-        mha(model="m", dtype="bf16", head_dim=0)
+        mha(model="m", head_dim=0)
     assert (mappings(), handles()) == (before, opened)
 
 
