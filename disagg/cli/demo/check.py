@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvpool.layout import RequestAddress, Space
+from kvpool.layout.formats import LinearState
 
 
 class ByteCount(NamedTuple):
@@ -85,11 +86,14 @@ def _held(
             yield [main[1]], last, values
     if "index_key" in roles:
         yield ["index_key"], range(tokens), own.indexer_keys[0]
-    if "temporal" in roles:
-        conv = [role for role in roles if role.startswith("conv.")]
-        taps = pool.view(conv[0], layer).shape[-2]
-        yield conv, range(1), own.conv_states[0][..., -taps:].flatten(1)
-        yield ["temporal"], range(1), own.recurrent_states[0].flatten(1)
+    linear = [pair for pair in pool.kinds_of(layer) if isinstance(pair[0], LinearState)]
+    for number, (kind, site) in enumerate(linear):
+        conv = [site.prefix + role for role in kind.inputs if role.startswith("conv.")]
+        if kind.taps:
+            yield conv, range(1), own.conv_states[number][..., -kind.taps :].flatten(1)
+        if kind.heads:
+            state = own.recurrent_states[number]
+            yield [f"{site.prefix}temporal"], range(1), state.flatten(1)
     for role in roles:
         name, _, kind = role.partition(".")
         if kind in ("state", "index_state"):

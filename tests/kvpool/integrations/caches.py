@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,6 +92,18 @@ class Row:
         return value
 
 
+def with_lightning(cache: Any) -> Any:
+    """A cache with the lightning states that MiniMax has apart in layers, as others have them."""
+    states = getattr(cache, "linear_cache", None)
+    if states is None:
+        return cache
+    layers = [
+        SimpleNamespace(recurrent_states={0: state}) if len(state) else cache.layers[n]
+        for n, state in enumerate(states)
+    ]
+    return SimpleNamespace(layers=layers)
+
+
 def assert_same(model: Any, ours: Any, theirs: Any, logits: Any, expected: Any) -> None:
     columns = ours.get_seq_length() - sum(a.shape[1] for a in logits)
     for step, (a, b) in enumerate(zip(logits, expected, strict=True)):
@@ -98,6 +111,7 @@ def assert_same(model: Any, ours: Any, theirs: Any, logits: Any, expected: Any) 
         for row, padding in enumerate(ours.padding.before):
             since = min(max(padding - columns + a.shape[1], 0), a.shape[1])
             assert torch.equal(a[row, since:], b[row, since:]), f"step {step} row {row}"
+    theirs = with_lightning(theirs)
     for row, (request, padding) in enumerate(zip(ours.requests, ours.padding.before)):
         tokens = request.num_tokens
         assert tokens == ours.get_seq_length() - padding

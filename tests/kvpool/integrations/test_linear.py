@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from kvpool import Allocator, LinearState, OutOfPages, RequestPinned  # noqa: E402
 from kvpool.integrations.transformers import PoolCache  # noqa: E402
 from kvpool.layout import Pin  # noqa: E402
-from tests.kvpool.integrations.caches import argument_of, model_of, pool_of, run  # noqa: E402
+from tests.kvpool.integrations.caches import argument_of, assert_same, model_of, pool_of, run  # noqa: E402
 from tests.kvpool.models.tiny import changes, made, own_cache  # noqa: E402
 from tests.oracle import move  # noqa: E402
 
@@ -31,21 +31,6 @@ WHOLE, CHUNKS = (PROMPT,), (11, 1, 9, 2)
 
 def linear_layers(pool: Any) -> list[int]:
     return [n for kind, at in pool.kinds if isinstance(kind, LinearState) for n in at.layers]
-
-
-def tensors(cache: Any, layer: int) -> dict[str, torch.Tensor]:
-    """What transformers' own cache holds of a layer, each with the batch first."""
-    held, found = cache.layers[layer] if layer < len(cache.layers) else None, {}
-    if getattr(held, "keys", None) is not None:
-        found |= {"k": held.keys.transpose(1, 2), "v": held.values.transpose(1, 2)}
-    for name in ("conv_states", "recurrent_states"):
-        for n, state in getattr(held, name, {}).items():
-            if state is not None:
-                found[f"{name} {n}"] = state
-    lightning_states = getattr(cache, "linear_cache", [])
-    if layer < len(lightning_states) and len(lightning_states[layer]):
-        found["recurrent_states 0"] = lightning_states[layer]
-    return found
 
 
 @pytest.mark.parametrize(
@@ -64,54 +49,8 @@ def test_logits_and_cached_tensors_equal_transformers_own(family, chunks, dtype)
     ids = torch.randint(0, 128, (2, PROMPT), generator=torch.Generator().manual_seed(3))
     theirs, ours = own_cache(model), PoolCache.new(pool, Allocator(pool), 2)
     expected = run(model, theirs, ids, chunks=chunks, steps=STEPS)
-    for step, (a, b) in enumerate(
-        zip(run(model, ours, ids, chunks=chunks, steps=STEPS), expected, strict=True)
-    ):
-        assert torch.equal(a, b), f"step {step}"
-    for layer in pool.layers:
-        assert_same_tensors(ours, theirs, layer)
-    assert not any(pool.item_bytes_view(b)[0].any() for b in pool.layout.buffers)
-    ours.allocator.check_integrity()
-
-
-def assert_same_tensors(ours: PoolCache, theirs: Any, layer: int) -> None:
-    expected = tensors(theirs, layer)
-    seen = held_of(ours, layer)
-    assert seen.keys() == expected.keys()
-    for name, tensor in expected.items():
-        if name.startswith("conv") and tensor.shape != seen[name].shape:
-            tensor = tensor[..., 1:]  # no output depends on the first tap
-        assert tensor.dtype == seen[name].dtype, name
-        assert torch.equal(seen[name].reshape(tensor.shape), tensor), (layer, name)
-
-
-def held_of(cache: PoolCache, layer: int) -> dict[str, torch.Tensor]:
-    """What the pool holds of a layer, from its typed views and the requests' block tables alone."""
-    pool, found = cache.pool, {}
-    convs: dict[str, list[torch.Tensor]] = {}  # by prefix
-    for region in (r for r in pool.layout.regions if r.layer == layer):
-        view, rows = pool.view(region.role, layer), []
-        space = pool.layout.space_by_name[pool.layout.buffer_of(region).space]
-        for request in cache.requests:
-            span = request.address().spans[space.id_list]
-            row = view[torch.tensor(span.ids)]
-            if not space.per_request:
-                row = row.flatten(0, 1)
-                start = span.first_item * space.entries_per_item
-                end = request.num_tokens
-                first = 0 if space.window is None else max(0, end - space.window)
-                row = row[first - start : end - start]
-            rows.append(row)
-        prefix, conv, _ = region.role.partition("conv.")
-        if conv:
-            convs.setdefault(prefix, []).append(torch.cat(rows).flatten(1, 2).squeeze(-1))
-        elif space.per_request:
-            found["recurrent_states 0"] = torch.cat(rows)
-        else:
-            found[region.role.removeprefix("swa.")] = torch.stack(rows)
-    for n, sections in enumerate(convs.values()):
-        found[f"conv_states {n}"] = torch.cat(sections, 1)
-    return found
+    logits = run(model, ours, ids, chunks=chunks, steps=STEPS)
+    assert_same(model, ours, theirs, logits, expected)
 
 
 # one of each kind of state; all with --long
@@ -131,10 +70,8 @@ def cached(family: str, tokens: int = 20, **more: Any) -> tuple[Any, PoolCache, 
 
 def assert_same_step(model: Any, ours: PoolCache, theirs: Any, token: int) -> None:
     ids = torch.tensor([[token]])
-    seen, expected = (run(model, cache, ids, chunks=(1,), steps=0)[0] for cache in (ours, theirs))
-    assert torch.equal(seen, expected)
-    for layer in ours.pool.layers:
-        assert_same_tensors(ours, theirs, layer)
+    logits, expected = (run(model, cache, ids, chunks=(1,), steps=0) for cache in (ours, theirs))
+    assert_same(model, ours, theirs, logits, expected)
 
 
 @pytest.mark.parametrize("family", ["mamba", "lfm2", "falcon_h1", "minimax"])

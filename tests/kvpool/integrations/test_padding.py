@@ -147,7 +147,7 @@ def test_requests_of_any_lengths_go_on_together(family, placement):
     assert_same(model, ours, theirs, logits, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_generate_takes_a_batch_that_is_padded_on_the_left(family):
     model, ids = model_of(family), prompt(3)
     mask = torch.ones_like(ids)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,7 @@ from kvpool import (  # noqa: E402
     Shard,
     SWAPool,
 )
-from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
+from kvpool.integrations.transformers import PoolCache  # noqa: E402
 from kvpool.layout import Pin  # noqa: E402
 from kvpool.layout.formats import MHA  # noqa: E402
 from tests.kvpool.integrations.caches import (  # noqa: E402
@@ -48,16 +47,6 @@ CONFIGS = (
     "kimi_linear",
     "deepseek_v4",
 )
-KINDS = {
-    "llama": "MHA",
-    "deepseek_v3": "MLA",
-    "deepseek_v32": "MLA IndexKey",
-    "gpt_oss": "MHA MHA",
-    "qwen3_next": "LinearState MHA",
-    "kimi_linear": "MLA LinearState",
-    "deepseek_v4": "V4Latent V4Latent Ring IndexKey Ring V4Latent Ring",
-}
-PAGED = ("llama", "deepseek_v3", "deepseek_v32")
 # no choice among experts or tokens that a rounding could turn
 SMOOTH = {"num_experts_per_tok": 4, "index_topk": 99, "initializer_range": 0.05}
 
@@ -95,27 +84,20 @@ def test_logits_and_bytes_equal_dynamic_cache(family, padding, dtype):
         ("llama", {"order": "hnd", "placement": "page"}),
         ("deepseek_v3", {"placement": "page"}),
         *((family, {"placement": "page"}) for family in CONFIGS[2:]),
+        *((family, {"placement": "block"}) for family in ("gpt_oss", "qwen3_next", "deepseek_v4")),
     ],
     ids=str,
 )
 def test_neither_page_size_nor_order_nor_placement_changes_a_bit(family, common, page_size):
     model, ids = model_of(family, torch.bfloat16), prompt(2)
-    pool = pool_of(model, page_size, num_pages=100, **common)
+    pool = pool_of(model, page_size, num_pages=250, **common)
+    for buffer in pool.layout.buffers:  # as from another kind of state, whose block it was
+        pool.item_bytes_view(buffer)[1:] = 0xFF
     theirs = transformers.DynamicCache(config=model.config)
     padding = None if family == "deepseek_v4" else (3, 0)
     ours = PoolCache.new(pool, Allocator(pool), 2, padding or 0)
     expected = run(model, theirs, ids, padding)
     assert_same(model, ours, theirs, run(model, ours, ids, padding), expected)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_generate_gives_the_tokens_of_dynamic_cache(family):
-    model, ids = model_of(family), prompt(2)
-    pool = pool_of(model)
-    kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    kwargs["attention_mask"] = torch.ones_like(ids)
-    ours = model.generate(ids, past_key_values=PoolCache.new(pool, Allocator(pool), 2), **kwargs)
-    assert torch.equal(ours, model.generate(ids, **kwargs))
 
 
 def test_rope_keys_lie_in_pairs_as_engines_have_them():
@@ -141,33 +123,6 @@ def test_a_pool_whose_window_is_larger_gives_the_same_logits():
     expected = run(model, transformers.DynamicCache(config=model.config), ids)
     for a, b in zip(run(model, PoolCache.new(pool, Allocator(pool)), ids), expected, strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("family", PAGED)
-def test_a_cache_continues_on_tokens_that_were_transferred(family):
-    model, ids = model_of(family, torch.bfloat16), prompt(2)
-    theirs = transformers.DynamicCache(config=model.config)
-    expected = run(model, theirs, ids)
-    source = pool_of(model)
-    prefilled = PoolCache.new(source, Allocator(source), 2)
-    logits = run(model, prefilled, ids[:, :28], chunks=(11, 17), steps=0)
-
-    dest = pool_of(model, page_size=8, placement="page")
-    allocator = Allocator(dest)
-    allocator.extend(allocator.new_request(), 3)  # so that page ids differ
-    requests = [allocator.new_request() for _ in range(2)]
-    for row, request in enumerate(requests):
-        allocator.extend(request, 28)
-        for region in dest.layout.regions:
-            values = held(prefilled, region.role, region.layer)[row]
-            for position in range(28):
-                page, entry = pages(request)[position // 8], position % 8
-                dest.view(region.role, region.layer)[page, entry] = values[position]
-    ours = PoolCache(dest, allocator, requests)
-    assert [ours.get_seq_length(layer) for layer in (0, 1)] == [28, 28]
-    assert ours.get_mask_sizes(9, 1) == (37, 0)
-    logits += run(model, ours, ids[:, 28:], chunks=(1,))
-    assert_same(model, ours, theirs, logits, expected)
 
 
 def test_batch_and_single_rows_share_a_pool():
@@ -426,26 +381,6 @@ def test_what_a_pool_cannot_do_is_refused_with_what_to_do_instead():
         copy.deepcopy(ours)
 
 
-def test_pool_for_takes_the_pool_that_the_model_needs():
-    for family, kinds in KINDS.items():
-        pool = pool_of(model_of(family), layers=[1], owner="target")
-        assert [type(kind).__name__ for kind, _ in pool.kinds] == kinds.split()
-        assert pool.total_kv_layers == 4
-    elements = {
-        "llama": 4 * 2 * 2 * 24,
-        "deepseek_v3": 4 * (32 + 8),
-        "deepseek_v32": 4 * (32 + 8 + 16),
-        "gpt_oss": 2 * 2 * 2 * 24,
-        "qwen3_next": 1 * 2 * 2 * 24,
-        "kimi_linear": 2 * (32 + 8),
-        "deepseek_v4": 2 * (32 + 16) / 4 + 32 / 16,
-    }
-    for family, width in elements.items():
-        assert pool_of(model_of(family)).bytes_per_token == width * 4
-    with pytest.raises(ValueError, match=r"bert.*cannot be declared: an encoder"):
-        pool_for(transformers.BertConfig(), num_pages=4, page_size=4, dtype="f32")
-
-
 NEEDS = {
     ("deepseek_v32", MLAPool): "layer 0: the model has index keys, the pool holds",
     ("qwen3_next", MHAPool): "layer 0: the model has linear-attention state 0, the pool holds",
@@ -617,16 +552,3 @@ def test_what_a_quantised_pool_rounds_stays_small_in_the_logits(family, packing)
     for a, b in zip(logits[1:], expected[1:], strict=True):
         error = float((a - b).abs().max() / b.abs().max())
         assert 0 < error < 0.15, f"{error:.1%}"
-
-
-def test_pages_need_not_follow_each_other():
-    pool = pool_of(model_of("llama"), page_size=4)
-    allocator = Allocator(pool)
-    ours, other = PoolCache.new(pool, allocator), allocator.new_request()
-    states = torch.zeros(1, 2, 3, 24)
-    for n in range(1, 4):
-        for layer in range(4):
-            k, _ = ours.update(states + n, states - n, layer)
-            assert k[0, 0, :, 0].tolist() == [x for x in range(1, n + 1) for _ in range(3)]
-        allocator.extend(other, 4)
-    assert (np.diff(pages(ours.requests[0])) > 1).any()
