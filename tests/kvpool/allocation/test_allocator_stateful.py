@@ -122,13 +122,20 @@ class Lives(Machine):
     @precondition(lambda self: self.live)
     @rule(number=PICK, tokens=TOKENS, received=st.booleans())
     def extend(self, number: int, tokens: int, received: bool) -> None:
-        self.grow([self.pick(number)], tokens, received, alone=True)
+        self.grow([self.pick(number)], [tokens], received, alone=True)
 
     @precondition(lambda self: self.live)
-    @rule(numbers=PICKS, tokens=TOKENS, received=st.booleans())
-    def extend_batch(self, numbers: set[int], tokens: int, received: bool) -> None:
-        batch = [each for n, each in enumerate(self.live) if n in numbers]
-        self.grow(batch[::-1], tokens, received)
+    @rule(
+        numbers=PICKS,
+        tokens=st.lists(TOKENS, min_size=5, max_size=5),
+        equal=st.booleans(),
+        received=st.booleans(),
+    )
+    def extend_batch(
+        self, numbers: set[int], tokens: list[int], equal: bool, received: bool
+    ) -> None:
+        batch = [each for n, each in enumerate(self.live) if n in numbers][::-1]
+        self.grow(batch, tokens[:1] * len(batch) if equal else tokens[: len(batch)], received)
 
     def live_entries(self, name: str, tokens: int) -> range:
         space = self.spaces[name]
@@ -219,13 +226,13 @@ class Lives(Machine):
         rooms = [room for each in self.live for room in each.open_rooms()]
         rooms[number % len(rooms)].ended = True
 
-    def grow(self, batch: list[Held], tokens: int, received: bool, alone: bool = False) -> None:
+    def grow(self, batch: list[Held], more: list[int], received: bool, alone: bool = False) -> None:
         wanted: dict[str, list[tuple[int, int]]] = {}
         spare: dict[str, int] = {}
         for name in self.lists:
             back: Counter[int] = Counter()
             needed = 0
-            for each in batch:
+            for each, tokens in zip(batch, more):
                 reach = each.tokens + tokens if received else each.tokens
                 first, stop = self.bounds(name, each.tokens + tokens, reach)
                 first = max(first, each.first[name])
@@ -240,24 +247,25 @@ class Lives(Machine):
             for name in self.lists
         )
         requests = [each.request for each in batch]
+        given = more if len({*more}) > 1 else more[0] if more else 0
         if not fits:
             with pytest.raises(OutOfPages, match="more items"):
-                self.alloc.extend_batch(requests, tokens, received=received)
+                self.alloc.extend_batch(requests, given, received=received)
             return
         firsts = [{name: ends[n][0] for name, ends in wanted.items()} for n in range(len(batch))]
         if any(
             room.last and self.lost(room.pools, room.tokens, each.tokens + tokens, first)
-            for each, first in zip(batch, firsts)
+            for each, tokens, first in zip(batch, more, firsts)
             for room in each.open_rooms()
         ):
             with pytest.raises(RequestPinned, match="it would lose"):
-                self.alloc.extend_batch(requests, tokens, received=received)
+                self.alloc.extend_batch(requests, given, received=received)
             return
         if alone:
-            found = self.alloc.extend(requests[0], tokens, received=received)
+            found = self.alloc.extend(requests[0], given, received=received)
             found = {name: where[None] for name, where in found.items()}
         else:
-            found = self.alloc.extend_batch(requests, tokens, received=received)
+            found = self.alloc.extend_batch(requests, given, received=received)
         assert set(found) == set(self.spaces)
         for name, ends in wanted.items():
             for each, (first, _) in zip(batch, ends):
@@ -265,12 +273,13 @@ class Lives(Machine):
         for name, ends in wanted.items():
             for each, (first, stop) in zip(batch, ends):
                 self.take(each, name, first, stop)
-        for number, each in enumerate(batch):
+        for number, (each, tokens) in enumerate(zip(batch, more)):
             before, each.tokens = each.tokens, each.tokens + tokens
             each.since = each.tokens if received else before
             each.received = each.tokens if received else each.received
             for name, where in found.items():
-                self.fill(each, name, range(before, each.tokens), where[number], received)
+                assert (where[number, tokens:] == -1).all()
+                self.fill(each, name, range(before, each.tokens), where[number, :tokens], received)
 
     def fill(
         self, held: Held, name: str, positions: range, where: np.ndarray, received: bool
