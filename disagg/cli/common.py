@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -38,11 +37,6 @@ def device_to_measure(name: str) -> Device:
             f"device {name!r} has no memory to measure. Choose a device with memory, such as cpu."
         )
     return device
-
-
-def utc_now() -> str:
-    """Date and time."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 @contextmanager

@@ -9,13 +9,11 @@ from importlib import resources
 
 UNPRINTABLE = re.compile(r"[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What a page, or a file in UTF-8, cannot hold."""
-Cell = tuple[str, str]
-"""Words, and the class that they are shown as."""
 
 
 def asset(name: str) -> str:
     """A style sheet or script that stands beside this module. `theme.css` has the colours, as
-    custom properties of a page or of an SVG; `table.css` the classes of tables of results.
+    custom properties of a page or of an SVG.
     """
     return resources.files("kvpool.render").joinpath(name).read_text(encoding="utf-8")
 
@@ -33,16 +31,6 @@ def page(title: str, *body: str, style: str = "", script: str = "") -> str:
         "</body>\n</html>\n",
     )
     return "\n".join(parts)
-
-
-def table(lines: Iterable[Iterable[Cell]], kind: str = "") -> str:
-    """A table of class `kind`."""
-    rows = (
-        "".join(f'<td class="{shown}">{text(words)}</td>' for words, shown in line)
-        for line in lines
-    )
-    written = "".join(f"<tr>{row}</tr>\n" for row in rows)
-    return f'<table class="{kind}">\n{written}</table>'
 
 
 def legend(keys: Iterable[tuple[str, str]]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.cli.accept import report as accept
 from disagg.cli.bench.case import COPY, BenchCase
 from disagg.cli.bench.measure import Measurement
 from disagg.cli.bench.report import BenchReport
@@ -89,21 +89,21 @@ def report() -> BenchReport:
     """Ratios as they are measured, some far below and far above 1, and a case that did not run."""
     rows = [measured(group, *case) for group, cases in RATIOS.items() for case in cases]
     lacking = case_of("transfer", "mori, 1 KiB")
-    rows.append(Measurement(case=lacking, reason="engine 'mori': no AMD GPU. Run it on one."))
+    rows.append(replace(lacking, reason="engine 'mori': no AMD GPU. Run it on one."))
     machine = {"device": "cpu", "name": "a processor", "memory": "8 GiB"}
     date, versions = "2026-11-23T12:00:00", {"torch": "2.13.0"}
     return BenchReport(machine=machine, versions=versions, date=date, quick=False, rows=rows)
 
 
-def case_of(group: str, name: str, bound: str = COPY) -> BenchCase:
-    """A case that is not run."""
-    return BenchCase(group=group, name=name, nbytes=0, open=lambda _: None, bound=bound)
+def case_of(group: str, name: str, bound: str = COPY) -> Measurement:
+    """A case that did not run."""
+    case = BenchCase(group=group, name=name, nbytes=0, open=lambda _: None, bound=bound)
+    return Measurement.of(case)
 
 
 def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurement:
     """A case that took a millisecond."""
-    times = {"seconds": 1e-3, "reference_seconds": ratio * 1e-3, "beyond": 0.0, "rounds": 20}
-    return Measurement(case=case_of(group, name, bound), ratio=ratio, **times)
+    return case_of(group, name, bound).timed([(1e-3, ratio * 1e-3)])
 
 
 def hybrid() -> PoolLayout:
@@ -133,30 +133,6 @@ def model(name: str) -> PoolLayout:
     return model_layout(name, {"--dtype": "fp8", "--draft": True})[0]
 
 
-def accepted(*failed: accept.Row) -> accept.Report:
-    """A device that passes but for what failed, and lacks an engine."""
-    bench = [accept.Row(f"handoff: {n}, in chunks of 2,048", "passed", "2 µs", n) for n in range(3)]
-    engines = [*failed, accept.Row("mori, large runs", "not here", "no AMD GPU. Run it on one.")]
-    sections = [
-        accept.SectionResult("engines", "every engine moves memory", 12.25, engines),
-        accept.SectionResult("bench", "every operation beside its bound", 1023.0, bench),
-    ]
-    return accept.Report(
-        format=accept.FORMAT,
-        device="cuda:0",
-        passed=not failed,
-        interrupted=None,
-        quick=False,
-        complete=True,
-        date="2026-11-23T12:00:00+00:00",
-        seconds=583.2,
-        machine={"name": "NVIDIA H200", "properties": LONG_SENTENCE},
-        versions={"kvpool": "1.0"},
-        commit="0" * 40,
-        sections=sections,
-    )
-
-
 def handing_over(model: str, prefill: Geometry, decode: Geometry) -> HandOff:
     """What `kvpool explain` draws of a model that is split and stored so on both sides."""
     sides = read_side("prefill", [model], prefill), read_side("decode", [model], decode)
@@ -169,10 +145,6 @@ PICTURES: dict[str, Callable[[], str]] = {
     "map-long.svg": lambda: svg(long_names(), "Names " + "that are long " * 20),
     "map-states.html": lambda: html(hybrid(), "a hybrid model, rank 1 of 4"),
     "map-states.svg": lambda: svg(hybrid(), "a hybrid model, rank 1 of 4"),
-    "accept.html": lambda: accept.Report.as_html(accepted()),
-    "accept-failed.html": lambda: accept.Report.as_html(
-        accepted(accept.Row("local, small runs", "failed", LONG_SENTENCE, 1.5))
-    ),
     "bench.html": lambda: chart_html(report().chart(), report().header()),
     "explain.html": lambda: explained(
         handing_over("llama_3_1_70b", Geometry(tp=8), Geometry(tp=4))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from disagg.cli.accept.report import FAILED, FORMAT, Report, SectionResult
-from disagg.cli.common import device_to_measure, need_known, progress_bar, utc_now
+from disagg.cli.common import device_to_measure, need_known, progress_bar
 from kvpool.cli.output import check_output
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from disagg.cli.accept.sections import AcceptSection
     from kvpool.device import Device
 
-JSON_NAME, HTML_NAME = "accept.json", "accept.html"
+JSON_NAME = "accept.json"
 
 
 def accept(
@@ -31,9 +30,9 @@ def accept(
     quick: Annotated[
         bool, typer.Option("--quick", help="Little of everything, in seconds: shows what runs.")
     ] = False,
-    out: Annotated[
-        Path, typer.Option(help=f"Folder for {JSON_NAME} and {HTML_NAME}; made if missing.")
-    ] = Path("accept"),
+    out: Annotated[Path, typer.Option(help=f"Folder for {JSON_NAME}; made if missing.")] = Path(
+        "accept"
+    ),
     as_json: Annotated[
         bool, typer.Option("--json", help=f"Print {JSON_NAME} too; all else on stderr.")
     ] = False,
@@ -55,16 +54,15 @@ def accept(
     from disagg.cli.accept.sections import SECTIONS
 
     need_known("--only", only or (), [section.name for section in SECTIONS])
-    tried = device_to_measure(device)
+    tried, path = device_to_measure(device), out / JSON_NAME
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"--out {out}: {error.strerror}.") from None
-    for name in (JSON_NAME, HTML_NAME):
-        check_output("--out", out / name)
+    check_output("--out", path)
     chosen = [section for section in SECTIONS if not only or section.name in only]
-    report = _run(tried, chosen, quick, out, Console(stderr=as_json))
-    typer.echo(f"{report.verdict}: {out / HTML_NAME}, {out / JSON_NAME}", err=as_json)
+    report = _run(tried, chosen, quick, path, Console(stderr=as_json))
+    typer.echo(f"{report.verdict}: {path}", err=as_json)
     if as_json:
         typer.echo(report.as_json(), nl=False)
     if not report.passed:
@@ -72,7 +70,7 @@ def accept(
 
 
 def _run(
-    device: Device, chosen: Sequence[AcceptSection], quick: bool, out: Path, console: Console
+    device: Device, chosen: Sequence[AcceptSection], quick: bool, path: Path, console: Console
 ) -> Report:
     """Runs sections, prints a line for each and one for each failure, and writes the report: before
     each section, so that it names one that ends the process, and at the end.
@@ -80,7 +78,7 @@ def _run(
     from rich.text import Text
 
     from disagg.cli.accept.sections import SECTIONS, Scope
-    from disagg.cli.bench.machine import commit, machine, packages
+    from disagg.cli.machine import commit, machine, packages, utc_now
 
     began, results, running = time.monotonic(), list[SectionResult](), None
     date, facts, source = utc_now(), machine(device), commit()
@@ -100,19 +98,15 @@ def _run(
             commit=source,
             sections=results,
         )
-        (out / JSON_NAME).write_bytes(report.as_json())
-        (out / HTML_NAME).write_text(report.as_html(), encoding="utf-8")
+        path.write_bytes(report.as_json())
         return report
 
-    def show(section: str, what: str) -> None:
-        tell(f"{section}: {what}")
-
     with suppress(KeyboardInterrupt), progress_bar(console, len(chosen)) as tell:
+        scope = Scope(device, quick, lambda what: tell(f"{running}: {what}"))
         for section in chosen:
             running = section.name
             written()
-            show(running, section.title)
-            results.append(section.result(Scope(device, quick, partial(show, section.name))))
+            results.append(section.result(scope))
             tell("", advance=1)
             for line in results[-1].lines():
                 console.print(Text(line), soft_wrap=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from io import StringIO
@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row, SectionResult
-from disagg.cli.bench.case import TINY, sizes_for
-from disagg.cli.bench.machine import machine
+from disagg.cli.bench.case import QUICK, BenchCase, Sizes, sizes_for
 from disagg.cli.bench.measure import Measurement, all_cases, measured
 from disagg.cli.bench.peer import BenchContext
-from disagg.cli.bench.report import TARGET_GPU, as_dict, sentence_of, target_of
-from disagg.cli.bench.trials import MOVES, TrialPrefill, moved
+from disagg.cli.bench.report import sentence_of
+from disagg.cli.bench.transfers import trial_cases
 from disagg.cli.demo.models import MODELS, DemoSettings
+from disagg.cli.machine import machine
 from disagg.engines.base import engine_class, engine_names
 from kvpool.device import Device, get_device
 from kvpool.extras import needs
 from kvpool.process import OtherProcess, ProcessFailed
+from kvpool.render.text import human
 from kvpool.testing.case import CheckFailure, Inapplicable, fail
 from kvpool.testing.checks.hardware import HARDWARE_CHECKS, HardwareChecks
 from kvpool.testing.run import all_checks
@@ -34,8 +35,12 @@ CHECK_TIMEOUT = 600.0
 QUICK_POOL = "mla fp8"
 DTYPE = "bfloat16"
 QUICK_MODEL = ("llama", DTYPE)
+TRIAL_TOKENS = (1000, 100)
+"""Of a hand-off by an engine: usually, and where sizes are minimal."""
 OTHER_PROCESSES = ("transfer", "handoff")
-"""Benchmarks that `quick` leaves to the sections that compare their bytes."""
+"""Benchmarks that `quick` leaves to the section of engines."""
+TARGET_GPU = "H200"
+"""What the name of the GPU contains that targets are for."""
 
 
 @dataclass(frozen=True)
@@ -149,17 +154,14 @@ def _passes(check: Callable[[Any], None], argument: Any) -> str:
 
 def engine_rows(scope: Scope) -> list[Row]:
     """A row for each engine that does not work here, and for each hand-off of the others."""
-    rows = []
-    with OtherProcess(TrialPrefill, scope.device.name) as prefill:
-        for engine in engine_names():
-            reason = engine_class(engine).availability()
-            if reason is not None:
-                rows.append(Row(engine, NOT_HERE, reason))
-                continue
-            for move in MOVES:
-                trial = partial(moved, prefill, scope.device.name, engine, move, scope.small)
-                rows.append(scope.tried(f"{engine}, {move}", trial))
-    return rows
+    rows, cases = list[Row](), list[BenchCase]()
+    for engine in engine_names():
+        reason = engine_class(engine).availability()
+        if reason is not None:
+            rows.append(Row(engine, NOT_HERE, reason))
+        else:
+            cases += trial_cases(engine, TRIAL_TOKENS[scope.small])
+    return rows + case_rows(scope, cases, QUICK, timed=False)
 
 
 def model_rows(scope: Scope) -> list[Row]:
@@ -199,34 +201,39 @@ def _played(scope: Scope, prefill: OtherProcess, model: str, packing: str) -> st
 
 def bench_rows(scope: Scope) -> list[Row]:
     """A row for each case; if `small`, each is checked and none is timed."""
-    sizes = TINY if scope.small else sizes_for(scope.device, False)
-    every = all_cases(sizes, engine_names())
-    chosen = [case for case in every if not (scope.quick and case.group in OTHER_PROCESSES)]
+    sizes = sizes_for(scope.device, scope.quick)
+    cases = all_cases(sizes, engine_names())
+    if scope.quick:
+        cases = [case for case in cases if case.group not in OTHER_PROCESSES]
+    return case_rows(scope, cases, sizes, timed=not scope.small)
+
+
+def case_rows(scope: Scope, cases: Sequence[BenchCase], sizes: Sizes, *, timed: bool) -> list[Row]:
+    """A row for each case."""
     gpu, rows = machine(scope.device)["name"], list[Row]()
     with closing(BenchContext(scope.device)) as context:
-        for number, case in enumerate(chosen, 1):
-            scope.tell(f"{number} of {len(chosen)}: {case.title}")
+        for number, case in enumerate(cases, 1):
+            scope.tell(f"{number} of {len(cases)}: {case.title}")
             began = time.monotonic()
-            measurement = measured(case, context, sizes, timed=not scope.small)
-            rows.append(bench_row(measurement, gpu, time.monotonic() - began))
+            measurement = measured(case, context, sizes, timed=timed)
+            rows.append(case_row(measurement, gpu, time.monotonic() - began))
     return rows
 
 
-def bench_row(row: Measurement, gpu: str, seconds: float) -> Row:
+def case_row(row: Measurement, gpu: str, seconds: float) -> Row:
     """The row of a measurement that took so many seconds, on a device of that name. Only the GPU
-    that a target is for can miss it.
+    that targets are for can miss one.
     """
-    title, target = row.case.title, target_of(row.case)
     if row.reason is not None:
         state = FAILED if row.failed else NOT_HERE
-        return Row(title, state, " ".join(row.reason.split()), seconds)
+        return Row(row.title, state, " ".join(row.reason.split()), seconds)
     if row.ratio is None:
-        return Row(title, PASSED, "right, and not timed", seconds)
-    state, sentence = PASSED, sentence_of(row)
-    if target is not None and TARGET_GPU in gpu:
-        state = PASSED if row.ratio >= target else FAILED
-        sentence += f"; target {target:.2f}: {'met' if state == PASSED else 'not met'}"
-    return Row(title, state, sentence, seconds, {**as_dict(row), "target": target})
+        return Row(row.title, PASSED, f"{human(row.bytes)}: every byte is right", seconds)
+    missed, sentence = False, sentence_of(row)
+    if row.target is not None and TARGET_GPU in gpu:
+        missed = row.ratio < row.target
+        sentence += f"; target {row.target:.2f}: {'not met' if missed else 'met'}"
+    return Row(row.title, FAILED if missed else PASSED, sentence, seconds, asdict(row))
 
 
 SECTIONS = (

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disagg.cli.common import device_to_measure, need_known, progress_bar, utc_now
+from disagg.cli.common import device_to_measure, need_known, progress_bar
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
 from kvpool.cli.output import check_output
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from disagg.cli.bench.report import BenchReport
 
 
-_Device = Annotated[str, typer.Option(help="Device: cpu, cuda:0, npu:0, ...")]
-_Only = Annotated[list[str] | None, typer.Option(help="Group of cases; repeatable.")]
 _Engine = Annotated[
     list[str] | None,
     typer.Option(
@@ -38,8 +37,8 @@ _Chart = Annotated[Path | None, typer.Option(help="Draw the ratios to a page (.h
 
 
 def bench(
-    device: _Device = "cpu",
-    only: _Only = None,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda:0, npu:0, ...")] = "cpu",
+    only: Annotated[list[str] | None, typer.Option(help="Group of cases; repeatable.")] = None,
     engine: _Engine = None,
     quick: _Quick = False,
     as_json: _AsJson = False,
@@ -62,9 +61,9 @@ def bench(
     Exit status 1 if a case failed or computed a wrong result, 2 if the device or engine is missing.
 
     JSON: machine, versions, date (UTC), quick; rows (group, case, engine, bytes of a copy of as
-    much traffic, bound, seconds, reference_seconds, gib_per_second, reference_gib_per_second;
-    ratio of the two and beyond_seconds, their difference, round by round; rounds, reason, failed).
-    A case that did not run has a reason and no figures.
+    much traffic, bound, target: the ratio to reach on an H200, seconds, reference_seconds,
+    gib_per_second, reference_gib_per_second; ratio of the two and beyond_seconds, their difference,
+    round by round; rounds, reason, failed). A case that did not run has a reason and no figures.
 
     \b
     Example:
@@ -72,14 +71,17 @@ def bench(
     """
     from rich.console import Console
 
+    from disagg.cli.bench.measure import GROUPS
     from kvpool.render.chart import SUFFIXES, write_chart
 
-    groups = _groups(only, engine)
+    groups = only or GROUPS
+    need_known("--only", groups, GROUPS)
+    _need_engines(engine or (), groups)
     check_output("--chart", chart, SUFFIXES)
     report = _report(device, groups, engine, quick)
     report.print(Console(stderr=as_json))
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=1))
+        typer.echo(json.dumps(asdict(report), indent=1))
     if chart is not None:
         write_chart(report.chart(), chart, report.header())
         typer.echo(f"wrote {chart}", err=True)
@@ -87,25 +89,20 @@ def bench(
         raise typer.Exit(1)
 
 
-def _groups(only: Sequence[str] | None, engines: Sequence[str] | None) -> Sequence[str]:
-    """The groups of --only. Raises typer.BadParameter for a wrong group or engine."""
-    from disagg.cli.bench.measure import GROUPS
-
-    groups = only or GROUPS
-    need_known("--only", groups, GROUPS)
+def _need_engines(engines: Sequence[str], groups: Sequence[str]) -> None:
+    """Raises typer.BadParameter for engines that cannot be used, or would not be."""
     if engines and not {"transfer", "handoff"} & {*groups}:
         raise typer.BadParameter(
             "--engine selects transfers and hand-offs: add --only transfer or --only handoff, or "
             "omit --engine."
         )
-    for name in engines or ():
+    for name in engines:
         try:
             reason = engine_class(name).availability()
         except EngineUnavailable as error:
             raise typer.BadParameter(str(error)) from None
         if reason is not None:
             raise typer.BadParameter(f"engine {name!r}: {reason}")
-    return groups
 
 
 def _report(
@@ -115,10 +112,10 @@ def _report(
     from rich.console import Console
 
     from disagg.cli.bench.case import QUICK, sizes_for
-    from disagg.cli.bench.machine import machine, packages
     from disagg.cli.bench.measure import HANDOFF_ENGINES, all_cases, measured
     from disagg.cli.bench.peer import BenchContext
     from disagg.cli.bench.report import BenchReport
+    from disagg.cli.machine import machine, packages, utc_now
 
     device = device_to_measure(device_name)
     sizes = sizes_for(device, quick)

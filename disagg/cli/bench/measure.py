@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -39,56 +39,82 @@ def all_cases(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """Median seconds of a call of a case and of its reference, and medians of the rounds' ratios
-    (reference over case: 1 is as fast as the bound) and differences (`beyond` the reference, in
-    seconds); or the reason why it did not run, or `failed`.
+    """A case as a row of the JSON object: median seconds of a call of it and of its reference,
+    GiB/s where they move bytes, and medians of the rounds' ratios (reference over case: 1 is as
+    fast as the bound) and differences; or the reason why it did not run, or `failed`.
     """
 
-    case: BenchCase
+    group: str
+    case: str
+    engine: str | None
+    bytes: int
+    bound: str
+    target: float | None
     seconds: float | None = None
     reference_seconds: float | None = None
+    gib_per_second: float | None = None
+    reference_gib_per_second: float | None = None
     ratio: float | None = None
-    beyond: float | None = None
+    beyond_seconds: float | None = None
     rounds: int = 0
     reason: str | None = None
     failed: bool = False
 
     @property
+    def title(self) -> str:
+        """Group and name of the case."""
+        return f"{self.group}: {self.case}"
+
+    @property
     def moves(self) -> bool:
         """Whether a plain copy bounds it."""
-        return self.case.bound == COPY
+        return self.bound == COPY
 
-    @property
-    def rate(self) -> float | None:
-        """GiB/s; None if nothing is moved."""
-        return self._rate(self.seconds)
+    @classmethod
+    def of(cls, case: BenchCase) -> Measurement:
+        """Of a case that was not timed."""
+        return cls(
+            group=case.group,
+            case=case.name,
+            engine=case.engine,
+            bytes=case.nbytes,
+            bound=case.bound,
+            target=case.target,
+        )
 
-    @property
-    def reference_rate(self) -> float | None:
-        """GiB/s of the reference, if it moves the same bytes."""
-        return self._rate(self.reference_seconds)
-
-    def _rate(self, seconds: float | None) -> float | None:
-        return self.case.nbytes / seconds / GIB if seconds and self.case.nbytes else None
+    def timed(self, rounds: Sequence[tuple[float, float]]) -> Measurement:
+        """With medians over rounds of (case, reference), in seconds per call."""
+        ours, theirs = (median(times) for times in zip(*rounds))
+        return replace(
+            self,
+            seconds=ours,
+            reference_seconds=theirs,
+            gib_per_second=self.bytes / ours / GIB if self.bytes else None,
+            reference_gib_per_second=self.bytes / theirs / GIB if self.bytes else None,
+            ratio=median(reference / mine for mine, reference in rounds),
+            beyond_seconds=median(mine - reference for mine, reference in rounds),
+            rounds=len(rounds),
+        )
 
 
 def measured(
     case: BenchCase, context: BenchContext, sizes: Sizes, *, timed: bool = True
 ) -> Measurement:
     """Checks a case and times it, or records why it cannot run or has failed."""
+    row = Measurement.of(case)
     try:
         with one_thread():
             work = case.open(context)
             work.ours()
             context.device.record().synchronize()
             work.check()
-            return _timed(case, work, context.device, sizes) if timed else Measurement(case=case)
+            return row.timed(_rounds(case, work, context.device, sizes)) if timed else row
     except UNABLE as error:
-        return Measurement(case=case, reason=str(error))
+        return replace(row, reason=str(error))
     except WrongBytes as error:
-        return Measurement(case=case, reason=f"wrong: {error}", failed=True)
+        return replace(row, reason=f"wrong: {error}", failed=True)
     except Exception as error:  # a failure of one case must not end the others
-        return Measurement(case=case, reason=f"{type(error).__name__}: {error}", failed=True)
+        return replace(row, reason=f"{type(error).__name__}: {error}", failed=True)
 
 
 @contextmanager
@@ -102,20 +128,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measurement_of(case: BenchCase, taken: Sequence[tuple[float, float]]) -> Measurement:
-    """Medians over rounds of (case, reference), in seconds per call."""
-    ours, theirs = (median(times) for times in zip(*taken))
-    return Measurement(
-        case=case,
-        seconds=ours,
-        reference_seconds=theirs,
-        ratio=median(reference / mine for mine, reference in taken),
-        beyond=median(mine - reference for mine, reference in taken),
-        rounds=len(taken),
-    )
-
-
-def _timed(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Measurement:
+def _rounds(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> list[tuple[float, float]]:
     """Calls and rounds follow from the time of one call. The reference runs at least a tenth as
     long as the case, to see the same noise.
     """
@@ -130,7 +143,7 @@ def _timed(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> Measure
         # the reference first: it evicts the case's data from the caches
         theirs = _batch(work.reference, calls[1], device, work.clock)
         rounds.append((_batch(work.ours, calls[0], device, work.clock), theirs))
-    return measurement_of(case, rounds)
+    return rounds
 
 
 def _batch(

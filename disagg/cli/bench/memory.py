@@ -24,6 +24,8 @@ LAYERS, PAGE = 61, 64
 WINDOW_PAGE = 128
 MLA_PAGE_BYTES = PAGE * (512 + 64) * 2
 RUN_WIDTHS = {"512 B": 512, "4 KiB": 4 << 10, "36 KiB": 36 << 10}
+STORE_TARGETS = {"bf16": 0.85, "fp8": 0.7}
+MOVE_TARGET, RUNS_TARGET = 0.85, 0.8
 
 
 class EntryFormat(NamedTuple):
@@ -40,15 +42,17 @@ class EntryFormat(NamedTuple):
 HEADS = {"num_kv_heads": 8, "head_dim": 128, "packing": "bf16"}
 K_AND_V = {"k": (8, 128), "v": (8, 128)}
 MLA = {"latent": (512,), "rope": (64,)}
+INDEX_KEYS = {"index_key": (128,)}
 DSV4 = {"packing": "fp8", "compress_ratios": [0]}
+DSV4_ROWS = {"swa.latent": (448,), "swa.rope": (64,)}
 ENTRY_FORMATS = {
     "K and V 8 x 128, NHD": EntryFormat(MHAPool, HEADS, K_AND_V, 4096),
     "K and V 8 x 128, HND": EntryFormat(MHAPool, {**HEADS, "order": "hnd"}, K_AND_V, 4096),
     "MLA bf16, 1152 B": EntryFormat(MLAPool, {"packing": "bf16"}, MLA, 1152),
     "MLA fp8, 656 B": EntryFormat(MLAPool, {"packing": "fp8"}, MLA, 656),
-    "index keys fp8, 132 B": EntryFormat(NSAPool, {"packing": "fp8"}, {"index_key": (128,)}, 132),
+    "index keys fp8, 132 B": EntryFormat(NSAPool, {"packing": "fp8"}, INDEX_KEYS, 132),
     # 584 bytes, of which one is spare
-    "DSv4 fp8, 584 B": EntryFormat(DSv4Pool, DSV4, {"swa.latent": (448,), "swa.rope": (64,)}, 583),
+    "DSv4 fp8, 584 B": EntryFormat(DSv4Pool, DSV4, DSV4_ROWS, 583),
 }
 
 
@@ -63,22 +67,34 @@ def memory_cases(sizes: Sizes) -> Iterator[BenchCase]:
                 name=f"MLA by {placement}, {ids} ids",
                 nbytes=sizes.pages * LAYERS * MLA_PAGE_BYTES,
                 open=partial(open_move, sizes.pages, placement, ids),
+                target=MOVE_TARGET,
             )
     for group in ("gather", "scatter"):
         for name, width in RUN_WIDTHS.items():
             count = sizes.run_bytes // width
-            opened = partial(open_runs, group, count, width)
-            yield BenchCase(group=group, name=name, nbytes=count * width, open=opened)
+            yield BenchCase(
+                group=group,
+                name=name,
+                nbytes=count * width,
+                open=partial(open_runs, group, count, width),
+                target=RUNS_TARGET,
+            )
 
 
-def entry_cases(group: str, nbytes: int) -> Iterator[BenchCase]:
+def entry_cases(group: str, copied: int) -> Iterator[BenchCase]:
     """Writes of bf16 values, quantised where the pool does; or reads of the same."""
     for name, rows in ENTRY_FORMATS.items():
         values = 2 * sum(int(np.prod(shape)) for shape in rows.roles.values())
         moved = values + rows.stored  # of an entry, twice what a copy counts
-        tokens = max(1, 2 * nbytes // moved // WINDOW_PAGE) * WINDOW_PAGE
-        opened = partial(open_entries, group, rows, tokens, tokens * moved // 2)
-        yield BenchCase(group=group, name=name, nbytes=tokens * moved // 2, open=opened)
+        tokens = max(1, 2 * copied // moved // WINDOW_PAGE) * WINDOW_PAGE
+        nbytes = tokens * moved // 2
+        yield BenchCase(
+            group=group,
+            name=name,
+            nbytes=nbytes,
+            open=partial(open_entries, group, rows, tokens, nbytes),
+            target=STORE_TARGETS[rows.arguments["packing"]] if group == "store" else None,
+        )
 
 
 def open_entries(

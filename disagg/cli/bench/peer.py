@@ -21,7 +21,8 @@ from kvpool.layout import PoolLayout, RequestAddress, Slab, Span
 from kvpool.layout.formats import Shard
 from kvpool.models import declare
 from kvpool.pools.base import KVPool
-from kvpool.process import OtherProcess, ProcessFailed
+from kvpool.pools.typed import MHAPool
+from kvpool.process import OtherProcess
 
 READER_TIMEOUT = 60.0
 """Seconds to wait for a read or a hand-off."""
@@ -30,12 +31,12 @@ SETTLE_SECONDS = 0.003
 REFUSED = (
     EngineUnavailable,
     TransferError,
-    ProcessFailed,
     DeviceUnavailable,
     MemoryError,
+    torch.OutOfMemoryError,
     NotImplementedError,
 )
-"""Why an engine or a device cannot run a case."""
+"""What an engine or an endpoint raises that cannot have this device's memory."""
 FAMILIES = {
     # a shipped config, its packing, and of how many ranks a pool is of the first
     "MHA": ("llama_3_1_70b", "bf16", 4),
@@ -45,6 +46,8 @@ FAMILIES = {
     "HybridLinear": ("qwen3_next_80b", "bf16", 1),
     "DSv4": ("deepseek_v4", "fp8", 1),
 }
+HEADS_APART = "heads apart"
+"""No family: the order of heads differs, so that each head of each token is a run of 128 bytes."""
 HANDOFF_LAYERS = 8
 SOURCE_SEED, DEST_SEED = 1, 2
 
@@ -62,7 +65,7 @@ class BenchContext:
 
     def opened(self, kind: Callable[..., Any], *key: Any) -> Any:
         """`kind(other process, device, *key)`, which is closed before another is opened. Raises
-        CannotRun if it cannot be opened.
+        CannotRun if an engine refuses its memory.
         """
         if self._key != (kind, *key) or not self._other.alive:
             self._close_opened()
@@ -71,6 +74,8 @@ class BenchContext:
                 self._opened = kind(self._other.revived(), self.device, *key)
             except REFUSED as error:
                 self._opened = CannotRun(str(error))
+            except CannotRun as error:
+                self._opened = error
         if isinstance(self._opened, CannotRun):
             raise self._opened
         return self._opened
@@ -83,7 +88,15 @@ class BenchContext:
     def _close_opened(self) -> None:
         if self._opened is not None and not isinstance(self._opened, CannotRun):
             self._opened.close()
-        self._opened = None
+        self._key, self._opened = (), None
+
+
+def served(other: OtherProcess, method: str, *arguments: Any) -> Any:
+    """What a method of the peer returns. Raises CannotRun if it refuses."""
+    answer, refusal = other.call("refusable", method, *arguments)
+    if refusal is not None:
+        raise CannotRun(refusal)
+    return answer
 
 
 class BenchPeer:
@@ -106,9 +119,17 @@ class BenchPeer:
         if self._bare is not None:
             self._bare.progress()
 
+    def refusable(self, method: str, *arguments: Any) -> tuple[Any, str | None]:
+        """What a method returns, or why an engine refuses; in place of what was served before."""
+        self._bare = None
+        self._stack.close()
+        try:
+            return getattr(self, method)(*arguments), None
+        except REFUSED as error:
+            return None, str(error)
+
     def serve_memory(self, engine: str, nbytes: int) -> tuple[bytes, int]:
         """Metadata of an engine over memory that holds `noise`, and its pointer."""
-        self.stop()
         self._memory = self.device.allocate(nbytes)
         self._memory.copy_(noise(nbytes))
         self.device.record().synchronize()
@@ -118,31 +139,20 @@ class BenchPeer:
         """Metadata of an engine over a pool with random bytes for requests of up to `tokens`
         tokens, the address of an endpoint over the same pool, and its layout.
         """
-        self.stop()
         self._pool = pool = random_pool(family, tokens, self.device.name)
-        address = self.open_endpoint(pool.layout, engine)
-        metadata = self._serve(engine, pool.layout.slabs())
-        return metadata, address, pool.layout.to_msgpack()
-
-    def open_endpoint(self, layout: PoolLayout, engine: str) -> str:
-        """The address of an endpoint."""
         with ExitStack() as unless_open:
             created = create_engine(engine)
             unless_open.callback(created.close)
-            self._endpoint = self._stack.enter_context(PrefillEndpoint(layout, created))
+            self._endpoint = self._stack.enter_context(PrefillEndpoint(pool.layout, created))
             unless_open.pop_all()
-        return self._endpoint.address
+        metadata = self._serve(engine, pool.layout.slabs())
+        return metadata, self._endpoint.address, pool.layout.to_msgpack()
 
     def _serve(self, engine: str, slabs: Sequence[Slab]) -> bytes:
         self._bare = create_engine(engine)
         self._stack.callback(self._bare.close)  # before its memory goes
         self._bare.register(slabs)
         return self._bare.metadata()
-
-    def stop(self) -> None:
-        """Closes engine and endpoint."""
-        self._bare = None
-        self._stack.close()
 
     def send(self, room: int, tokens: int, start: int, stop: int) -> float:
         """Offers a chunk of a request of `tokens` tokens; returns the time before it was offered.
@@ -167,8 +177,20 @@ def slab_of(memory: torch.Tensor) -> Slab:
     return Slab(memory.data_ptr(), memory.numel(), str(memory.device))
 
 
-def pool_of(family: str, tokens: int, device: str) -> KVPool:
-    """The pool of the first layers of a family's model, for one request of `tokens` tokens."""
+def pool_of(family: str, tokens: int, device: str, *, decode: bool = False) -> KVPool:
+    """A side's pool of the first layers of a family's model, for one request of `tokens` tokens."""
+    if family == HEADS_APART:
+        page_size = 16 if decode else 32
+        return MHAPool(
+            layers=range(HANDOFF_LAYERS),
+            num_kv_heads=8,
+            head_dim=64,
+            dtype="bf16",
+            order="hnd" if decode else "nhd",
+            page_size=page_size,
+            num_pages=1 + -(-tokens // page_size),
+            device=device,
+        )
     config, packing, ranks = FAMILIES[family]
     model = declare(config)
     return model.build(
@@ -182,7 +204,7 @@ def pool_of(family: str, tokens: int, device: str) -> KVPool:
 
 
 def random_pool(family: str, tokens: int, device: str) -> KVPool:
-    """The same with random bytes, equal in every process."""
+    """Prefill's with random bytes, equal in every process."""
     pool = pool_of(family, tokens, device)
     for number, buffer in enumerate(pool.layout.buffers):
         view = pool.item_bytes_view(buffer)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from disagg.cli.bench.case import BenchCase
-from disagg.cli.bench.measure import GROUPS, Measurement
-from kvpool.render.chart import COLOURS, Chart, ChartAxis, ChartRow, Kind, Mark, Panel, log_axis
+from disagg.cli.bench.measure import Measurement
+from kvpool.render.chart import COLOURS, Chart, ChartRow, Mark, Panel, log_axis
 from kvpool.render.text import human
 
 if TYPE_CHECKING:
@@ -24,26 +22,13 @@ CAPTION = (
 )
 WORST = 0.001
 """Where the chart's axis begins; of worse ratios at their power of ten."""
-HEADINGS = {
-    True: "Rate relative to a plain copy of as many bytes",
-    False: "Speed relative to another implementation",
-}
-"""Of the chart's panels, by whether a plain copy bounds the cases."""
-
-TARGET_GPU = "H200"
-"""What the name of the GPU contains that the targets are for."""
-TARGETS = {
-    # what docs/performance.md calls it: the least ratio to a device copy, patterns of `group: case`
-    "store of K and V, store of MLA rows in bf16": (0.85, ["store: K and V *", "store: MLA bf16*"]),
-    "store of fp8 rows: MLA 656, index keys 132, DSv4 584": (0.70, ["store: *fp8, *"]),
-    "move of pages in all layers": (0.85, ["move: *"]),
-    "gather and scatter, runs of 512 bytes and up": (0.80, ["gather: *", "scatter: *"]),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport:
-    """Measurements, and where and when (UTC) they were taken. `quick` sizes fit into caches."""
+    """Measurements, and where and when (UTC) they were taken: the JSON object, whose keys the
+    command's help explains. `quick` sizes fit into caches.
+    """
 
     machine: Mapping[str, str]
     versions: Mapping[str, str]
@@ -57,6 +42,11 @@ class BenchReport:
         small = ", quick: sizes too small for rates" if self.quick else ""
         return f"{self.machine['device']}: {self.machine['name']}, {self.date[:10]}{small}"
 
+    @property
+    def ran(self) -> list[Measurement]:
+        """The rows that have figures."""
+        return [row for row in self.rows if row.ratio is not None]
+
     def header(self) -> str:
         """Machine, versions and date as lines of text."""
         lines = (
@@ -65,16 +55,6 @@ class BenchReport:
         )
         return "\n".join([*lines, self.date])
 
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object; the command's help explains its keys."""
-        return {
-            "machine": dict(self.machine),
-            "versions": dict(self.versions),
-            "date": self.date,
-            "quick": self.quick,
-            "rows": [as_dict(row) for row in self.rows],
-        }
-
     def table(self) -> Table:
         """One row per case that ran."""
         from kvpool.render.table import FittedTable
@@ -82,13 +62,13 @@ class BenchReport:
         table = FittedTable(title=self.title, caption=CAPTION)
         table.add_column("", no_wrap=True)
         table.add_column("case")
-        for name in ("bytes", "time", "GiB/s", "bound", "ratio", "beyond"):
+        for name in FIGURES:
             table.add_column(name, justify="right", no_wrap=True)
-        ran = [row for row in self.rows if row.ratio is not None]
-        for group, rows in groupby(ran, lambda row: row.case.group):
+        for group, rows in groupby(self.ran, lambda row: row.group):
             table.add_section()
             for number, row in enumerate(rows):
-                table.add_row("" if number else group, row.case.name, *_figures(row))
+                figures = (figure(row) for figure in FIGURES.values())
+                table.add_row("" if number else group, row.case, *figures)
         return table
 
     def print(self, console: Console) -> None:
@@ -105,66 +85,46 @@ class BenchReport:
         alike: dict[tuple[str, str | None, str], list[Measurement]] = {}
         for row in self.rows:
             if row.reason is not None:
-                key = row.case.group, row.case.engine, row.reason
-                alike.setdefault(key, []).append(row)
+                alike.setdefault((row.group, row.engine, row.reason), []).append(row)
         lines = []
         for (group, _, reason), rows in alike.items():
             word = "failed" if rows[0].failed else "not run"
             more = f" and {len(rows) - 1} more" if rows[1:] else ""
-            lines.append(f"{word}: {group} {rows[0].case.name}{more}: {reason}")
+            lines.append(f"{word}: {group} {rows[0].case}{more}: {reason}")
         return lines
 
     def chart(self) -> Chart:
-        """Two panels, of cases bounded by a plain copy and of those with another reference, on a
-        logarithmic axis, so that the worst can be seen.
+        """The ratios on a logarithmic axis, from WORST or as far as there are ratios, so that the
+        worst can be seen.
         """
-        rows = [row for row in self.rows if row.ratio is not None]
-        panels = [
-            Panel(f"{heading}, right is better", _axis(of_kind), list(_chart_rows(of_kind)))
-            for moves, heading in HEADINGS.items()
-            if (of_kind := [row for row in rows if row.moves is moves])
-        ]
-        groups = [group for group in GROUPS if any(row.case.group == group for row in rows)]
-        legend: list[tuple[Kind, str, str]] = [("dot", _colour(group), group) for group in groups]
-        legend += [("tick", "currentColor", "1: as fast as the copy, or the other implementation")]
-        return Chart(self.title, legend, panels, self.left_out())
+        ratios = [row.ratio for row in self.ran if row.ratio]
+        lowest = math.floor(math.log10(min([WORST, *ratios])))
+        axis = log_axis(10.0**lowest, 1.2 * max([1.0, *ratios]))
+        panel = Panel(
+            "Speed relative to the bound, right is better", axis, list(self._chart_rows())
+        )
+        words = "1: as fast as a plain copy, or what is in brackets"
+        return Chart(self.title, [("tick", "currentColor", words)], [panel], self.left_out())
 
-
-def target_of(case: BenchCase) -> float | None:
-    """The least ratio of a case on the GPU that targets are for, or None."""
-    for ratio, patterns in TARGETS.values():
-        if any(fnmatchcase(case.title, pattern) for pattern in patterns):
-            return ratio
-    return None
-
-
-def as_dict(row: Measurement) -> dict[str, Any]:
-    """A row of the JSON object."""
-    return {
-        "group": row.case.group,
-        "case": row.case.name,
-        "engine": row.case.engine,
-        "bytes": row.case.nbytes,
-        "bound": row.case.bound,
-        "seconds": row.seconds,
-        "reference_seconds": row.reference_seconds,
-        "gib_per_second": row.rate,
-        "reference_gib_per_second": row.reference_rate,
-        "ratio": row.ratio,
-        "beyond_seconds": row.beyond,
-        "rounds": row.rounds,
-        "reason": row.reason,
-        "failed": row.failed,
-    }
+    def _chart_rows(self) -> Iterator[ChartRow | str]:
+        """A row's line begins at 1, so that what is far from its bound is long."""
+        for group, rows in groupby(self.ran, lambda row: row.group):
+            yield group
+            for row in rows:
+                times = time_of(row.seconds), time_of(row.reference_seconds)
+                words = f"{row.case}: {times[0]}, {row.bound} {times[1]}"
+                marks = [
+                    Mark(kind, 1.0, row.ratio or 0.0, COLOURS[0], words) for kind in ("thin", "dot")
+                ]
+                name = row.case if row.moves else f"{row.case} ({row.bound})"
+                yield ChartRow(name, number_of(row.ratio), marks)
 
 
 def sentence_of(row: Measurement) -> str:
     """What a measurement has found."""
-    ratio = row.ratio or 0.0
-    rate = f", {row.rate:.2f} GiB/s" if row.rate else ""
-    bound = "a plain copy" if row.moves else row.case.bound
-    times = f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
-    return f"{time_of(row.seconds)}{rate}, {times} times as fast as {bound}"
+    rate = f", {row.gib_per_second:.2f} GiB/s" if row.gib_per_second else ""
+    bound = "a plain copy" if row.moves else row.bound
+    return f"{time_of(row.seconds)}{rate}, {number_of(row.ratio)} times as fast as {bound}"
 
 
 def time_of(seconds: float | None) -> str:
@@ -181,37 +141,22 @@ def number_of(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def _figures(row: Measurement) -> Iterator[str]:
-    """Cells of the table."""
-    yield human(row.case.nbytes) if row.case.nbytes else "-"
-    yield time_of(row.seconds)
-    yield number_of(row.rate)
-    bound = row.reference_rate if row.moves else None
-    yield number_of(bound) if bound else time_of(row.reference_seconds)
-    yield number_of(row.ratio)
-    yield time_of(row.beyond) if row.beyond and row.beyond > 0 else "-"
+def _bound(row: Measurement) -> str:
+    rate = row.reference_gib_per_second
+    return number_of(rate) if rate and row.moves else time_of(row.reference_seconds)
 
 
-def _axis(rows: Sequence[Measurement]) -> ChartAxis:
-    """From WORST to 1, or as far as there are ratios."""
-    ratios = [row.ratio for row in rows if row.ratio]
-    lowest = math.floor(math.log10(min([WORST, *ratios])))
-    return log_axis(10.0**lowest, 1.2 * max([1.0, *ratios]))
+def _beyond(row: Measurement) -> str:
+    seconds = row.beyond_seconds
+    return time_of(seconds) if seconds and seconds > 0 else "-"
 
 
-def _chart_rows(rows: Sequence[Measurement]) -> Iterator[ChartRow | str]:
-    """A row's line begins at 1, so that what is far from its bound is long."""
-    for group, measurements in groupby(rows, lambda row: row.case.group):
-        yield group
-        for row in measurements:
-            case, ratio = row.case, row.ratio or 0.0
-            times = time_of(row.seconds), time_of(row.reference_seconds)
-            words = f"{case.name}: {times[0]}, {case.bound} {times[1]}"
-            kinds: tuple[Kind, Kind] = ("thin", "dot")
-            marks = [Mark(kind, 1.0, ratio, _colour(group), words) for kind in kinds]
-            name = case.name if row.moves else f"{case.name} ({case.bound})"
-            yield ChartRow(name, number_of(ratio), marks)
-
-
-def _colour(group: str) -> str:
-    return COLOURS[GROUPS.index(group)]
+FIGURES: dict[str, Callable[[Measurement], str]] = {
+    "bytes": lambda row: human(row.bytes) if row.bytes else "-",
+    "time": lambda row: time_of(row.seconds),
+    "GiB/s": lambda row: number_of(row.gib_per_second),
+    "bound": _bound,
+    "ratio": lambda row: number_of(row.ratio),
+    "beyond": _beyond,
+}
+"""Columns of the table."""

@@ -9,37 +9,52 @@ import select
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import BenchCase, Sizes, Work, WrongBytes, need_equal, noise, plain_copy
+from disagg.cli.bench.case import (
+    BenchCase,
+    CannotRun,
+    Sizes,
+    Work,
+    WrongBytes,
+    need_equal,
+    noise,
+    plain_copy,
+)
 from disagg.cli.bench.peer import (
     DEST_SEED,
     FAMILIES,
+    HEADS_APART,
     READER_TIMEOUT,
     SOURCE_SEED,
     BenchContext,
     block_table,
     pool_of,
     random_pool,
+    served,
     slab_of,
 )
-from disagg.cli.demo.check import same_as_pool
+from disagg.cli.live_bytes import same_as_pool
 from disagg.engines.base import TransferError, create_engine
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
 from disagg.protocol.status import KVPoll
-from disagg.runtime.decode_endpoint import DecodeEndpoint
+from disagg.runtime.decode_endpoint import STAGING_BYTES, DecodeEndpoint
+from disagg.runtime.staging import staging_buffers
 from kvpool.device import Device
-from kvpool.layout import PoolLayout
+from kvpool.layout import PoolLayout, Slab
 from kvpool.process import OtherProcess
 
 READ_WIDTHS = {"1 KiB": 1 << 10, "4 KiB": 4 << 10, "36 KiB": 36 << 10, "1 MiB": 1 << 20}
 BARE = "the bare engine"
 WAIT_SECONDS, ASK_SECONDS = 0.1, 0.0005
+SPARE_TOKENS = 100
+"""So many more than a trial's request has, its pools have pages for."""
 
 
 def transfer_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
@@ -60,11 +75,11 @@ def open_transfer(
     engine: str, memory_bytes: int, count: int, width: int, context: BenchContext
 ) -> Work:
     """Half of the memory of each side is read and written."""
-    reader: PeerReader = context.opened(PeerReader, engine, memory_bytes)
-    memory, random = reader.memory, np.random.default_rng(0)
+    opened: OpenMemory = context.opened(OpenMemory, engine, memory_bytes)
+    memory, random = opened.memory, np.random.default_rng(0)
     src, dst = (random.permutation(2 * count)[:count] * width for _ in range(2))
     nbytes = np.full(count, width, dtype=np.int64)
-    batch = CopyBatch(reader.base + src, memory.data_ptr() + dst, nbytes)
+    batch = CopyBatch(opened.base + src, memory.data_ptr() + dst, nbytes)
     memory.zero_()
     context.device.record().synchronize()
 
@@ -75,26 +90,22 @@ def open_transfer(
         expected[torch.from_numpy(dst // width)] = runs[torch.from_numpy(src // width)]
         need_equal("runs of memory", memory[:slots].view(-1, width), expected)
 
-    return Work(partial(reader.read, batch), plain_copy(context.device, count * width), check)
+    ours = partial(opened.reader.read, batch)
+    return Work(ours, plain_copy(context.device, count * width), check)
 
 
-class PeerReader:
-    """An engine connected to the same engine in the other process.
+class BareReader:
+    """A bare engine over memory of this process, connected to that of the other process."""
 
-    `memory` is this side's; the peer's, at pointer `base`, holds `noise`.
-    """
-
-    def __init__(self, other: OtherProcess, device: Device, engine: str, nbytes: int) -> None:
-        self.memory = device.allocate(nbytes)
+    def __init__(self, engine: str, slabs: Sequence[Slab], metadata: bytes) -> None:
         with ExitStack() as stack:
-            metadata, self.base = other.call("serve_memory", engine, nbytes)
             self._wake, notify = os.pipe()
             for end in (self._wake, notify):
                 os.set_blocking(end, False)
                 stack.callback(os.close, end)
             self.engine = create_engine(engine)
             stack.callback(self.engine.close)
-            self.engine.register([slab_of(self.memory)])
+            self.engine.register(slabs)
             self._peer = self.engine.connect(metadata)
             self.engine.notify(notify)
             self._stack = stack.pop_all()
@@ -105,76 +116,122 @@ class PeerReader:
 
     def read(self, batch: CopyBatch) -> None:
         """Reads all of a batch, in parts as an endpoint does. Raises TransferError."""
-        for part in batch.split(self.engine.max_bytes, self.engine.max_runs):
-            transfer = self.engine.read(self._peer, part)
-            ends = time.monotonic() + READER_TIMEOUT
+        parts = batch.split(self.engine.max_bytes, self.engine.max_runs)
+        ends = time.monotonic() + READER_TIMEOUT
+        for transfer in [self.engine.read(self._peer, part) for part in parts]:
             while not self.engine.poll(transfer):
                 if time.monotonic() > ends:
-                    raise TransferError(f"no {part.total} bytes in {READER_TIMEOUT:.0f} s.")
+                    raise TransferError(f"no {batch.total} bytes in {READER_TIMEOUT:.0f} s.")
                 # the processor is for the threads that move the bytes
                 if self.engine.background and select.select([self._wake], [], [], WAIT_SECONDS)[0]:
                     os.read(self._wake, 4096)
 
 
+class OpenMemory:
+    """Memory of this side, and a reader of the peer's, which holds `noise` at pointer `base`."""
+
+    def __init__(self, other: OtherProcess, device: Device, engine: str, nbytes: int) -> None:
+        self.memory = device.allocate(nbytes)
+        metadata, self.base = served(other, "serve_memory", engine, nbytes)
+        self.reader = BareReader(engine, [slab_of(self.memory)], metadata)
+        self.close = self.reader.close
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOff:
+    """What both sides open: an engine, pools of a family for requests of up to `tokens` tokens, and
+    the bytes of decode's staging buffers. A `checked` one compares digests, and needs the buffers.
+    """
+
+    engine: str
+    family: str
+    tokens: int
+    staging: int = STAGING_BYTES
+    checked: bool = False
+
+    def case(self, name: str, tokens: int, chunk: int) -> BenchCase:
+        """Hand-offs of requests of so many tokens in chunks, beside a read of the last chunk's
+        runs, whose bytes are counted, with spare bytes in them.
+        """
+        source = pool_of(self.family, self.tokens, "meta").layout
+        dest = pool_of(self.family, self.tokens, "meta", decode=True).layout
+        last = range((tokens - 1) // chunk * chunk, tokens)
+        source_table = block_table(source, tokens, SOURCE_SEED)
+        dest_table = block_table(dest, tokens, DEST_SEED)
+        runs = plan([source], dest).bind(0, source_table, dest_table, tokens=last)
+
+        def opened(context: BenchContext) -> Work:
+            hand_offs: OpenHandOffs = context.opened(OpenHandOffs, self)
+            return hand_offs.work(tokens, chunk)
+
+        return BenchCase(
+            group="handoff",
+            name=name,
+            nbytes=runs.total,
+            open=opened,
+            bound=BARE,
+            calls=1,
+            engine=self.engine,
+        )
+
+    def endpoint(self, layout: PoolLayout) -> DecodeEndpoint:
+        """Decode's. Raises CannotRun if it would not use the staging buffers that are tried."""
+        engine = create_engine(self.engine)
+        if not self.checked:
+            return DecodeEndpoint(layout, engine, staging=self.staging)
+        if self.staging and not staging_buffers(layout, engine, self.staging).slabs:
+            engine.close()
+            raise CannotRun(f"engine {self.engine} uses no staging buffers for this memory.")
+        return DecodeEndpoint(layout, engine, staging=self.staging, verify="checksum")
+
+
 def handoff_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
     """From the offer of a request's last chunk to Success on decode, in another process, for each
-    family; the reference reads that chunk's runs, and bytes are theirs, with spare bytes in them.
+    family.
     """
     most = max(sizes.handoff_tokens)
-    for engine, family in product(engines, FAMILIES):
-        layout = pool_of(family, most, "meta").layout
-        moves = plan([layout], layout)
-        for tokens in sizes.handoff_tokens:
-            table = block_table(layout, tokens, DEST_SEED)
-            for chunk in sorted({tokens, min(tokens, sizes.handoff_chunk)}, reverse=True):
-                name = f"{engine}, {family}, {tokens:,} token{'s' * (tokens > 1)}"
-                name += f" in chunks of {chunk:,}" if chunk < tokens else ""
-                last = range((tokens - 1) // chunk * chunk, tokens)
-                yield BenchCase(
-                    group="handoff",
-                    name=name,
-                    nbytes=moves.bind(0, table, table, tokens=last).total,
-                    open=partial(
-                        open_handoff,
-                        engine=engine,
-                        family=family,
-                        most=most,
-                        tokens=tokens,
-                        chunk=chunk,
-                    ),
-                    bound=BARE,
-                    calls=1,
-                    engine=engine,
-                )
+    for engine, family, tokens in product(engines, FAMILIES, sizes.handoff_tokens):
+        for chunk in sorted({tokens, min(tokens, sizes.handoff_chunk)}, reverse=True):
+            name = f"{engine}, {family}, {tokens:,} token{'s' * (tokens > 1)}"
+            name += f" in chunks of {chunk:,}" if chunk < tokens else ""
+            hand_off = HandOff(engine=engine, family=family, tokens=most)
+            yield hand_off.case(name, tokens, chunk)
 
 
-def open_handoff(
-    context: BenchContext, *, engine: str, family: str, most: int, tokens: int, chunk: int
-) -> Work:
-    """See handoff_cases; the pools have room for `most` tokens."""
-    hand_offs: TimedHandOffs = context.opened(TimedHandOffs, engine, family, most)
-    return hand_offs.work(tokens, chunk)
+def trial_cases(engine: str, tokens: int) -> Iterator[BenchCase]:
+    """Hand-offs to be checked and not timed: large runs, small runs one by one, and small runs
+    through staging buffers.
+    """
+    for runs, family, staging in (
+        ("large runs", "MLA", 0),
+        ("small runs", HEADS_APART, 0),
+        ("small runs, staged", HEADS_APART, STAGING_BYTES),
+    ):
+        hand_off = HandOff(
+            engine=engine,
+            family=family,
+            tokens=tokens + SPARE_TOKENS,
+            staging=staging,
+            checked=True,
+        )
+        yield hand_off.case(f"{engine}, {runs}", tokens, tokens)
 
 
-class TimedHandOffs:
+class OpenHandOffs:
     """Endpoints of a prefill in another process and of a decode in this one, with pools of one
     model, and a bare engine on each side.
     """
 
-    def __init__(
-        self, other: OtherProcess, device: Device, engine: str, family: str, tokens: int
-    ) -> None:
+    def __init__(self, other: OtherProcess, device: Device, hand_off: HandOff) -> None:
+        name, family, tokens = hand_off.engine, hand_off.family, hand_off.tokens
         self._other, self._rooms, self._spent = other, 0, 0.0
-        self._pool = pool = pool_of(family, tokens, device.name)
+        self._pool = pool = pool_of(family, tokens, device.name, decode=True)
         self._truth = random_pool(family, tokens, device.name)
         with ExitStack() as stack:
-            metadata, address, layout = other.call("serve_pool", engine, family, tokens)
-            self._bare = create_engine(engine)
-            stack.callback(self._bare.close)
-            self._bare.register(pool.layout.slabs())
-            self._peer = self._bare.connect(metadata)
-            self._decode = DecodeEndpoint(pool.layout, create_engine(engine))
-            stack.callback(self._decode.close)
+            metadata, address, layout = served(other, "serve_pool", name, family, tokens)
+            self._decode = stack.enter_context(hand_off.endpoint(pool.layout))
+            self._reader = BareReader(name, pool.layout.slabs(), metadata)
+            stack.callback(self._reader.close)
             self._decode.connect([address], timeout=READER_TIMEOUT)
             self._plan = plan([PoolLayout.from_msgpack(layout)], pool.layout)
             self._stack = stack.pop_all()
@@ -187,11 +244,10 @@ class TimedHandOffs:
         """Hand-offs of `tokens` tokens in chunks of `chunk`, timed from the offer of the last chunk
         to Success; the reference reads the runs of that chunk. Raises TransferError.
         """
-        source = block_table(self._pool.layout, tokens, SOURCE_SEED)
+        source = block_table(self._truth.layout, tokens, SOURCE_SEED)
         table = block_table(self._pool.layout, tokens, DEST_SEED)
         starts = range(0, tokens, chunk)
         batch = self._plan.bind(0, source, table, tokens=range(starts[-1], tokens))
-        parts = list(batch.split(self._bare.max_bytes, self._bare.max_runs))
         self._clear()
 
         def hand_over() -> None:
@@ -214,10 +270,7 @@ class TimedHandOffs:
 
         def read() -> None:
             began = time.monotonic()
-            for transfer in [self._bare.read(self._peer, part) for part in parts]:
-                while not self._bare.poll(transfer):
-                    if time.monotonic() - began > READER_TIMEOUT:
-                        raise TransferError(f"no {batch.total} bytes in {READER_TIMEOUT:.0f} s.")
+            self._reader.read(batch)
             self._spent += time.monotonic() - began
 
         def check() -> None:
@@ -244,12 +297,19 @@ class TimedHandOffs:
             self._pool.item_bytes_view(buffer).zero_()
 
     def _need_request(self, tokens: int, start: int = 0) -> None:
-        """Raises WrongBytes unless a request's positions from `start` on are the source's. They are
-        compared without a plan: where they lie follows from both block tables.
+        """Raises WrongBytes unless a request's positions from `start` on are the source's, and
+        other items are as they were: zeros. They are compared without a plan, as where they lie
+        follows from both block tables.
         """
-        table, source = (
-            block_table(self._pool.layout, tokens, s) for s in (DEST_SEED, SOURCE_SEED)
-        )
+        layout = self._pool.layout
+        table = block_table(layout, tokens, DEST_SEED)
+        source = block_table(self._truth.layout, tokens, SOURCE_SEED)
         count = same_as_pool(self._pool, table, self._truth, source, start)
         if count.wrong:
             raise WrongBytes(f"{count.wrong:,} of {count.checked:,} bytes differ.")
+        for buffer in layout.buffers:
+            items = self._pool.item_bytes_view(buffer).clone()
+            ids = table.spans[layout.space_by_name[buffer.space].id_list].ids
+            items[torch.tensor(ids)] = 0
+            if items.any():
+                raise WrongBytes(f"buffer {buffer.name}: items of no request were written.")

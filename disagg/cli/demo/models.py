@@ -2,96 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-SHARED: dict[str, Any] = {
-    "vocab_size": 2048,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "max_position_embeddings": 1 << 17,
-    "initializer_range": 0.1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-# for quantised pools: small weights keep errors small, and rounding cannot change the choice of
-# experts or indexed tokens
-SMOOTH = {
-    "initializer_range": 0.02,
-    "num_experts_per_tok": 8,
-    "topk_group": 2,
-    "index_topk": 1 << 17,
-}
-EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
-LATENT_ATTENTION = {
-    "num_key_value_heads": 8,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-}
-DEEPSEEK = {
-    "q_lora_rank": 96,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 2,
-    "num_mtp_layers": 0,
-    **LATENT_ATTENTION,
-    **EXPERTS,
-}
-INDEXER = {"index_head_dim": 64, "index_n_heads": 4, "index_topk": 32}
-CSA, HCA = "compressed_sparse_attention", "heavily_compressed_attention"
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 4},
-    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, **EXPERTS},
-    "deepseek_v3": DEEPSEEK,
-    "deepseek_v32": {**DEEPSEEK, **INDEXER},
-    "gpt_oss": {
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "sliding_window": 128,
-    },
-    "qwen3_next": {
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "shared_expert_intermediate_size": 128,
-        "num_experts": 8,
-        **EXPERTS,
-    },
-    "kimi_linear": {
-        "linear_num_heads": 8,
-        "linear_head_dim": 32,
-        "num_local_experts": 8,
-        **LATENT_ATTENTION,
-        **EXPERTS,
-    },
-    "deepseek_v4": {
-        "num_hidden_layers": 6,
-        "head_dim": 128,
-        "q_lora_rank": 96,
-        "qk_rope_head_dim": 64,
-        "layer_types": ["sliding_attention", CSA, HCA, CSA, HCA, CSA],
-        "sliding_window": 128,
-        "o_groups": 2,
-        "o_lora_rank": 64,
-        "n_routed_experts": 8,
-        **INDEXER,
-        **EXPERTS,
-    },
-}
+SIZES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text())
+"""`shared` by all models; `smooth` for quantised pools: small weights keep errors small, and
+rounding cannot change the choice of experts or indexed tokens.
+"""
+MODELS: dict[str, dict[str, Any]] = SIZES["models"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +56,10 @@ class DemoSettings:
         torch.set_num_threads(self.threads)
         torch.manual_seed(self.seed)
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        numbers = {**SHARED, **MODELS[self.model]}
+        numbers = {**SIZES["shared"], **MODELS[self.model]}
         if not self.exact:
-            numbers.update((name, SMOOTH[name]) for name in SMOOTH if name in numbers)
+            smooth = SIZES["smooth"]
+            numbers.update((name, smooth[name]) for name in smooth if name in numbers)
         config = transformers.AutoConfig.for_model(self.model, **numbers)
         make: Any = transformers.AutoModelForCausalLM.from_config
         model = make(config, dtype=getattr(torch, self.dtype))

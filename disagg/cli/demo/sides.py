@@ -4,7 +4,6 @@ compares with runs in this process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress
 from rich.text import Text
 
-from disagg.cli.demo.check import ByteCount, same_as_pool, same_as_transformers
 from disagg.cli.demo.models import DemoSettings
+from disagg.cli.live_bytes import same_as_pool
 from disagg.engines.base import create_engine
 from disagg.plan import TransferPlan
 from disagg.protocol.status import KVPoll
@@ -30,7 +29,8 @@ from kvpool.process import OtherProcess
 from kvpool.render.chart import write_chart
 from kvpool.render.text import human, layout_table
 
-START_TIMEOUT = 600.0
+START_TIMEOUT = 600.0  # seconds to build a model, or to compute a prompt
+CONNECT_TIMEOUT = 60.0
 MAX_ROUNDING = 0.1  # error of a quantised pool, relative to the largest logit
 
 
@@ -132,16 +132,8 @@ class DecodeSide:
 
     def connect(self) -> TransferPlan:
         """The plan, after prefill has answered."""
-        link = self.endpoint.connect([self._other.answer(START_TIMEOUT)])
-        deadline = time.monotonic() + START_TIMEOUT
-        while link.plan is None:
-            try:
-                self.endpoint.handshake(link, 0.5)
-            except TimeoutError:
-                if not self._other.alive:
-                    self._other.answer()  # raises with its exit status
-                if time.monotonic() > deadline:
-                    raise
+        link = self.endpoint.connect([self._other.answer(START_TIMEOUT)], CONNECT_TIMEOUT)
+        assert link.plan is not None
         return link.plan
 
     def decode(self, number: int) -> DecodedPrompt:
@@ -179,65 +171,55 @@ class DecodeSide:
         """A progress bar until the room has ended. Raises RuntimeError if it or prefill fails."""
         columns = "moving", BarColumn(), DownloadColumn(binary_units=True)
         with Progress(*columns, console=self._console) as progress:
-            task, ended = progress.add_task("moving", total=nbytes), False
-            while not ended:
-                ended = self._ended(room, 0.05)
+            task = progress.add_task("moving", total=nbytes)
+            while not (self.endpoint.poll(room).ended or self._other.answers()):
+                with suppress(TimeoutError):
+                    self.endpoint.wait(room, 0.05)
                 progress.update(task, completed=self.endpoint.metrics(room).bytes_moved)
-                # its messages may still arrive
-                if not ended and self._other.answers() and not self._ended(room, 0.5):
-                    break
         failed = self.endpoint.poll(room) is KVPoll.Failed
         if not failed or self._other.answers(1.0):  # the reason may be prefill's
             self._other.answer(START_TIMEOUT)
-        if failed:
+        if self.endpoint.wait(room, START_TIMEOUT) is not KVPoll.Success:
             raise RuntimeError(f"prefill: the hand-off failed: {self.endpoint.failure(room)}")
 
-    def _ended(self, room: str, seconds: float) -> bool:
-        """Whether a room ends within some seconds."""
-        with suppress(TimeoutError):
-            self.endpoint.wait(room, seconds)
-        return self.endpoint.poll(room).ended
-
+    @torch.no_grad()
     def _compare(self, allocator: Any, request: Any, first: int) -> tuple[Comparison, ...]:
-        """Decodes from the received state, and compares with runs in this process over a pool of
-        the same kind and over transformers' own cache.
+        """Decodes from the received state, and compares with runs of the same tokens in this
+        process, over a pool of the same kind and over transformers' own cache.
         """
         settings, model = self._settings, self._model
-        steps, chunks = settings.new_tokens, settings.chunks(request.num_tokens)
-        received, again = (request.address(), PoolCache.new(self._single, Allocator(self._single)))
+        received, chunks = request.address(), settings.chunks(request.num_tokens)
+        single = PoolCache.new(self._single, Allocator(self._single))
         own = transformers_cache(model)
-        with torch.no_grad():
-            firsts = [prefill(model, self._prompt, cache, chunks) for cache in (again, own)]
-            single = again.requests[0].address()
-            live = same_as_pool(self._pool, received, self._single, single)
-            truth = same_as_transformers(self._pool, received, own) if settings.exact else None
-            cache = PoolCache(self._pool, allocator, [request])
-            tokens, logits = decode(model, cache, first, steps)
-            tokens2, logits2 = decode(model, again, firsts[0], steps)
-            forced = None if settings.exact else [first, *tokens]
-            tokens3, logits3 = decode(model, own, firsts[1], steps, forced)
-        allocator.free(request)
-        again.allocator.free(again.requests[0])
-
-        def logits_equal(others: list[torch.Tensor], same: bool, cache: str) -> Comparison:
-            equal = sum(map(torch.equal, logits, others))
-            words = f"logits of {equal} of {steps} decoded steps bit-equal to one process"
-            return Comparison(same and equal == steps, f"{words}, {cache}")
-
-        def bytes_equal(count: ByteCount, what: str) -> Comparison:
-            right = f"{count.checked - count.wrong:,} of {count.checked:,}"
-            return Comparison(not count.wrong, f"{right} {what} equal")
-
-        same = first == firsts[0] and tokens == tokens2
-        checks = [
-            logits_equal(logits2, same, "same pool"),
-            bytes_equal(live, "live bytes of the pool"),
+        same_first = [
+            first == prefill(model, self._prompt, cache, chunks) for cache in (single, own)
         ]
-        if truth is not None:
-            checks.append(logits_equal(logits3, tokens == tokens3, "transformers' own cache"))
-            checks.append(bytes_equal(truth, "bytes that transformers' own cache holds"))
+        live = same_as_pool(self._pool, received, self._single, single.requests[0].address())
+        tokens, logits = [first], list[torch.Tensor]()
+        cache = PoolCache(self._pool, allocator, [request])
+        for _ in range(settings.new_tokens):
+            logits.append(next_logits(model, cache, tokens[-1]))
+            tokens.append(int(logits[-1].argmax()))
+        again, truth = (
+            [next_logits(model, cache, token) for token in tokens[:-1]] for cache in (single, own)
+        )
+        allocator.free(request)
+        single.allocator.free(single.requests[0])
+
+        def equal_logits(others: list[torch.Tensor], same_first: bool, cache: str) -> Comparison:
+            equal = sum(map(torch.equal, logits, others))
+            words = f"logits of {equal} of {len(others)} decoded steps bit-equal to one process"
+            return Comparison(same_first and equal == len(others), f"{words}, {cache}")
+
+        right = f"{live.checked - live.wrong:,} of {live.checked:,}"
+        checks = [
+            equal_logits(again, same_first[0], "same pool"),
+            Comparison(not live.wrong, f"{right} live bytes of the pool equal"),
+        ]
+        if settings.exact:
+            checks.append(equal_logits(truth, same_first[1], "transformers' own cache"))
         else:
-            error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, logits3))
+            error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, truth))
             words = f"largest logit error of {settings.packing}: {error:.2%} of the largest"
             within = f"{words} (at most {MAX_ROUNDING:.0%})"
             checks.append(Comparison(error <= MAX_ROUNDING, within))
@@ -252,21 +234,11 @@ def prefill(model: Any, prompt: torch.Tensor, cache: Any, chunks: list[range]) -
     return int(logits[0, -1].argmax())
 
 
-def decode(
-    model: Any, cache: Any, token: int, steps: int, forced: list[int] | None = None
-) -> tuple[list[int], list[torch.Tensor]]:
-    """Greedy steps from `token` (or over the tokens `forced`); returns the tokens and the logits
-    `[V]` of each step.
-    """
-    tokens, logits_of = [], []
-    for step in range(steps):
-        token = token if forced is None else forced[step]
-        ids = torch.tensor([[token]], device=model.device)
-        logits = model(ids, past_key_values=cache, use_cache=True).logits
-        token = int(logits[0, -1].argmax())
-        tokens.append(token)
-        logits_of.append(logits[0, -1].clone())
-    return tokens, logits_of
+def next_logits(model: Any, cache: Any, token: int) -> torch.Tensor:
+    """The logits `[V]` after one more token."""
+    ids = torch.tensor([[token]], device=model.device)
+    logits: torch.Tensor = model(ids, past_key_values=cache, use_cache=True).logits
+    return logits[0, -1].clone()
 
 
 def transformers_cache(model: Any) -> Any:

@@ -23,7 +23,7 @@ COMMAND = "import typer; from disagg.cli.accept.command import accept; typer.run
 
 
 def accepted(folder: Path, device: str, *options: str, timeout: float = 280):
-    """Exit status, printed text, report and page."""
+    """Exit status, printed text and report."""
     environment = dict(os.environ)
     if device == "interpret":
         environment["TRITON_INTERPRET"] = "1"  # read when triton is imported
@@ -38,7 +38,7 @@ def accepted(folder: Path, device: str, *options: str, timeout: float = 280):
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     report = msgspec.json.decode((folder / device / "accept.json").read_bytes(), type=Report)
-    return done.returncode, done.stdout, report, (folder / device / "accept.html").read_text()
+    return done.returncode, done.stdout, report
 
 
 class WrongByte(CPUDevice):

@@ -4,7 +4,6 @@ report has the form that docs/accept.md describes.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -24,15 +23,9 @@ from typer.testing import CliRunner
 from disagg.cli.accept import sections
 from disagg.cli.accept.command import accept
 from disagg.cli.accept.report import FORMAT, Report, Row, SectionResult
-from disagg.cli.accept.sections import (
-    Scope,
-    bench_row,
-    bench_rows,
-    conformance_rows,
-)
-from disagg.cli.bench.case import HOST_SIZES, TINY
+from disagg.cli.accept.sections import Scope, bench_rows, case_row, conformance_rows
+from disagg.cli.bench.case import HOST_SIZES, QUICK
 from disagg.cli.bench.measure import GROUPS, Measurement, all_cases
-from disagg.cli.bench.report import TARGETS, target_of
 from disagg.cli.demo.models import MODELS
 from disagg.engines.base import engine_names
 from kvpool.device import get_device
@@ -58,17 +51,9 @@ def rows_of(report, section):
     return {row.name: row for each in report.sections if each.name == section for row in each.rows}
 
 
-def words_of(page):
-    """The pieces of text of a page."""
-    found, parser = [], HTMLParser()
-    parser.handle_data = found.append
-    parser.feed(page)
-    return found
-
-
 def test_a_device_of_this_machine_passes(folder):
     """Others are tried by `make accept` in .ci/run."""
-    status, said, report, page = accepted(folder, "cpu", "--quick")
+    status, said, report = accepted(folder, "cpu", "--quick")
     assert status == 0 and report.passed and "FAIL" not in said, said
     assert report.quick and report.complete
     names = [section.name for section in sections.SECTIONS]
@@ -83,20 +68,17 @@ def test_a_device_of_this_machine_passes(folder):
     moved = rows_of(report, "engines")
     for engine in ENGINES:
         for runs in ("large runs", "small runs"):
-            assert moved[f"{engine}, {runs}"].state == "passed"
-        staged = moved[f"{engine}, small runs, staged"]
+            row = moved[f"handoff: {engine}, {runs}"]
+            assert row.state == "passed" and row.sentence.endswith("every byte is right")
+        staged = moved[f"handoff: {engine}, small runs, staged"]
         assert staged.state == ("not here" if engine == "local" else "passed"), staged
-    text = words_of(page)
-    assert f"kvpool accept: {report.verdict}" in text
-    assert all(row.sentence in text for each in report.sections for row in each.rows)
-    assert not re.search(r"(?:src|href)=|url\(|@import|https?:|<script", page)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("device", ["cpu", "interpret", "npu-reference"])
 def test_a_device_of_this_machine_passes_at_full_length(folder, device):
-    status, said, report, _ = accepted(folder, device, timeout=900)
+    status, said, report = accepted(folder, device, timeout=900)
     assert status == 0 and report.passed, said
     assert len(rows_of(report, "models")) == 2 * len(MODELS)
 
@@ -107,12 +89,10 @@ def test_a_wrong_byte_in_a_store_fails_with_a_line_that_names_it(folder, tmp_pat
     report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)
     assert done.exit_code == 1 and not report.passed and not report.complete
     lines = [line for line in done.output.splitlines() if line.startswith("  FAIL ")]
-    assert len(lines) == len(report.sections[0].failed)
+    assert len(lines) == report.sections[0].count("failed")
     named = "  FAIL pool mla fp8, write_packs_as_the_formats_say: "
     (line,) = (line for line in lines if line.startswith(named))
     assert re.search(r"target layer 0 latent: item \d+, entry \d.*: 0x\w\w found, 0x\w\w exp", line)
-    page = (tmp_path / "accept.html").read_text()
-    assert line.removeprefix(named) in words_of(page)
 
 
 def test_json_is_the_report_and_all_else_is_on_standard_error(folder, tmp_path):
@@ -133,22 +113,22 @@ CASES = {case.title: case for case in all_cases(HOST_SIZES, ["local"])}
         ("store: MLA bf16, 1152 B", 0.86, "H200", "passed", "target 0.85: met"),
         ("store: MLA bf16, 1152 B", 0.84, "H200", "failed", "target 0.85: not met"),
         ("store: DSv4 fp8, 584 B", 0.69, "H200", "failed", "target 0.70: not met"),
-        ("store: MLA bf16, 1152 B", 0.1, "H100", "passed", "0.1 times as fast as a plain copy"),
-        ("load: MLA bf16, 1152 B", 0.1, "H200", "passed", "0.1 times as fast as a plain copy"),
+        ("store: MLA bf16, 1152 B", 0.1, "H100", "passed", "0.10 times as fast as a plain copy"),
+        ("load: MLA bf16, 1152 B", 0.1, "H200", "passed", "0.10 times as fast as a plain copy"),
     ],
 )
 def test_only_the_gpu_of_a_target_can_miss_it(case, ratio, gpu, state, words):
-    figures = {"seconds": 1e-3, "reference_seconds": ratio * 1e-3, "ratio": ratio}
-    measurement = Measurement(case=CASES[case], beyond=0.0, rounds=9, **figures)
-    row = bench_row(measurement, f"NVIDIA {gpu}", 0.2)
+    measurement = Measurement.of(CASES[case]).timed([(1e-3, ratio * 1e-3)])
+    row = case_row(measurement, f"NVIDIA {gpu}", 0.2)
     assert row.state == state and row.sentence.endswith(words)
-    assert row.figures["ratio"] == ratio and row.figures["target"] == target_of(CASES[case])
+    assert row.figures["ratio"] == pytest.approx(ratio)
+    assert row.figures["target"] == CASES[case].target
 
 
 def test_a_case_with_a_wrong_result_fails_and_one_that_cannot_run_is_not_here():
-    case = CASES["gather: 4 KiB"]
+    untimed = Measurement.of(CASES["gather: 4 KiB"])
     for failed, state in ((True, "failed"), (False, "not here")):
-        row = bench_row(Measurement(case=case, reason="wrong: run 3", failed=failed), "H200", 0.2)
+        row = case_row(replace(untimed, reason="wrong: run 3", failed=failed), "H200", 0.2)
         assert (row.state, row.sentence) == (state, "wrong: run 3")
 
 
@@ -156,17 +136,25 @@ def test_an_emulated_device_runs_every_case_once_and_none_is_timed():
     scope = Scope(get_device("npu-reference"), False)
     rows = bench_rows(scope)
     groups = {row.name.partition(":")[0] for row in rows if row.state == "passed"}
-    assert groups == {*GROUPS} and len(rows) == len(all_cases(TINY, engine_names()))
+    assert groups == {*GROUPS} and len(rows) == len(all_cases(QUICK, engine_names()))
     assert all(row.figures is None and row.state != "failed" for row in rows)
 
 
 def test_the_targets_are_those_that_the_document_lists():
-    text = (DOCS / "performance.md").read_text()
-    listed = re.findall(r"^\| (\S.*?) \| (0\.\d\d) \|$", text.partition("### CUDA")[2], re.M)
-    ratios = [(what, ratio) for what, (ratio, _) in TARGETS.items()]
-    assert [(what, float(ratio)) for what, ratio in listed[: len(TARGETS)]] == ratios
-    for _, patterns in TARGETS.values():
-        assert all(fnmatch.filter(CASES, pattern) for pattern in patterns), patterns
+    table = (DOCS / "performance.md").read_text().partition("Targets on an H200")[2]
+    listed = dict(re.findall(r"^\| (\S.*?) \| (0\.\d\d) \|$", table, re.M))
+    targets = {
+        title: float(listed[what])
+        for what, pattern in (
+            ("store of K and V, store of MLA rows in bf16", r"store: (K and V|MLA bf16)"),
+            ("store of fp8 rows: MLA 656, index keys 132, DSv4 584", r"store: .* fp8"),
+            ("move of pages in all layers", r"move: "),
+            ("gather and scatter, runs of 512 bytes and up", r"gather: |scatter: "),
+        )
+        for title in CASES
+        if re.match(pattern, title)
+    }
+    assert targets == {case.title: case.target for case in CASES.values() if case.target}
 
 
 # the report
@@ -206,10 +194,6 @@ def test_json_is_read_back_and_another_form_is_refused(report):
     other = {**json.loads(report.as_json()), "more": 1}
     with pytest.raises(msgspec.ValidationError, match="more"):
         msgspec.json.decode(json.dumps(other), type=Report)
-
-
-def test_markup_in_names_is_text(report):
-    assert "<b>&\ufffd" in words_of(report.as_html())
 
 
 def test_a_section_with_a_failure_has_failed_and_one_without_rows_that_ran_is_not_here(report):
@@ -256,7 +240,6 @@ def test_an_interrupted_run_has_not_passed_and_keeps_the_sections_that_have_ende
         while b'"interrupted": "engines"' not in (tmp_path / "accept.json").read_bytes():
             assert process.poll() is None
             time.sleep(0.01)
-        assert "interrupted in engines" in (tmp_path / "accept.html").read_text()
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C of a terminal does
         text = process.stdout.read()
     report = msgspec.json.decode((tmp_path / "accept.json").read_bytes(), type=Report)

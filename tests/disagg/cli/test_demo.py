@@ -11,22 +11,18 @@ import time
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from threading import Timer
 
 import pytest
-import torch
 from rich.console import Console
 from typer import Exit
 from typer.testing import CliRunner
 
 from disagg.cli.demo import command as demo, sides
-from disagg.cli.demo.check import ByteCount, locations, same_as_pool, same_as_transformers
 from disagg.cli.demo.models import MODELS, DemoSettings
-from disagg.cli.demo.sides import PrefillSide, decoded_prompts, prefill, transformers_cache
+from disagg.cli.demo.sides import PrefillSide, decoded_prompts
+from disagg.cli.live_bytes import ByteCount
 from disagg.engines.base import engine_names
-from kvpool.allocation.allocator import Allocator
 from kvpool.cli import app
-from kvpool.integrations.transformers import PoolCache
 from kvpool.process import OtherProcess
 from tests.disagg.engines.peers import ENGINES
 
@@ -90,7 +86,7 @@ def test_decode_elsewhere_equals_one_process(play, model, engine):
     claim = "logits of 4 of 4 decoded steps bit-equal to one process"
     for other in ("same pool", "transformers' own cache"):
         assert said.count(f"PASS {claim}, {other}") == len(lengths)
-    assert said.count("PASS") == 4 * len(lengths) and "FAIL" not in said
+    assert said.count("PASS") == 3 * len(lengths) and "FAIL" not in said
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -135,7 +131,7 @@ def test_json_is_one_object_and_the_tables_are_on_standard_error():
     assert [each["tokens"] for each in found["prompts"]] == [5, 40]
     assert [each["bytes"] for each in found["prompts"]] == [5 * whole, 40 * whole]
     for each in found["prompts"]:
-        assert len(each["checks"]) == 4 and all(check["passed"] for check in each["checks"])
+        assert len(each["checks"]) == 3 and all(check["passed"] for check in each["checks"])
         assert all(f"PASS {check['found']}\n" in done.stderr for check in each["checks"])
 
 
@@ -159,46 +155,6 @@ def test_json_has_the_reason_of_a_failure(capsys):
     assert found["failure"].startswith("device 'gpu': no installed package offers 'gpu'")
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt_oss", "qwen3_next", "deepseek_v4"])
-def single(request):
-    """A model's pool and transformers' own cache after the same prompt."""
-    page = {"deepseek_v4": 128}.get(request.param, 8)
-    demo = settings(request.param, (140,), 16, "float32")
-    model, prompt = demo.build()
-    pool = demo.pool(model, page)
-    cache, own = PoolCache.new(pool, Allocator(pool)), transformers_cache(model)
-    with torch.no_grad():
-        for each in (cache, own):
-            prefill(model, prompt, each, demo.chunks(140))
-    return pool, cache.requests[0].address(), own
-
-
-def test_the_byte_comparison_sees_every_region(single):
-    pool, address, own = single
-    right = same_as_transformers(pool, address, own)
-    assert not right.wrong
-    for region in pool.layout.regions:
-        alive = pool.layout.space_of(region).alive(140)
-        item, entry = divmod(int(locations(pool.layout.space_of(region), address, alive)[-1]),
-                             pool.layout.space_of(region).entries_per_item)  # fmt: skip
-        view = pool.view(region.role, region.layer)
-        cell = (view[item, entry] if region.axis("entry") else view[item]).view(torch.uint8)
-        flipped = cell.reshape(-1)[-1:] ^ 1
-        before = cell.clone()
-        cell.view(-1)[-1:] = flipped
-        # of a closed window transformers keeps half, and that is not the last byte
-        half = region.role.endswith("state") and alive.stop % 4 == 0 and region.role[:2] == "c4"
-        assert same_as_transformers(pool, address, own).wrong == (0 if half else 1), region
-        cell.copy_(before)
-    assert same_as_transformers(pool, address, own) == right
-
-
-def test_two_pools_of_one_request_are_compared_byte_by_byte(single):
-    pool, address, _ = single
-    live = pool.layout.live_bytes(140)
-    assert same_as_pool(pool, address, pool, address) == (0, live)
-
-
 class Misleading(PrefillSide):
     """Computes one token more than decode has room for."""
 
@@ -211,14 +167,6 @@ class Vanishing:
 
     def open(self, settings):
         os._exit(3)
-
-
-class VanishingLater:
-    """Has the address of no endpoint, and ends."""
-
-    def open(self, settings):
-        Timer(0.5, os._exit, [4]).start()
-        return "ipc:///nobody"
 
 
 class NotSending(PrefillSide):
@@ -234,7 +182,6 @@ class NotSending(PrefillSide):
     [
         (Misleading, "41 tokens, decode made room for 40"),
         (Vanishing, "prefill ended with status 3"),
-        (VanishingLater, "prefill ended with status 4"),
         (NotSending, "prefill ended with status 5"),
     ],
 )

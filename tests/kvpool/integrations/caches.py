@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from disagg.cli.demo.check import same_as_transformers
 from kvpool.integrations.transformers import pool_for
+from tests.kvpool.integrations.own_cache import same_as_transformers
 from tests.kvpool.models.tiny import tiny
 
 PROMPT, CHUNKS, STEPS = 29, (11, 17, 1), 8

@@ -1,73 +1,37 @@
-"""Compares the live bytes of two pools, and a pool with transformers' own cache."""
+"""Compares a pool with transformers' own cache, byte by byte."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
-from kvpool.layout import RequestAddress, Space
+from disagg.cli.live_bytes import ByteCount, locations
+from kvpool.layout import RequestAddress
 from kvpool.layout.formats import LinearState
-
-
-class ByteCount(NamedTuple):
-    """Differing and compared bytes."""
-
-    wrong: int = 0
-    checked: int = 0
-
-    def plus(self, actual: torch.Tensor, expected: torch.Tensor) -> ByteCount:
-        """Adds those of two tensors of equal shape and dtype."""
-        ours, truth = (x.contiguous().view(torch.uint8) for x in (actual, expected))
-        if (ours.shape, actual.dtype) != (truth.shape, expected.dtype):
-            raise ValueError(f"{actual.shape} {actual.dtype} is no {truth.shape} {expected.dtype}.")
-        return ByteCount(self.wrong + int((ours != truth).sum()), self.checked + ours.numel())
-
-
-def locations(space: Space, address: RequestAddress, entries: range) -> np.ndarray:
-    """Flat locations of a request's entries in a pool."""
-    span = address.spans[space.id_list]
-    items, steps = space.place(np.arange(entries.start, entries.stop, dtype=np.int64))
-    return np.asarray(span.ids[items - span.first_item] * space.steps + steps)
-
-
-def same_as_pool(
-    pool: Any, address: RequestAddress, single: Any, single_address: RequestAddress, start: int = 0
-) -> ByteCount:
-    """Compares the live bytes of a request's positions from `start` on in two pools of equal
-    layout; slots and rings are compared whole.
-    """
-    count = ByteCount()
-    for region in pool.layout.regions:
-        space = pool.layout.space_of(region)
-        alive = space.alive(address.num_tokens)
-        first = 0 if space.per_request else start // space.tokens_per_entry
-        entries = range(max(first, alive.start), alive.stop)
-        values, truth = (
-            owner.gather(region.role, region.layer, locations(space, table, entries))
-            for owner, table in ((pool, address), (single, single_address))
-        )
-        count = count.plus(values, truth)
-    return count
 
 
 def same_as_transformers(pool: Any, address: RequestAddress, own: Any) -> ByteCount:
     """Compares the pool with all bytes that transformers' cache holds of the same tokens."""
-    count = ByteCount()
+    wrong = checked = 0
     for layer in pool.layers:
-        for roles, entries, expected in _held(pool, layer, own.layers[layer], address.num_tokens):
+        for roles, entries, expected in tensors_of(
+            pool, layer, own.layers[layer], address.num_tokens
+        ):
             parts = []
             for role in roles:
                 region = pool.layout.region_by_key[pool.owner, layer, role]
                 rows = locations(pool.layout.space_of(region), address, entries)
                 parts.append(pool.gather(role, layer, rows).flatten(1))
-            count = count.plus(torch.cat(parts, dim=1)[:, : expected.shape[1]], expected)
-    return count
+            ours = torch.cat(parts, dim=1)[:, : expected.shape[1]]
+            assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
+            ours, truth = (x.contiguous().view(torch.uint8) for x in (ours, expected))
+            wrong, checked = wrong + int((ours != truth).sum()), checked + ours.numel()
+    return ByteCount(wrong, checked)
 
 
-def _held(
+def tensors_of(
     pool: Any, layer: int, own: Any, tokens: int
 ) -> Iterator[tuple[list[str], range, torch.Tensor]]:
     """Roles whose cells are concatenated in a tensor of transformers, entries, and the tensor."""
@@ -100,10 +64,10 @@ def _held(
             ratio = int(name.removeprefix("c"))
             indexer = kind == "index_state"
             entry = [f"{name}.index_key"] if indexer else [f"{name}.latent", f"{name}.rope"]
-            yield from _compressor(own, "indexer" if indexer else "compressor", entry, role, ratio)
+            yield from compressor(own, "indexer" if indexer else "compressor", entry, role, ratio)
 
 
-def _compressor(
+def compressor(
     own: Any, name: str, entry: list[str], ring: str, ratio: int
 ) -> Iterator[tuple[list[str], range, torch.Tensor]]:
     """Compressed entries, the open window, and the overlap with the window before."""
