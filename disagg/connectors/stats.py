@@ -4,108 +4,93 @@ engine carries the numbers, as plain data, to its log and to Prometheus.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from disagg.protocol.metrics import PHASES, RoomMetrics
 from disagg.protocol.status import Failure
 
-Numbers = dict[str, dict[str, Any]]
-"""By series and label. `rooms`: read, failed to be read, served and not served; `bytes`; `failures`
-by `side/kind`; `seconds` by phase, lists of one number a room.
+Numbers = dict[str, Any]
+"""By `series label`: counts of `rooms` (read, failed to be read, served and not served), of
+`failures` by side and kind, and of `bytes`; of `seconds`, by phase, a list of one number a room.
 """
-ROOMS = ("read", "failed", "served", "unserved")
 
 
 class Series(NamedTuple):
     """A counter of Prometheus, or a histogram if it has `buckets`; `label` is its own."""
 
-    name: str
     help: str
     label: str | None = None
     buckets: tuple[float, ...] = ()
 
 
-SERIES = (
-    Series("rooms", "Hand-offs that ended, by outcome.", "outcome"),
-    Series("failures", "Failed hand-offs, by side and kind.", "kind"),
-    Series("bytes", "Bytes of KV state read from prefill."),
-    Series(
-        "seconds",
+SERIES = {
+    "rooms": Series("Hand-offs that ended, by outcome.", "outcome"),
+    "failures": Series("Failed hand-offs, by side and kind.", "kind"),
+    "bytes": Series("Bytes of KV state read from prefill."),
+    "seconds": Series(
         "Seconds of a hand-off, by phase.",
         "phase",
         (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
     ),
-)
-
-
-def empty() -> Numbers:
-    """No room."""
-    return {
-        "rooms": dict.fromkeys(ROOMS, 0),
-        "failures": {},
-        "bytes": {"": 0},
-        "seconds": {phase: [] for phase in PHASES},
-    }
+}
 
 
 class Stats:
     """Numbers of one rank since they were taken."""
 
     def __init__(self) -> None:
-        self._numbers = empty()
+        self._numbers: Numbers = {}
 
     def sent(self, failure: Failure | None) -> None:
         """Counts a room of prefill that has ended."""
-        self._count("unserved" if failure else "served", failure)
+        self._ended("unserved" if failure else "served", failure)
 
     def received(self, metrics: RoomMetrics, failure: Failure | None) -> None:
         """Counts a room of decode that has ended."""
-        self._count("failed" if failure else "read", failure)
-        if failure is None:
-            for phase, seconds in self._numbers["seconds"].items():
-                seconds.append(getattr(metrics, f"{phase}_seconds"))
-        self._numbers["bytes"][""] += metrics.bytes_moved
+        self._ended("failed" if failure else "read", failure)
+        self._count("bytes", metrics.bytes_moved)
+        for phase in PHASES if failure is None else ():
+            seconds = self._numbers.setdefault(f"seconds {phase}", [])
+            seconds.append(getattr(metrics, f"{phase}_seconds"))
 
     def take(self) -> Numbers | None:
         """The numbers since the last call; None where nothing has ended."""
-        if not any(self._numbers["rooms"].values()):
-            return None
-        taken, self._numbers = self._numbers, empty()
-        return taken
+        taken, self._numbers = self._numbers, {}
+        return taken or None
 
-    def _count(self, what: str, failure: Failure | None) -> None:
-        self._numbers["rooms"][what] += 1
+    def _ended(self, outcome: str, failure: Failure | None) -> None:
+        self._count(f"rooms {outcome}", 1)
         if failure:
-            failures = self._numbers["failures"]
-            kind = f"{failure.side}/{failure.kind}"
-            failures[kind] = failures.get(kind, 0) + 1
+            self._count(f"failures {failure.side}/{failure.kind}", 1)
+
+    def _count(self, name: str, more: int) -> None:
+        self._numbers[name] = self._numbers.get(name, 0) + more
 
 
-def total(first: Numbers, second: Mapping[str, Any]) -> Numbers:
+def total(first: Numbers, second: Numbers) -> Numbers:
     """The numbers of two ranks, or of two intervals, together."""
-    both = {name: dict(values) for name, values in first.items()}
-    for name, values in second.items():
-        for label, value in values.items():
-            both[name][label] = both[name][label] + value if label in both[name] else value
-    return both
+    shared = {name: first[name] + second[name] for name in first.keys() & second.keys()}
+    return first | second | shared
 
 
 def summary(numbers: Numbers) -> dict[str, int | float]:
     """One log line: counts, MB, and the mean milliseconds of each phase."""
-    line: dict[str, int | float] = {f"Rooms {what}": n for what, n in numbers["rooms"].items()}
-    line["MB read"] = round(numbers["bytes"][""] / 1e6, 3)
-    for phase, seconds in numbers["seconds"].items():
-        if seconds and any(seconds):
-            line[f"Mean {phase} (ms)"] = round(1e3 * sum(seconds) / len(seconds), 3)
-    for kind, count in numbers["failures"].items():
-        line[f"Failures {kind}"] = count
+    line: dict[str, int | float] = {}
+    for name, value in numbers.items():
+        if name == "bytes":
+            line["MB read"] = round(value / 1e6, 3)
+        elif not isinstance(value, list):
+            line[name.capitalize()] = value
+        elif any(value):
+            phase = name.removeprefix("seconds ")
+            line[f"Mean {phase} (ms)"] = round(1e3 * sum(value) / len(value), 3)
     return line
 
 
-def observations(numbers: Mapping[str, Any]) -> Iterator[tuple[Series, tuple[str, ...], float]]:
+def observations(numbers: Numbers) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """What Prometheus is told: a series, the value of its label, and a count or an observation."""
-    for series in SERIES:
-        for label, value in numbers[series.name].items():
-            for observation in value if series.buckets else (value,):
-                yield series, (label,) if series.label else (), observation
+    for name, value in numbers.items():
+        series, *label = name.split(" ", 1)
+        for observation in value if SERIES[series].buckets else (value,):
+            yield series, tuple(label), observation

@@ -55,7 +55,7 @@ class KvpoolStats(KVConnectorStats):
     """`stats.Numbers` as vLLM carries them to its log ("KV Transfer metrics")."""
 
     def reset(self) -> None:
-        self.data = stats.empty()
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         return KvpoolStats(stats.total(self.data, other.data))
@@ -64,7 +64,7 @@ class KvpoolStats(KVConnectorStats):
         return stats.summary(self.data)
 
     def is_empty(self) -> bool:
-        return not any(self.data["rooms"].values())
+        return not self.data
 
 
 class KvpoolPromMetrics(KVConnectorPromMetrics):
@@ -72,20 +72,20 @@ class KvpoolPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._metrics = {series: self._metric(series) for series in stats.SERIES}
+        self._metrics = {name: self._metric(name, *series) for name, series in stats.SERIES.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
-        for series, label, value in stats.observations(transfer_stats_data):
-            metric = self._metrics[series].labels(*engine, *label)
-            (metric.observe if series.buckets else metric.inc)(value)
+        for name, label, value in stats.observations(transfer_stats_data):
+            metric = self._metrics[name].labels(*engine, *label)
+            (metric.observe if stats.SERIES[name].buckets else metric.inc)(value)
 
-    def _metric(self, series: stats.Series) -> Any:
-        labels = [*self._labelnames, *([series.label] if series.label else [])]
-        named = {"name": f"vllm:kvpool_{series.name}", "documentation": series.help}
-        if series.buckets:
-            return self._histogram_cls(**named, labelnames=labels, buckets=series.buckets)
-        return self._counter_cls(**named, labelnames=labels)
+    def _metric(self, name: str, text: str, label: str | None, buckets: tuple[float, ...]) -> Any:
+        labels = [*self._labelnames, *([label] if label else [])]
+        named = {"name": f"vllm:kvpool_{name}", "documentation": text, "labelnames": labels}
+        if buckets:
+            return self._histogram_cls(**named, buckets=buckets)
+        return self._counter_cls(**named)
 
 
 @dataclass
@@ -228,7 +228,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        return KvpoolStats(stats.empty() if data is None else data)
+        return KvpoolStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics:
