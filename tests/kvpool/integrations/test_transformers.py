@@ -552,3 +552,13 @@ def test_what_a_quantised_pool_rounds_stays_small_in_the_logits(family, packing)
     for a, b in zip(logits[1:], expected[1:], strict=True):
         error = float((a - b).abs().max() / b.abs().max())
         assert 0 < error < 0.15, f"{error:.1%}"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_generate_gives_the_tokens_of_dynamic_cache(family):
+    model, ids = model_of(family), prompt(2)
+    pool = pool_of(model)
+    kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    kwargs["attention_mask"] = torch.ones_like(ids)
+    ours = model.generate(ids, past_key_values=PoolCache.new(pool, Allocator(pool), 2), **kwargs)
+    assert torch.equal(ours, model.generate(ids, **kwargs))

@@ -407,3 +407,8 @@ def test_an_argument_that_does_not_exist_is_refused(wrong):
 def test_layers_are_numbers_and_not_how_many(layers, says):
     with pytest.raises(TypeError, match=says):
         MLAPool(layers=layers, kv_lora_rank=4, qk_rope_head_dim=2, page_size=4, num_pages=3)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"shard: 6 heads cannot be split over 4 ranks"):
+        mha(num_kv_heads=6, shard=Shard(0, 4))

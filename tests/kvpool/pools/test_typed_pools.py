@@ -546,3 +546,15 @@ def test_the_dtypes_of_linear_states_are_options_of_layers_that_need_not_be_alik
     for name in ("conv_dtype", "temporal_dtype"):
         with pytest.raises(ValueError, match=f"{name}: no layer has a linear state"):
             LayeredPool(states={0: rest, 1: rest}, **numbers, **{name: "f32"})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.float16])
+def test_linear_states_have_the_dtypes_that_are_asked_for(dtype):
+    pool = hybrid(conv_dtype="f32", temporal_dtype=dtype)
+    assert pool.view("conv.q", 0).dtype == torch.float32
+    named = torch.bfloat16 if dtype == "bf16" else dtype
+    state = torch.randn(1, 4, 3, 5).to(named)
+    pool.set_linear_state(0, [2], temporal=state)
+    assert pool.view("temporal", 0).dtype == named
+    assert torch.equal(pool.get_linear_state(0, [2])[1], state)
+    assert hybrid().view("temporal", 0).dtype == torch.float32
