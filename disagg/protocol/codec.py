@@ -1,19 +1,23 @@
-"""One message as the bytes of one frame, and back from untrusted bytes. And aux values: small named
-values of one request (the first token, log-probabilities), which travel with its last chunk.
+"""One message as the bytes of one frame, and back from untrusted bytes. What decode's hello says of
+layouts: the owners and roles of which prefill shows its regions. And aux values: small named values
+of one request (the first token, log-probabilities), which travel with its last chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from disagg.errors import RoomError, WireError
 from disagg.protocol.messages import MIN_TIMEOUT, PROTOCOL, Hello, Message
+from kvpool.layout import VERSION, PoolLayout, Region
+from kvpool.layout.codec import MAX_BYTES
 from kvpool.layout.sentences import PRINTABLE, one_line
-from kvpool.layout.types import MAX_NAME, MAX_REASON, Name
+from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON, Name
 
 MAX_MESSAGE = 64 << 20
 MAX_AUX = 1 << 20
@@ -23,6 +27,9 @@ AUX_DEPTH = 8
 Aux = dict[str, Any]
 """Numbers, text, bytes, lists and maps (whose keys are text or numbers), `AUX_DEPTH` deep."""
 
+Pair = tuple[str, str]
+"""An owner and a role."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 # first bytes of msgpack's maps and lists
@@ -30,6 +37,21 @@ _MAPS, _LISTS = {*range(0x80, 0x90), 0xDE, 0xDF}, {*range(0x90, 0xA0), 0xDC, 0xD
 _fields = msgspec.msgpack.Decoder(dict[Name, msgspec.Raw])
 _map = msgspec.msgpack.Decoder(dict[str | int, msgspec.Raw])
 _list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+
+class _Named(Struct):
+    owner: Name
+    role: Name
+
+
+class _Wanted(Struct):
+    """A layout, as far as prefill reads decode's."""
+
+    version: int
+    regions: Annotated[list[_Named], Meta(max_length=MAX_PARTS)] = []
+
+
+_wanted = msgspec.msgpack.Decoder(_Wanted)
 
 
 class _AnyHello(Struct, tag="hello"):
@@ -84,6 +106,34 @@ def decoder_reason(error: Exception) -> str:
     """What a decoder says of untrusted bytes, which it may quote."""
     printable = str(error).replace(f"matching regex {PRINTABLE!r}", "of printable characters")
     return one_line(printable, MAX_REASON)
+
+
+def pairs_of(regions: Iterable[Region | _Named]) -> frozenset[Pair]:
+    """Owners and roles of regions."""
+    return frozenset((region.owner, region.role) for region in regions)
+
+
+def wanted_layout(layouts: Iterable[PoolLayout]) -> bytes:
+    """The owners and roles of a decode rank, or of all ranks of its group, as they are sent."""
+    pairs = frozenset[Pair]().union(*(pairs_of(layout.regions) for layout in layouts))
+    regions = [_Named(owner=owner, role=role) for owner, role in sorted(pairs)]
+    return msgspec.msgpack.encode(_Wanted(version=VERSION, regions=regions))
+
+
+def wanted_pairs(layout: bytes) -> frozenset[Pair]:
+    """What `wanted_layout` made, or a whole layout, from untrusted bytes. Raises ValueError."""
+    if len(layout) > MAX_BYTES:
+        raise ValueError(f"a layout of {len(layout)} bytes: at most {MAX_BYTES} are exchanged.")
+    try:
+        wanted = _wanted.decode(layout)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"malformed layout: {one_line(str(error), MAX_REASON)}") from None
+    if wanted.version != VERSION:
+        raise ValueError(
+            f"layout version {wanted.version}: this kvpool reads version {VERSION}. Run the same "
+            "kvpool on both sides."
+        )
+    return pairs_of(wanted.regions)
 
 
 def pack_aux(aux: Aux) -> bytes:

@@ -14,13 +14,13 @@ from disagg.errors import RoomError
 from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.cache import PlanCache
 from disagg.protocol import messages
+from disagg.protocol.codec import wanted_layout
 from disagg.protocol.conventions import differences
 from disagg.protocol.events import Connect, ConnectEngine, DropPeer, Effects
 from disagg.protocol.latest import Latest
 from disagg.protocol.messages import Hello, Message
 from disagg.protocol.peers.link import Link, PrefillRank
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
-from disagg.protocol.peers.wanted import wanted_layout
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.status import Failure, Side
 from kvpool.layout import PoolLayout, Region, Space

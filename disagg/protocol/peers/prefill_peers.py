@@ -11,11 +11,11 @@ from typing import NamedTuple
 from msgspec import structs
 
 from disagg.protocol import messages
+from disagg.protocol.codec import Pair, pairs_of, wanted_pairs
 from disagg.protocol.events import Effects
 from disagg.protocol.latest import Latest
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.peers.liveness import Liveness
-from disagg.protocol.peers.wanted import Pair, pairs_of, wanted_pairs
 from disagg.protocol.status import Failure
 from kvpool.layout import PoolLayout
 from kvpool.layout.types import MAX_REASON
