@@ -54,7 +54,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         self.peers = PrefillPeers(hello, layout, self._effects, now)
         self._digests = DigestAnswers(layout, self._effects)
         self._ended_attempts: Latest[tuple[bytes, Room, str], None] = Latest(KEPT_ATTEMPTS)
-        self._lease, self._next_check = lease, 0.0
+        self._lease, self._next_check = math.inf if lease is None else lease, 0.0
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[events.Effect]:
         """What is to be done now. Raises RoomError or UnknownRoom for a call that does not fit the
@@ -119,14 +119,14 @@ class PrefillMachine(Machine[PrefillRoom]):
         encode(ready)  # what cannot be sent is refused before anything is kept
         room = self._rooms.at(name, self._now)
         if self._rooms.forgotten.pop(name) and room.phase is Phase.HANDSHAKE:
-            self._rooms.doubtful.add(name)
+            room.doubtful = True
         self._rooms.unsent.discard(name)
         room.offered.take(tokens, chunk.layers, chunk.last)
         room.chunks.append(ready)
         room.addresses.append(chunk.address)
         room.move(RoomEvent.OFFERED)
         if room.failure is None:
-            room.ends_at = self._lease_end(name)
+            room.ends_at = self._now + self._lease_of(room)
             room.unpublished.append(chunk.after)
             self._publish_ready_chunks(name, room)
         else:  # a caller that tracks rooms from `send` on has not heard of it
@@ -138,19 +138,19 @@ class PrefillMachine(Machine[PrefillRoom]):
             self._publish_ready_chunks(name, self._rooms.by_name[name])
         if self._now < self._next_check:
             return
-        pause = min(self.hello.timeout, self._lease or math.inf)
+        pause = min(self.hello.timeout, self._lease)
         self._next_check = self._now + pause / CHECKS_PER_TIMEOUT
         for lost in self.peers.find_dead(self._now):
             self._lose(lost)
         for name in list(self._rooms.open):
             room = self._rooms.by_name[name]
-            if room.ends_at is None or self._now < room.ends_at:
+            if self._now < room.ends_at:
                 continue
             if room.chunks:
                 earlier = "a decode was told of an earlier room of this name, and "
-                doubt = earlier if name in self._rooms.doubtful else ""
+                doubt = earlier if room.doubtful else ""
                 missing = "not every reader was done" if room.requests else "no decode asked for it"
-                seconds = self._lease_of(name)
+                seconds = self._lease_of(room)
                 reason = f"its lease ended: {doubt}{missing} within {seconds:g} s."
                 self._fail(name, Failure("prefill", reason, "lease"))
             elif self._now > room.ends_at + self.hello.timeout:  # decode says so first
@@ -194,14 +194,13 @@ class PrefillMachine(Machine[PrefillRoom]):
             return
         room = self._rooms.at(name, self._now)
         room.ask(peer, request, decode.generation)
-        self._rooms.doubtful.discard(name)
         decode.rooms.add(name)
         room.move(RoomEvent.ASKED)
         if room.chunks:  # they came before the request, and are offered to it now
             room.move(RoomEvent.OFFERED)
-            room.ends_at = self._lease_end(name)
+            room.ends_at = self._now + self._lease_of(room)
         else:
-            room.ends_at = None if room.patience is None else self._now + room.patience
+            room.ends_at = self._now + room.patience
         for chunk in room.chunks[: len(room.chunks) - len(room.unpublished)]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
             self._rooms.read.add(name)
@@ -292,11 +291,6 @@ class PrefillMachine(Machine[PrefillRoom]):
         else:
             self._rooms.unpublished.discard(name)
 
-    def _lease_end(self, name: Room) -> float | None:
-        lease = self._lease_of(name)
-        return None if lease is math.inf else self._now + lease
-
-    def _lease_of(self, name: Room) -> float:
+    def _lease_of(self, room: PrefillRoom) -> float:
         """Seconds; those after which a silent peer is dead where none may ask any more."""
-        lease = math.inf if self._lease is None else self._lease
-        return min(lease, self.hello.timeout) if name in self._rooms.doubtful else lease
+        return min(self._lease, self.hello.timeout) if room.doubtful else self._lease

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -66,7 +67,7 @@ class PrefillRoom(PhasedRoom):
     """Device events of the latest chunks, of which readers may not know yet."""
     requests: dict[bytes, ReadRequest] = field(default_factory=dict)
     """By the peer that has asked."""
-    patience: float | None = 0.0
+    patience: float = 0.0
     """The longest time-out of these."""
     generations: list[str] = field(default_factory=list)
     """Of the decodes that have asked."""
@@ -74,8 +75,10 @@ class PrefillRoom(PhasedRoom):
     digested: set[tuple[bytes, bool]] = field(default_factory=set)
     """Who has asked for digests, and whether for one of each entry: once each."""
     done: set[bytes] = field(default_factory=set)
-    ends_at: float | None = None
+    ends_at: float = math.inf
     """When the lease ends of what was sent; before, until when who has asked for it waits."""
+    doubtful: bool = False
+    """None has asked for it, and one may have been told that an earlier room of its name failed."""
 
     @property
     def whole(self) -> bool:
@@ -102,8 +105,8 @@ class PrefillRoom(PhasedRoom):
         """Notes a request that has no reason against it."""
         self.requests[peer] = request
         self.generations.append(generation)
-        bounded = None not in (self.patience, request.timeout)
-        self.patience = max(self.patience or 0.0, request.timeout or 0.0) if bounded else None
+        self.doubtful = False
+        self.patience = max(self.patience, math.inf if request.timeout is None else request.timeout)
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -177,8 +180,7 @@ class ForgottenRooms:
 class PrefillRooms(Rooms[PrefillRoom]):
     """All rooms that are not forgotten, and why those have failed that are. `unsent` are open rooms
     of which nothing was sent, `unpublished` those of which readers may not know every chunk, `read`
-    those of which one knows some; `doubtful` those that none has asked for, and of which one may
-    have been told that an earlier room of their name has failed.
+    those of which one knows some.
     """
 
     unknown = (
@@ -191,7 +193,6 @@ class PrefillRooms(Rooms[PrefillRoom]):
         self.unsent: set[Room] = set()
         self.unpublished: set[Room] = set()
         self.read: set[Room] = set()
-        self.doubtful: set[Room] = set()
         self.forgotten = ForgottenRooms()
         self._layers = layers
         self._failed_unsent: deque[tuple[Room, PrefillRoom]] = deque()
@@ -210,7 +211,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
 
     def end(self, name: Room, room: PrefillRoom, now: float) -> None:
         """A room has ended; its items are free."""
-        for names in (self.open, self.unsent, self.unpublished, self.read, self.doubtful):
+        for names in (self.open, self.unsent, self.unpublished, self.read):
             names.discard(name)
         self.ended.add(name, room.failure)
         if not room.chunks:
