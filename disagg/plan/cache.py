@@ -48,7 +48,8 @@ class PlanCache:
             self._plans.move_to_end(key)
             planned, uncut = self._plans[key]
             if not uncut:
-                sources, dest, _ = pair(sources, dest)
+                paired = pair(sources, dest)
+                sources, dest = paired.sources, paired.dest
             return planned.between(sources, dest)
         finally:
             self.seconds += time.perf_counter() - began

@@ -14,8 +14,8 @@ from disagg.errors import PeerError
 from disagg.plan.bind import Binder, CopyBatch, Count
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.matching.group import Group, share_out
-from disagg.plan.matching.match import Overlap, Part, absent, elect, mismatches, named_pairs, tile
-from disagg.plan.matching.pairing import pair
+from disagg.plan.matching.match import Part, absent, elect, mismatches, named_pairs, tile
+from disagg.plan.matching.pairing import Pairing, pair
 from disagg.plan.positions import id_clash
 from disagg.plan.proof import prove
 from disagg.plan.routes import records_of, routes_of
@@ -203,17 +203,18 @@ def plan(
         matched = members[group.member]
         overlaps = [member.overlaps for member in members]
         parts, asks = share_out(overlaps, group.member, len(sources))
-    records = records_of([*matched.sources, matched.dest])
+    paired = matched.paired
+    records = records_of([*paired.sources, paired.dest])
     routes = layer_routes = routes_of(records, parts)
     prove(records, parts, routes)
     if any((route.layers < 0).any() for route in routes):
         layer_routes = routes_of(records, parts, by_layer=True)
         prove(records, parts, layer_routes)
     return TransferPlan(
-        sources=matched.sources,
-        dest=matched.dest,
+        sources=paired.sources,
+        dest=paired.dest,
         routes=routes,
-        unsent=tuple(key for key in matched.offered if key not in dest.region_by_key),
+        unsent=tuple(key for key in paired.offered if key not in dest.region_by_key),
         missing=tuple(key for key in dest.region_by_key if key in matched.missing),
         parts=parts,
         layer_routes=layer_routes,
@@ -221,14 +222,12 @@ def plan(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Matched:
-    """What of each source fits where in a destination, and both as they were paired."""
+    """What of each source fits where in a destination, and what may be missing of it."""
 
-    sources: tuple[PoolLayout, ...]
-    dest: PoolLayout
-    overlaps: list[Overlap]
-    offered: tuple[Key, ...]
+    paired: Pairing
+    overlaps: list[Part]
     missing: set[Key]
 
 
@@ -236,7 +235,7 @@ def _match(
     sources: Sequence[PoolLayout], dest: PoolLayout, allow_missing: Collection[str]
 ) -> _Matched:
     """Raises IncompatibleLayouts."""
-    sources, dest, paired = pair(sources, dest)
+    paired = pair(sources, dest)
     # an owner or role that one source has is not missing: a forgotten stage stays refused
     owners = {owner for owner, _, _ in paired.offered}
     layers: dict[tuple[str, str], set[int]] = {}
@@ -246,7 +245,7 @@ def _match(
     offered_names = named_pairs(layers)
     problems: dict[Key, dict[str, list[int]]] = {}
     missing: set[Key] = set()
-    overlaps: list[Overlap] = []
+    overlaps: list[Part] = []
     for alike in paired.alike:
         region = alike.region
         name = region.owner, region.role
@@ -275,13 +274,7 @@ def _match(
                 for sentence, ranks in problems.get((owner, layer, role), {}).items()
             ]
         )
-    return _Matched(
-        sources=tuple(sources),
-        dest=dest,
-        overlaps=overlaps,
-        offered=paired.offered,
-        missing=missing,
-    )
+    return _Matched(paired, overlaps, missing)
 
 
 def _match_members(

@@ -46,8 +46,8 @@ def allocate(nbytes: int) -> mmap.mmap:
         with suppress(OSError):
             memory.madvise(advice)
     base = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-    _files[base] = SharedFile(base, nbytes, handle)
-    weakref.finalize(memory, _forget, base)
+    file = _files[base] = SharedFile(base, nbytes, handle)
+    weakref.finalize(memory, _forget, file)
     return memory
 
 
@@ -57,5 +57,7 @@ def files_between(start: int, end: int) -> list[SharedFile]:
     return sorted(file for file in files if file.base < end and file.base + file.nbytes > start)
 
 
-def _forget(base: int) -> None:
-    os.close(_files.pop(base).handle)
+def _forget(file: SharedFile) -> None:
+    if _files.get(file.base) is file:  # unmapped already: another may lie there by now
+        del _files[file.base]
+    os.close(file.handle)

@@ -91,38 +91,30 @@ def map_files(segments: Sequence[Segment], files: Sequence[int]) -> tuple[list[i
 
     Returns for each segment its `pointer here - pointer there` (0: PRIVATE), and the mappings.
     """
-    of: dict[int, list[int]] = {}
-    for number, segment in enumerate(segments):
-        of.setdefault(segment.file, []).append(number)
-    if of.keys() - {PRIVATE} != {*range(len(files))}:
+    if {segment.file for segment in segments} - {PRIVATE} != {*range(len(files))}:
         raise TransferError(
             f"malformed offer: {len(files)} files came, and the segments name others."
         )
-    shifts, mappings = [0] * len(segments), []
-    for file, handle in enumerate(files):
-        first, mapping = _map(handle, [segments[number] for number in of[file]])
-        mappings.append(mapping)
-        for number in of[file]:
-            shifts[number] = first + segments[number].offset - segments[number].base
-    return shifts, mappings
-
-
-def _map(handle: int, parts: Sequence[Segment]) -> tuple[int, object]:
-    """Maps what the segments need of a file: where the file's first byte would lie, and the
-    mapping.
-    """
-    low = min(part.offset for part in parts)
-    high = max(part.offset + part.nbytes for part in parts)
-    size = sealed_size(handle)
-    if low < 0 or high > size:
-        raise TransferError(f"malformed offer: bytes {low} to {high} of a file of {size} bytes.")
-    start = low // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    sizes = [sealed_size(handle) for handle in files]
+    for segment in segments:
+        low, high = segment.offset, segment.offset + segment.nbytes
+        if segment.file != PRIVATE and not 0 <= low <= high <= sizes[segment.file]:
+            raise TransferError(
+                f"malformed offer: bytes {low} to {high} of a file of {sizes[segment.file]} bytes."
+            )
     try:
-        mapping = mmap.mmap(handle, high - start, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
+        mappings = [
+            np.frombuffer(mmap.mmap(handle, size, mmap.MAP_SHARED, mmap.PROT_READ), dtype=np.uint8)
+            for handle, size in zip(files, sizes)
+        ]
     except (OSError, ValueError, OverflowError) as error:
         raise TransferError(f"the peer's shared memory cannot be mapped: {error}.") from None
-    memory = np.frombuffer(mapping, dtype=np.uint8)
-    return memory.ctypes.data - start, memory
+    starts = [mapping.ctypes.data for mapping in mappings]
+    shifts = [
+        0 if segment.file == PRIVATE else starts[segment.file] + segment.offset - segment.base
+        for segment in segments
+    ]
+    return shifts, [*mappings]
 
 
 def this_host() -> str:

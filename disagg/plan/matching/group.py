@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from disagg.plan.matching.match import Holders, Overlap, Part, elect
+from disagg.plan.matching.match import Holders, Part, elect
 from kvpool.layout import PoolLayout, need_layouts
 
 
@@ -53,7 +53,7 @@ class Group:
 
 
 def share_out(
-    overlaps: Sequence[Sequence[Overlap]], member: int, sources: int
+    overlaps: Sequence[Sequence[Part]], member: int, sources: int
 ) -> tuple[tuple[Part, ...], dict[int, int]]:
     """What one of the members whose destinations have these `overlaps` reads, and which source
     ranks it asks for each request, each with how many members ask that rank.

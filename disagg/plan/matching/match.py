@@ -7,7 +7,7 @@ hold the same part are replicas, of which one is elected.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from types import MappingProxyType
 
@@ -27,9 +27,9 @@ Holders = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
-    """The steps `box` of destination regions that are alike, which the replicas `holders` all hold,
-    for the entries `held` of a request.
+class Part:
+    """The steps `box` of destination regions that are alike, for the entries `held` of a request,
+    which the source ranks `holders` all hold: replicas, or the one that was elected to send it.
     """
 
     keys: tuple[Key, ...]
@@ -37,17 +37,10 @@ class Overlap:
     held: Interleave
     holders: Holders
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What source rank `source` is to send: the steps `box` of destination regions that are alike,
-    for the entries `held` of a request.
-    """
-
-    keys: tuple[Key, ...]
-    box: Box
-    held: Interleave
-    source: int
+    @property
+    def source(self) -> int:
+        """The rank that sends it."""
+        return self.holders[0]
 
 
 def absent(region: Region, layers: Collection[int], others: str) -> str:
@@ -137,7 +130,7 @@ def _other_packing(offered: Region, wanted: Region) -> str:
     )
 
 
-def tile(alike: Alike) -> tuple[list[Overlap], list[str]]:
+def tile(alike: Alike) -> tuple[list[Part], list[str]]:
     """Overlaps that cover the regions' positions and shard exactly once, or the reasons why there
     are none.
 
@@ -150,7 +143,7 @@ def tile(alike: Alike) -> tuple[list[Overlap], list[str]]:
         families.setdefault((held.ranks, held.size), {}).setdefault(held.rank, []).append(holder)
     reasons: list[str] = []
     for (ranks, size), by_rank in sorted(families.items()):
-        overlaps: list[Overlap] = []
+        overlaps: list[Part] = []
         problems: list[str] = []
         needed = _ranks_needed(size, ranks, alike.space.held)
         missing = [rank for rank in needed if rank not in by_rank]
@@ -191,7 +184,7 @@ def _ranks_needed(size: int, ranks: int, dest: Interleave) -> list[int]:
 
 def _tile_shard(
     alike: Alike, held: Interleave, holders: Sequence[SourceRegion]
-) -> tuple[list[Overlap], list[str]]:
+) -> tuple[list[Part], list[str]]:
     """Overlaps that cover the regions' shard exactly once, or the reason why there are none."""
     axes = alike.region.inner_axes
     replicas: dict[Box, list[int]] = {}
@@ -214,11 +207,11 @@ def _tile_shard(
             f"decode needs {_say(needed)}, prefill offers {offered}{of}, which does not cover it "
             "exactly once. Plan with the layouts of all prefill ranks."
         ]
-    return [Overlap(alike.keys, box, held, tuple(sorted(replicas[box]))) for box in taken], []
+    return [Part(alike.keys, box, held, tuple(sorted(replicas[box]))) for box in taken], []
 
 
 def elect(
-    overlaps: Sequence[Overlap], turns: Mapping[Holders, Holders] = MappingProxyType({})
+    overlaps: Sequence[Part], turns: Mapping[Holders, Holders] = MappingProxyType({})
 ) -> Iterator[Part]:
     """One holder for each region of each overlap. Replicas share the layers in contiguous blocks,
     so that all of them send: of five layers, two replicas send 0 to 2, and 3 and 4. `turns` says of
@@ -239,7 +232,7 @@ def elect(
         for key in overlap.keys:
             shares.setdefault(source_of[key[:2]], []).append(key)
         for source, keys in shares.items():
-            yield Part(tuple(keys), overlap.box, overlap.held, source)
+            yield replace(overlap, keys=tuple(keys), holders=(source,))
 
 
 def _volume(box: Box) -> int:

@@ -42,16 +42,18 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """All regions of the destination, and the keys of all that sources hold."""
+    """Layouts as they were paired, all regions of the destination, and the keys of all that sources
+    hold.
+    """
 
+    sources: tuple[PoolLayout, ...]
+    dest: PoolLayout
     alike: tuple[Alike, ...]
     offered: tuple[Key, ...]
 
 
-def pair(
-    sources: Sequence[PoolLayout], dest: PoolLayout
-) -> tuple[Sequence[PoolLayout], PoolLayout, Pairing]:
-    """The layouts, cells cut where another of them has an axis in their place, and what pairs.
+def pair(sources: Sequence[PoolLayout], dest: PoolLayout) -> Pairing:
+    """What pairs, with cells cut where another layout has an axis in their place.
 
     It is one axis that a region lacks, with as many steps as its cell has elements, and after the
     cut all cells are of one element: else which axis a cell holds is not known, and the regions
@@ -66,9 +68,8 @@ def pair(
             for number in numbers if name else ():
                 cuts[number].update(dict.fromkeys(alike.keys, name))
     if not any(cuts):
-        return sources, dest, pairing
-    sources, dest = list(map(_with_cuts, sources, cuts)), _with_cuts(dest, cuts[-1])
-    return sources, dest, _pair(sources, dest)
+        return pairing
+    return _pair(list(map(_with_cuts, sources, cuts)), _with_cuts(dest, cuts[-1]))
 
 
 def encoded(*parts: object) -> bytes:
@@ -106,7 +107,7 @@ def _pair(sources: Sequence[PoolLayout], dest: PoolLayout) -> Pairing:
             holders.append(SourceRegion(equal[rank], region, sources[rank].space_of(region)))
         region = dest.region_by_key[first]
         alike.append(Alike(tuple(keys), region, dest.space_of(region), tuple(holders)))
-    return Pairing(tuple(alike), tuple(offered))
+    return Pairing(tuple(sources), dest, tuple(alike), tuple(offered))
 
 
 def _forms(layout: PoolLayout, numbers: dict[bytes, int]) -> Iterator[tuple[Key, int]]:
