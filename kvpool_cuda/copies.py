@@ -4,8 +4,7 @@
 Items are cut into pieces. A table on the device has each piece's pointer in item 0, the item stride
 and the length, so that one launch copies every piece of every item.
 
-Long runs are cut into pieces, so that a program's tile is rows of equal size. A regular column (one
-length for all, evenly spaced pointers) is passed as two numbers, not as an array.
+Long runs are cut into pieces, so that a program's tile is rows of equal size.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from kvpool_cuda.launch import (
     on,
     power_of_two,
     upload,
-    upload_for_all,
     words_at,
 )
 
@@ -102,7 +100,10 @@ def _table(geometry: Geometry, device: torch.device) -> Table:
     # staged pieces start at multiples of 16 bytes
     offsets = np.concatenate([[0], np.cumsum(-(-nbytes // WIDEST) * WIDEST)])
     rows = np.stack([base[buffer] + start, stride[buffer], nbytes, offsets[:-1]], axis=1)
-    return Table(upload_for_all(rows, device), offsets.tolist())
+    uploaded = upload(rows, device)
+    if device.type == "cuda":  # any stream may read it from now on
+        torch.cuda.current_stream(device).synchronize()
+    return Table(uploaded, offsets.tolist())
 
 
 def _groups(offsets: list[int], count: int) -> Iterator[slice]:
@@ -208,26 +209,6 @@ def copy_runs(device: torch.device, src: Ints, dst: Ints, nbytes: Ints) -> None:
             _copy(device, unit, src[these], dst[these], nbytes[these])
 
 
-class _Column(NamedTuple):
-    """A number of each piece: a list on the device, or start and step."""
-
-    listed: torch.Tensor | None
-    start: int
-    step: int
-
-    @property
-    def address(self) -> int:
-        """Pointer to the list; 0 if valid is none."""
-        return 0 if self.listed is None else self.listed.data_ptr()
-
-
-def _column(numbers: Ints, device: torch.device) -> _Column:
-    start, step = int(numbers[0]), int(numbers[1] - numbers[0]) if numbers.size > 1 else 0
-    if (np.diff(numbers) == step).all():
-        return _Column(None, start, step)
-    return _Column(upload(numbers, device), 0, 0)
-
-
 def _copy(device: torch.device, unit: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
     # pieces as long as the average run: tiles hold at most three times the bytes that move
     span = min(TILE_BYTES, max(MIN_SPAN, power_of_two(int(nbytes.mean()))))
@@ -235,15 +216,14 @@ def _copy(device: torch.device, unit: int, src: Ints, dst: Ints, nbytes: Ints) -
         src, dst, nbytes = _cut(src, dst, nbytes, span)
     rows = TILE_BYTES // span
     with on(device):
-        columns = [_column(numbers, device) for numbers in (src, dst, nbytes)]
+        columns = upload(np.stack([src, dst, nbytes]), device)
         _runs[(-(-src.size // rows),)](
-            *(number for c in columns for number in (c.address, c.start, c.step)),
+            columns.data_ptr(),
             src.size,
-            *(c.listed is not None for c in columns),
-            unit,
-            min(unit, 8),
-            rows,
-            span,
+            UNIT=unit,
+            WORD=min(unit, 8),
+            ROWS=rows,
+            SPAN=span,
         )
 
 
@@ -254,35 +234,10 @@ def _cut(src: Ints, dst: Ints, nbytes: Ints, span: int) -> tuple[Ints, Ints, Int
     return src[run] + start, dst[run] + start, np.minimum(span, nbytes[run] - start)
 
 
-@triton.jit
-def _numbers(listed, start, step, index, valid, LISTED: tl.constexpr):
-    if LISTED:
-        numbers = tl.load(words_at(listed, 8, 8) + index, mask=valid, other=0)
-    else:
-        numbers = start + index * step
-    return numbers
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("src", "src_start", "src_step", "dst", "dst_start", "dst_step"),
-        *("nbytes", "nbytes_start", "nbytes_step", "count"),
-    ]
-)
+@triton.jit(do_not_specialize=["columns", "count"])
 def _runs(
-    src,
-    src_start,
-    src_step,
-    dst,
-    dst_start,
-    dst_step,
-    nbytes,
-    nbytes_start,
-    nbytes_step,
+    columns,
     count,
-    SRC: tl.constexpr,
-    DST: tl.constexpr,
-    NBYTES: tl.constexpr,
     UNIT: tl.constexpr,
     WORD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -290,10 +245,11 @@ def _runs(
 ):
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = index < count
-    from_ = _numbers(src, src_start, src_step, index, valid, SRC)
-    to = _numbers(dst, dst_start, dst_step, index, valid, DST)
-    length = tl.where(valid, _numbers(nbytes, nbytes_start, nbytes_step, index, valid, NBYTES), 0)
+    column = words_at(columns, 8, 8) + index
+    src = tl.load(column, mask=valid, other=0)
+    dst = tl.load(column + count, mask=valid, other=0)
+    nbytes = tl.load(column + 2 * count, mask=valid, other=0)
     word = tl.arange(0, SPAN // WORD)[None, :]
-    inside = word // (UNIT // WORD) < (length // UNIT)[:, None]
-    values = tl.load(words_at(from_, WORD, UNIT)[:, None] + word, mask=inside)
-    tl.store(words_at(to, WORD, UNIT)[:, None] + word, values, mask=inside)
+    inside = word // (UNIT // WORD) < (nbytes // UNIT)[:, None]
+    values = tl.load(words_at(src, WORD, UNIT)[:, None] + word, mask=inside)
+    tl.store(words_at(dst, WORD, UNIT)[:, None] + word, values, mask=inside)

@@ -95,17 +95,6 @@ def upload(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def upload_for_all(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """The same, usable on every stream: waits for the copy and for no other work."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return upload(array, device)  # or raises
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        uploaded = upload(array, device)
-    stream.synchronize()
-    return uploaded
-
-
 def checked(
     name: str,
     view: torch.Tensor,

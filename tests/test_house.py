@@ -42,7 +42,6 @@ EXCEPTIONS = {  # by rule: the place, and why it is better so
         "kvpool_cuda/copies.py _copy_bytes: _copy_units": KERNEL,
         "kvpool_cuda/rows.py _dequantise_part: store_floats": KERNEL,
         "kvpool_cuda/rows.py _scaled: _scaled_geometry": "lru_cache: one form of each call",
-        "kvpool_cuda/copies.py _runs: _numbers": KERNEL,
     },
     "splat": {
         "disagg/connectors/vllm/connector.py KvpoolConnector.build_prom_metrics: "

@@ -1,4 +1,6 @@
-"""Memory that is refused. What another process reads is in `kvpool.testing.checks.hardware`."""
+"""What `kvpool accept` tries on a GPU, and what is refused there: memory that cannot be shared, and
+work that no CUDA graph can capture.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,24 @@ import torch
 
 from kvpool.device import DeviceUnavailable, get_device
 from kvpool_cuda import ipc
+from tests.disagg.cli.accepting import accepted
+from tests.pools import PACKED
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("section", ["conformance", "streams", "graphs", "ipc", "engines"])
+def test_the_gpu_is_accepted(tmp_path, section):
+    status, said, report = accepted(tmp_path, "cuda:0", "--only", section, timeout=900)
+    assert status == 0, said
+    assert report.sections[0].state == "passed"
+
+
+def test_a_first_copy_inside_a_capture_is_refused():
+    pool = PACKED["mla bf16"](device="cuda:0", num_pages=17)
+    ids = torch.tensor([1, 2], device="cuda:0")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="once before the capture"), torch.cuda.graph(graph):
+        pool.copy_items("kv", ids, ids)
 
 
 def test_bytes_beyond_an_allocation_are_not_shared():
