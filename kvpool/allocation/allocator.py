@@ -280,11 +280,9 @@ class Allocator:
         rows = rows_of(self._tables, [request])
         (row,) = rows.tolist()
         self._tables.pins.check_free(row)
-        if self.prefix is None:
-            self._tables.release(rows)
-        else:
-            self.prefix.free(row, lambda: self._tables.release(rows))
-        self._tables.remove(row)
+        self._tables.remove(rows)
+        if self.prefix is not None:
+            self.prefix.free(row)
         request._row = FREED
 
     def check_unshared(self, id_list: str, ids: Ints) -> None:
@@ -305,13 +303,14 @@ class Allocator:
         """Raises RuntimeError unless every item is free or has as many holders as its reference
         count, every request holds the items of its tokens, and the prefix cache lists what it has.
         """
-        ids = self._tables.check_integrity()
-        if self.prefix is not None:
-            for name, of_requests in ids.items():
-                ids[name] = np.concatenate([of_requests, self.prefix.pinned_items(name)])
-        for free_list in self._tables.free_lists:
+        tables = self._tables
+        live = np.setdiff1d(np.arange(tables.tokens.size), tables.free_rows)
+        for free_list in tables.free_lists:
             names = [space.name for space in free_list.spaces]
-            free_list.check_integrity(np.concatenate([ids[name] for name in names]))
+            held = [self.lists[n].check_integrity(live, tables.tokens[live]) for n in names]
+            if self.prefix is not None:
+                held += [self.prefix.pinned_items(name) for name in names]
+            free_list.check_integrity(np.concatenate(held))
 
     def _copy_items(self, id_list: str, src: Ints, dst: Ints) -> None:
         """Copies items in every pool that has the id list."""

@@ -120,19 +120,15 @@ class FreeList:
         everywhere = np.concatenate([free, held])
         outside = everywhere[(everywhere < self.reserved) | (everywhere >= self.items)]
         if outside.size:
-            raise RuntimeError(
-                f"{self.name}: item {int(outside[0])} of {self.items} is free or held."
-            )
+            raise RuntimeError(f"{self.name}: item {outside[0]} of {self.items} is free or held.")
         holders = np.bincount(held, minlength=self.items)
-        on_stack = np.bincount(free, minlength=self.items)
-        expected = (holders == 0) & (np.arange(self.items) >= self.reserved)
-        for name, counts, wanted in (
-            ("held", self._counts, holders),
-            ("free", on_stack, expected.astype(np.int64)),
-        ):
-            for item in np.flatnonzero(counts != wanted)[:1].tolist():
-                times = f"counted {name} {counts[item]} times, is {wanted[item]}"
-                raise RuntimeError(f"{self.name}: item {item}: {times}.")
+        times_free = np.bincount(free, minlength=self.items)
+        wrong = (holders != self._counts) | (times_free != (holders == 0))
+        for item in np.flatnonzero(wrong[self.reserved :]) + self.reserved:
+            raise RuntimeError(
+                f"{self.name}: item {item} has {holders[item]} holders, counted "
+                f"{self._counts[item]}, and is {times_free[item]} times free."
+            )
 
     def _freed_by(self, ids: Ints) -> int:
         """How many items `release(ids)` would free."""

@@ -205,44 +205,21 @@ class PrefixCache:
             self._chains[child] = chain
 
     def truncate(self, row: int, tokens: int) -> None:
-        """A request was truncated to `tokens` tokens: it will write to the rest of its last page.
-        Where that was kept, it is not any more, and what follows it in this request neither. What
-        others have stored after it stays until it is taken, or found again once it is stored anew.
+        """A request was truncated to `tokens` tokens: it will write to the rest of its last page,
+        which is not kept any more. Pages that were stored after it stay until they are taken, or
+        found again once it is stored anew.
         """
-        chain = self._chains.get(row)
         for id_list in self._lists.values():
             number, more = divmod(tokens, id_list.tokens)
-            if id_list.space.per_request or not more:
-                continue
-            gone = id_list.held(row, np.array([number]))
-            if gone[0] < 0 or not id_list.index.known[gone[0]]:
-                continue
-            later = gone[:0] if chain is None else id_list.find(chain)[number:]
-            if later.size and later[0] == gone[0]:  # else another request has stored it
-                gone = later[later >= 0]
-            id_list.free_list.forget(gone)
-        if chain is not None:
-            chain.truncate(tokens)
+            if more and not id_list.space.per_request:
+                last = id_list.held(row, np.array([number]))
+                id_list.free_list.forget(last[last >= 0])
+        if row in self._chains:
+            self._chains[row].truncate(tokens)
 
-    def free(self, row: int, release: Callable[[], None]) -> None:
-        """A request ends: `release` gives its items back.
-
-        Where it computed pages anew that were there, those are the older ones, or are gone by now:
-        its own take the place of what is gone, and all its prefix has been in use until now.
-        """
-        chain, paths = self._chains.pop(row, None), []
-        if chain is None:
-            release()
-            return
-        for id_list in self._lists.values():
-            numbers = np.arange(chain.pages // id_list.pages)
-            if id_list.space.grows and (id_list.find(chain) != id_list.held(row, numbers)).any():
-                self._keep(row, chain, id_list, 0)
-                paths.append(id_list)
-        release()
-        for id_list in paths:
-            ids = id_list.find(chain)
-            id_list.index.touch(ids[ids >= 0][::-1])
+    def free(self, row: int) -> None:
+        """A request has ended."""
+        self._chains.pop(row, None)
 
     def _chain(self, tokens: npt.ArrayLike, salt: str) -> Chain:
         chain = Chain(self._page, salt)

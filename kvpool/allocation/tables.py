@@ -81,18 +81,15 @@ class Tables:
                 table.add_rows(more)
         return self.free_rows.pop()
 
-    def release(self, rows: Ints) -> None:
-        """Gives back the items of requests."""
+    def remove(self, rows: Ints) -> None:
+        """Gives back the items of requests, and their rows."""
         for table in self.lists.values():
             table.release(rows)
-
-    def remove(self, row: int) -> None:
-        """A row whose items were given back is that of no request."""
-        self.tokens[row] = self.received[row] = 0
-        self.least[row] = SETTLED
+        self.tokens[rows] = self.received[rows] = 0
+        self.least[rows] = SETTLED
         for lost in self.lost.values():
-            lost[row] = 0
-        self.free_rows.append(row)
+            lost[rows] = 0
+        self.free_rows.extend(rows.tolist())
 
     def check_settled(self, rows: Ints) -> None:
         """Raises ValueError if of one of the rows it is not known how many tokens came."""
@@ -180,12 +177,6 @@ class Tables:
                 present &= entries >= _first_kept(space, entries, after[:, None], lost[:, None])
             locations[space.name] = np.where(present, items * space.steps + steps, -1)
         return locations
-
-    def check_integrity(self) -> dict[str, Ints]:
-        """See Allocator.check_integrity; returns the ids that requests hold, by id list."""
-        live = np.setdiff1d(np.arange(self.tokens.size), self.free_rows)
-        tokens = self.tokens[live]
-        return {name: table.check_integrity(live, tokens) for name, table in self.lists.items()}
 
     def _check_free(self, changes: Mapping[str, Change]) -> None:
         """Raises OutOfPages if too few items are free for changes by id list."""

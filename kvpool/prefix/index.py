@@ -63,16 +63,8 @@ class PrefixIndex:
         return places
 
     def idle(self, ids: Ints) -> None:
-        """These known items have no holders, the first of them is taken first. Those that were idle
-        count as held until now.
-        """
-        for item in ids.tolist():
-            self._idle[item] = None
-            self._idle.move_to_end(item)
-
-    def touch(self, ids: Ints) -> None:
-        """Those of these items that are idle are taken after all others, the first first."""
-        self.idle(self.wake(ids))
+        """These known items have no holders by now; the first of them is taken first."""
+        self._idle.update(dict.fromkeys(ids.tolist()))
 
     def wake(self, ids: Ints) -> Ints:
         """These items are not idle any more, as they have a holder; returns those that were."""

@@ -110,7 +110,8 @@ class Prefixes(Machine):
             free.users.append(self.lists[name])
         self.step = lcm(*(each.tokens for each in self.lists.values()))
         self.pinned: list[tuple[PinnedPrefix, dict[str, list[int]]]] = []
-        self.cut = False  # stored tokens were taken back: what followed them may go later
+        # a page may be idle without those before it: they were taken back, or computed twice
+        self.cut = False
         self.published: dict[tuple[int, bytes], tuple] = {}
 
     # the model
@@ -176,6 +177,7 @@ class Prefixes(Machine):
         each = self.lists[name]
         for number in range(first, stop):
             prefix, item = held.prefix((number + 1) * each.tokens), held.ids[name].get(number)
+            self.cut |= item is not None and each.kept.get(prefix, item) != item
             if item is not None and prefix not in each.kept and item not in each.free.kept():
                 each.kept[prefix] = item
 
@@ -395,16 +397,8 @@ class Prefixes(Machine):
             self.put(name, items)
         for name, each in self.lists.items():
             n, more = divmod(tokens, each.tokens)
-            own = held.ids[name].get(n)
-            if self.by_name[name].kind != "paged" or not more or own not in each.kept.values():
-                continue
-            self.cut, stops = True, range((n + 1) * each.tokens, held.stored + 1, each.tokens)
-            if held.keeps and stops and each.kept.get(held.prefix(stops[0])) == own:
-                for item in [each.kept.pop(held.prefix(stop), None) for stop in stops]:
-                    if item in each.free.idle:
-                        each.free.idle.remove(item)
-                        each.free.items.add(item)
-            each.free.forget(own)
+            if self.by_name[name].kind == "paged" and more and n in held.ids[name]:
+                each.free.forget(held.ids[name][n])
         self.cut |= tokens < held.stored
         held.tokens, held.stored = tokens, min(held.stored, tokens)
         held.since, held.received = min(held.since, tokens), min(held.received, tokens)
@@ -415,22 +409,9 @@ class Prefixes(Machine):
     @rule(number=PICK)
     def end(self, number: int) -> None:
         held = self.live.pop(number % len(self.live))
-        paths = {}
-        for name, each in self.lists.items() if held.keeps else ():
-            space = self.by_name[name]
-            if space.kind == "paged" and space.window is None:
-                keys = [held.prefix(n) for n in range(each.tokens, held.stored + 1, each.tokens)]
-                own = [held.ids[name][n] for n in range(len(keys))]
-                if [each.kept.get(key) for key in keys] != own:
-                    self.keep(held, name, 0, len(keys))
-                    paths[name] = keys
         self.alloc.free(held.request)
         for name, ids in held.ids.items():
             self.put(name, list(ids.values()))
-        for name, keys in paths.items():
-            each, free = self.lists[name], self.lists[name].free
-            used = [each.kept[key] for key in reversed(keys) if each.kept.get(key) in free.idle]
-            free.idle = [item for item in free.idle if item not in used] + used
 
     @rule(script=st.integers(0, 2), tokens=st.integers(0, 40))
     def pin(self, script: int, tokens: int) -> None:
