@@ -107,21 +107,6 @@ def test_groups_are_few_where_layers_are_many():
     assert [len(g) for g in groups_of([{n: 1 << n} for n in range(40)])] == [1] * 40
 
 
-@every
-def test_a_budget_is_used_up_and_holds_the_requests_that_it_was_made_for(build):
-    options = {"placement": "block", "device": "meta", "requests": 3, "chunk_tokens": 5}
-    pool = build.from_budget(200_000, **options)
-    (block,) = {buffer.item_stride for buffer in pool.layout.buffers}
-    assert pool.nbytes <= 200_000 < pool.nbytes + block + pool.device.alignment
-    with pytest.raises(ValueError, match="bytes are enough") as refused:
-        build.from_budget(1, **options)
-    least = build.from_budget(int(str(refused.value).split()[-4].replace(",", "")), **options)
-    alloc = Allocator(least)
-    request = alloc.new_request()
-    for _ in range(pool.page_size):
-        alloc.extend(request, 1)
-
-
 @pytest.mark.parametrize("build", [swa, hybrid, dsv4])
 @pytest.mark.parametrize("pages", [1, 3])
 def test_needed_items_are_enough_for_so_many_requests(build, pages):

@@ -22,15 +22,6 @@ def test_saved_is_host_memory_of_its_own():
     assert all((rows != 255).any() for rows in saved.items.values())
 
 
-def test_of_a_window_only_living_pages_are_saved():
-    pool = swa(**MANY)
-    saved = pool.save(place(pool, 29))
-    assert {name: len(rows) for name, rows in saved.items.items()} == {
-        **{f"target.{role}.{layer}": 8 for role in "kv" for layer in (1, 3)},
-        **{f"target.swa.kv.{layer}": 4 for layer in (0, 2)},
-    }
-
-
 # refused, with nothing written
 
 
