@@ -123,8 +123,7 @@ class SocketTransport:
         unflushed, self._unflushed = self._unflushed, {}
         for connection in unflushed:
             if connection.up:
-                connection.flush()
-                self._watch.update(connection)
+                self._watch.flush(connection)
 
     def where(self, peer: Peer) -> str:
         connection = self._peers.get(peer)
@@ -213,9 +212,8 @@ class SocketTransport:
     def _tend(self) -> None:
         """Does what is due: dials, closes what had time to leave, accepts again, checks."""
         now = time.monotonic()
-        for connection, problem in self._lives.dial_due():
+        for connection, problem in self._lives.tend():
             self._refuse(connection, problem)
-        self._lives.close_due()
         if self._accept_at and self._accept_at <= now and self._listener is not None:
             self._accept_at = 0.0
             self._watch.listen(self._listener.socket)
@@ -232,22 +230,21 @@ class SocketTransport:
             if connection is None:
                 if self._listener is not None:
                     self._accept(self._listener)
-            elif self._lives.leaves(connection):
+            elif connection.leaving:
                 self._lives.see_off(connection)
             elif connection.session is None and not connection.up:
                 if (problem := self._lives.reached(connection)) is not None:
                     self._refuse(connection, problem)
             else:
                 if mask & OUT:
-                    connection.flush()
-                    self._watch.update(connection)
+                    self._watch.flush(connection)
                 if mask & ~OUT:
                     ready[connection] = None
         return list(ready)
 
     def _read(self, connection: Connection) -> list[bytes]:
         """One read from a connection, and the messages that it has completed."""
-        if connection.stream is None or self._lives.leaves(connection):
+        if connection.stream is None or connection.leaving:
             return []  # it has ended meanwhile
         try:
             more, data = connection.more, self._scratch.view[:0]
@@ -296,9 +293,7 @@ class SocketTransport:
         if unix and (problem := distrust(stream)) is not None:
             self._refuse(connection, problem)
         elif len(self._watch) > self._most:
-            silent = longest_silent(
-                old for old in self._watch.connections() if not self._lives.leaves(old)
-            )
+            silent = longest_silent(self._watch.connections())
             self._refuse(silent or connection, f"{self._most} connections are open already.")
         elif (oldest := self._lives.crowded_out()) is not None:
             self._refuse(oldest, f"{MAX_ACCEPTED} TLS handshakes are under way already.")
@@ -330,8 +325,8 @@ class SocketTransport:
         if connection.session is not None and connection.session.refused:
             self._lives.leave(connection)  # with an alert, which says why
         else:
+            self._lives.discard(connection)
             self._watch.close(connection)
-        self._lives.discard(connection)
         connection.problem, connection.more = problem, False
         connection.unread.clear()
         if connection.dial is None:

@@ -71,6 +71,8 @@ class Connection:
     """Seconds for which a message is unfinished."""
     more: bool = False
     """Whether `unread` may hold another whole message."""
+    leaving: bool = False
+    """Whether it was given up: what was sent still leaves, what comes is nobody's."""
     unread: bytearray = field(default_factory=bytearray)
     unsent: deque[bytes | memoryview] = field(default_factory=deque)
     opening: list[bytes] | None = field(default_factory=list)
@@ -258,7 +260,8 @@ def excesses(connections: Collection[Connection]) -> Iterator[Excess]:
 
 def longest_silent(connections: Iterable[Connection]) -> Connection | None:
     """Of connections by age, the oldest of a peer that has dialled in and not said a word."""
-    return next((c for c in connections if c.dial is None and not c.heard), None)
+    dialled_in = (each for each in connections if each.dial is None and not each.leaving)
+    return next((each for each in dialled_in if not each.heard), None)
 
 
 def too_much_unread(connections: Collection[Connection]) -> Excess | None:

@@ -58,6 +58,11 @@ class Watch:
             connection.mask = mask
             self._epoll.modify(connection.stream, mask)
 
+    def flush(self, connection: Connection) -> None:
+        """Sends what is queued, as far as the stream takes it."""
+        connection.flush()
+        self.update(connection)
+
     def close(self, connection: Connection) -> None:
         """Closes a connection's stream, for both sides: a forked child may hold it open."""
         stream = connection.stream
@@ -118,8 +123,8 @@ class Lifecycle:
 
     def __init__(self, watch: Watch, scratch: Scratch, credentials: TLSCredentials | None) -> None:
         self._watch, self._scratch, self._credentials = watch, scratch, credentials
-        self._dial_at: dict[Connection, float] = {}
-        self._close_at: dict[Connection, float] = {}
+        self._due: dict[Connection, float] = {}
+        """When each is dialled, or closed if it leaves."""
         self._accepted: dict[Connection, None] = {}
         """Those that go on with the handshake of a peer that has dialled in."""
         self._steps = 0
@@ -127,25 +132,27 @@ class Lifecycle:
     @property
     def due(self) -> float | None:
         """When the next one is dialled, or closed."""
-        return min((*self._dial_at.values(), *self._close_at.values()), default=None)
+        return min(self._due.values(), default=None)
+
+    def tend(self) -> Iterator[tuple[Connection, str]]:
+        """Dials and closes those whose time has come. Yields peers that are refused, and why."""
+        now = time.monotonic()
+        for connection in [waiting for waiting, due in self._due.items() if due <= now]:
+            if connection.leaving:
+                self._close(connection)
+            elif (problem := self.dial(connection)) is not None:
+                yield connection, problem
 
     def discard(self, connection: Connection) -> None:
         """Dials it no more, nor goes on with its handshake."""
-        self._dial_at.pop(connection, None)
+        self._due.pop(connection, None)
         self._accepted.pop(connection, None)
 
     # dialling
 
     def dial_later(self, connection: Connection) -> None:
         """Dials in a while."""
-        self._dial_at[connection] = time.monotonic() + RETRY_SECONDS
-
-    def dial_due(self) -> Iterator[tuple[Connection, str]]:
-        """Dials all whose time has come. Yields peers that are refused, with the reason."""
-        now = time.monotonic()
-        for connection in [waiting for waiting, due in self._dial_at.items() if due <= now]:
-            if (problem := self.dial(connection)) is not None:
-                yield connection, problem
+        self._due[connection] = time.monotonic() + RETRY_SECONDS
 
     def dial(self, connection: Connection) -> str | None:
         """Tries once, and again in a while if nobody answers."""
@@ -161,7 +168,7 @@ class Lifecycle:
         if failed not in (0, errno.EINPROGRESS):
             stream.close()
             return None
-        del self._dial_at[connection]
+        del self._due[connection]
         self._watch.add(connection, stream)
         return self.reached(connection) if not failed else None
 
@@ -187,7 +194,7 @@ class Lifecycle:
             self._watch.close(connection)
             self.dial_later(connection)
         elif problem is None:
-            self._flush(connection)
+            self._watch.flush(connection)
         return problem
 
     # handshakes
@@ -229,15 +236,11 @@ class Lifecycle:
         try:
             connection.up = session.shake(data)
         finally:
-            self._flush(connection)
+            self._watch.flush(connection)
         if connection.up:
             self._accepted.pop(connection, None)
 
     # the end
-
-    def leaves(self, connection: Connection) -> bool:
-        """Whether it was given up: what was sent still leaves, what comes is nobody's."""
-        return connection in self._close_at
 
     def leave(self, connection: Connection) -> None:
         """Closes a connection: at once if nobody was reached, else when the peer has done so too,
@@ -248,7 +251,8 @@ class Lifecycle:
             self._watch.close(connection)
             return
         connection.unread.clear()
-        self._close_at[connection] = time.monotonic() + CLOSE_LINGER_SECONDS
+        connection.leaving = True
+        self._due[connection] = time.monotonic() + CLOSE_LINGER_SECONDS
         self.see_off(connection)
 
     def see_off(self, connection: Connection) -> None:
@@ -256,7 +260,7 @@ class Lifecycle:
         connection.flush()
         if connection.session is not None and not connection.waiting:
             connection.session.end()
-        self._flush(connection)
+        self._watch.flush(connection)
         if connection.stream is not None and not connection.waiting:
             with suppress(OSError):
                 connection.stream.shutdown(socket.SHUT_WR)
@@ -264,16 +268,6 @@ class Lifecycle:
         if connection.receive(self._scratch) == 0:
             self._close(connection)
 
-    def close_due(self) -> None:
-        """Closes those whose time is over."""
-        now = time.monotonic()
-        for connection in [leaving for leaving, until in self._close_at.items() if until <= now]:
-            self._close(connection)
-
     def _close(self, connection: Connection) -> None:
-        del self._close_at[connection]
+        del self._due[connection]
         self._watch.close(connection)
-
-    def _flush(self, connection: Connection) -> None:
-        connection.flush()
-        self._watch.update(connection)
