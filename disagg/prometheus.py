@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("disagg")
 
-Sample = tuple[tuple[str, ...], float]
-"""Values of the labels after the first, and a number."""
 StateT = TypeVar("StateT")
-Family = tuple[str, str, tuple[str, ...], Callable[[StateT], Iterable[Sample]]]
-"""Name, meaning, labels after the first, and the samples of a state."""
+Numbers = float | Mapping[Any, float]
+"""A number, or numbers by the value of a label, or by the values of several."""
+Series = tuple[str, str, Callable[[StateT], Numbers], str]
+"""Name (`_total`: of a counter), labels after the first, the numbers of a state, their meaning."""
 
 
 class Observed(Protocol):
@@ -112,105 +112,84 @@ class _Collector:
         usages = {name: source.usage() for name, source in list(self._allocators.items())}
         caches = {name: usage.prefix for name, usage in usages.items() if usage.prefix is not None}
         yield up
-        yield from _families("endpoint", snapshots, COUNTERS, GAUGES)
-        yield from _families("allocator", usages, (), ALLOCATOR_GAUGES)
-        yield from _families("allocator", caches, PREFIX_COUNTERS, PREFIX_GAUGES)
+        yield from _families("endpoint", snapshots, ENDPOINT)
+        yield from _families("allocator", usages, ALLOCATOR)
+        yield from _families("allocator", caches, PREFIX)
 
 
 def _families(
-    label: str,
-    states: Mapping[str, StateT],
-    counters: Iterable[Family[StateT]],
-    gauges: Iterable[Family[StateT]],
+    label: str, states: Mapping[str, StateT], table: Iterable[Series[StateT]]
 ) -> Iterator[Metric]:
     """Families with samples of every state, labelled by its name."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    for kind, rows in ((CounterMetricFamily, counters), (GaugeMetricFamily, gauges)):
-        for metric, meaning, labels, samples in rows:
-            family: Any = kind(metric, meaning, labels=[label, *labels])
-            for name, state in states.items():
-                for values, number in samples(state):
-                    family.add_metric([name, *values], number)
-            yield family
+    for metric, labels, numbers_of, meaning in table:
+        kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
+        family: Any = kind(metric.removesuffix("_total"), meaning, labels=[label, *labels.split()])
+        for name, state in states.items():
+            numbers = numbers_of(state)
+            parts = numbers.items() if isinstance(numbers, Mapping) else [((), numbers)]
+            for values, number in parts:
+                values = (values,) if isinstance(values, str) else values
+                family.add_metric([name, *values], number)
+        yield family
 
 
-def _items(numbers: Mapping[str, float]) -> Iterable[Sample]:
-    return [((name,), number) for name, number in numbers.items()]
+def _by_roles(number: str) -> Callable[[Snapshot], Numbers]:
+    def numbers(snapshot: Snapshot) -> Numbers:
+        return {roles: getattr(runs, number) for roles, runs in snapshot.totals.by_role.items()}
+
+    return numbers
 
 
-ALLOCATOR_GAUGES: tuple[Family[Usage], ...] = (
-    ("kvpool_free_items", "Items that no request holds.", ("ids",), lambda u: _items(u.free)),
-    ("kvpool_used_items", "Items that requests hold.", ("ids",), lambda u: _items(u.used)),
-    ("kvpool_requests", "Live requests.", (), lambda u: [((), u.requests)]),
+ALLOCATOR: tuple[Series[Usage], ...] = (
+    ("kvpool_free_items", "ids", lambda u: u.free, "Items that no request holds."),
+    ("kvpool_used_items", "ids", lambda u: u.used, "Items that requests hold."),
+    ("kvpool_requests", "", lambda u: u.requests, "Live requests."),
 )
-PREFIX_GAUGES: tuple[Family[PrefixStats], ...] = (
-    ("kvpool_kept_items", "Items of prefixes.", ("ids",), lambda s: _items(s.kept)),
-)
-PREFIX_COUNTERS: tuple[Family[PrefixStats], ...] = (
+PREFIX: tuple[Series[PrefixStats], ...] = (
+    ("kvpool_kept_items", "ids", lambda s: s.kept, "Items of prefixes."),
     (
-        "kvpool_prefix_lookups",
+        "kvpool_prefix_lookups_total",
+        "outcome",
+        lambda s: {"hit": s.hits, "miss": s.lookups - s.hits},
         "Requests that began with tokens.",
-        ("outcome",),
-        lambda s: _items({"hit": s.hits, "miss": s.lookups - s.hits}),
     ),
     (
-        "kvpool_prefix_tokens",
+        "kvpool_prefix_tokens_total",
+        "tokens",
+        lambda s: {"asked": s.asked_tokens, "found": s.found_tokens},
         "Tokens with which requests began, and those of them that were there.",
-        ("tokens",),
-        lambda s: _items({"asked": s.asked_tokens, "found": s.found_tokens}),
     ),
     (
-        "kvpool_prefix_items",
+        "kvpool_prefix_items_total",
+        "change",
+        lambda s: {"stored": s.stored, "removed": s.removed},
         "Items that became a prefix's, and were taken again.",
-        ("change",),
-        lambda s: _items({"stored": s.stored, "removed": s.removed}),
     ),
 )
-COUNTERS: tuple[Family[Snapshot], ...] = (
-    ("kvpool_rooms", "Rooms that have ended.", ("outcome",), lambda s: _items(s.totals.rooms)),
-    (
-        "kvpool_failures",
-        "Rooms that have failed, by side and kind of failure.",
-        ("side", "kind"),
-        lambda s: s.totals.failures.items(),
-    ),
-    ("kvpool_chunks", "Chunks bound, per source rank.", (), lambda s: [((), s.totals.chunks)]),
-    ("kvpool_moved_bytes", "Bytes that have arrived.", (), lambda s: [((), s.totals.bytes_moved)]),
-    (
-        "kvpool_bound_bytes",
-        "Bytes bound, by roles that share runs.",
-        ("owner", "roles"),
-        lambda s: [(roles, runs.nbytes) for roles, runs in s.totals.by_role.items()],
-    ),
-    (
-        "kvpool_runs",
-        "Runs bound, by roles that share them.",
-        ("owner", "roles"),
-        lambda s: [(roles, runs.runs) for roles, runs in s.totals.by_role.items()],
-    ),
-    (
-        "kvpool_phase_seconds",
-        "Seconds of rooms that have ended, by phase; total is from read request to end.",
-        ("phase",),
-        lambda s: _items(s.totals.seconds),
-    ),
-    ("kvpool_plans", "Plans asked for.", ("cache",), lambda s: _items(s.plans)),
-)
-GAUGES: tuple[Family[Snapshot], ...] = (
-    ("kvpool_open_rooms", "Rooms that have not ended.", (), lambda s: [((), s.open_rooms)]),
-    ("kvpool_alive_peers", "Peers that answer.", (), lambda s: [((), s.peers)]),
-    ("kvpool_leased_items", "Items of open rooms.", ("space",), lambda s: _items(s.leases.leased)),
+ENDPOINT: tuple[Series[Snapshot], ...] = (
+    ("kvpool_rooms_total", "outcome", lambda s: s.totals.rooms, "Rooms that have ended."),
+    ("kvpool_failures_total", "side kind", lambda s: s.totals.failures, "Rooms that failed."),
+    ("kvpool_chunks_total", "", lambda s: s.totals.chunks, "Chunks bound, per source rank."),
+    ("kvpool_moved_bytes_total", "", lambda s: s.totals.bytes_moved, "Bytes that have arrived."),
+    ("kvpool_bound_bytes_total", "owner roles", _by_roles("nbytes"), "Bytes bound."),
+    ("kvpool_runs_total", "owner roles", _by_roles("runs"), "Runs bound."),
+    ("kvpool_phase_seconds_total", "phase", lambda s: s.totals.seconds, "Time of ended rooms."),
+    ("kvpool_plans_total", "cache", lambda s: s.plans, "Plans asked for."),
+    ("kvpool_open_rooms", "", lambda s: s.open_rooms, "Rooms that have not ended."),
+    ("kvpool_alive_peers", "", lambda s: s.peers, "Peers that answer."),
+    ("kvpool_leased_items", "space", lambda s: s.leases.leased, "Items of open rooms."),
     (
         "kvpool_quarantined_items",
+        "space",
+        lambda s: s.leases.quarantined,
         "Items of ended rooms that may still be written.",
-        ("space",),
-        lambda s: _items(s.leases.quarantined),
     ),
     (
         "kvpool_engine",
+        "engine counter",
+        lambda s: {(s.engine, name): number for name, number in s.telemetry.items()},
         "The engine's own counters, in its units.",
-        ("engine", "counter"),
-        lambda s: [((s.engine, name), number) for name, number in s.telemetry.items()],
     ),
 )

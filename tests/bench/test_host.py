@@ -1,5 +1,5 @@
-"""Host work that is the same on every device, beside plain Python or a new plan: one more token for
-every request of a decode batch, plans, and binding of one request in shuffled pages.
+"""Host work that is the same on every device, beside plain Python or a new plan: plans, and binding
+of one request in shuffled pages.
 """
 
 from __future__ import annotations
@@ -14,49 +14,14 @@ import pytest
 
 from disagg.plan import plan
 from disagg.plan.cache import PlanCache
-from kvpool import Allocator, DSv4Pool, MHAPool, MLAPool, PoolLayout, RequestAddress, Span
+from kvpool import DSv4Pool, MHAPool, MLAPool, PoolLayout, RequestAddress, Span
 from kvpool.layout.formats import Shard
 from kvpool.models import declare, declare_draft
 
 LAYERS, PAGE, V4_PAGE = 61, 64, 256
 RATIOS = [128, 128, *[4, 128] * 29, 4]
-REQUESTS = 256
 MANY = 512
 """Ranks of prefill, a multiple of 64."""
-
-
-class Lists:
-    """Block tables of DeepSeek-V4's five spaces for many requests, as Python lists of ids.
-
-    Pages of 256 tokens (64 and 2 compressed entries), window pages of 128, rings of 8 and 128.
-    """
-
-    def __init__(self, requests, pages):
-        self.free = {name: list(range(pages, 0, -1)) for name in ("kv", "swa")}
-        self.requests = [{"kv": [], "swa": []} for _ in range(requests)]
-        self.tokens = [0] * requests
-
-    def extend(self):
-        """Appends a token to each request; its location in every space, `[request, space]`."""
-        rows = []
-        for number, pages in enumerate(self.requests):
-            token = self.tokens[number]
-            for name, size in (("kv", 256), ("swa", 128)):
-                if token % size == 0:
-                    pages[name].append(self.free[name].pop())
-            if token % 128 == 0 and len(pages["swa"]) > 2:
-                self.free["swa"].append(pages["swa"].pop(0))
-            page, slot = pages["kv"][-1], number + 1
-            row = (
-                pages["swa"][-1] * 128 + token % 128,
-                page * 64 + token % 256 // 4,
-                page * 2 + token % 256 // 128,
-                slot * 8 + token % 8,
-                slot * 128 + token % 128,
-            )
-            rows.append(row)
-            self.tokens[number] += 1
-        return np.array(rows)
 
 
 def tuples(source, dest, ids):
@@ -104,8 +69,8 @@ def dsv4(num_pages=2049):
         page_size=V4_PAGE,
         packing="fp8",
         num_pages=num_pages,
-        num_window_pages=4 * REQUESTS,
-        num_slots=REQUESTS + 1,
+        num_window_pages=1024,
+        num_slots=257,
         device="meta",
     )
 
@@ -156,14 +121,6 @@ def sharded():
     stages = range(31), range(31, LAYERS)
     ranks = [layout_of(MLAPool, part, shard=Shard(n, 8)) for part in stages for n in range(8)]
     return ranks, layout_of(MLAPool, range(LAYERS))
-
-
-def test_extend_a_batch_by_one_token(paired):
-    """A request has room for 8192 tokens, more than are timed."""
-    pages = REQUESTS * 32
-    allocator, lists = Allocator(dsv4(num_pages=pages + 1)), Lists(REQUESTS, pages)
-    requests = [allocator.new_request() for _ in range(REQUESTS)]
-    paired(times(50, lambda: allocator.extend_batch(requests, 1)), times(50, lists.extend))
 
 
 def test_plan_of_mla_beside_a_request_of_plain_python(paired):

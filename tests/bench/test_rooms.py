@@ -1,15 +1,12 @@
 """Rooms of 1 KiB a second between two processes, beside as many bare frames over TCP; how long one
-takes from send to Success; many threads that wait beside one; many prefills beside one; and what a
-room costs that waits.
+takes from send to Success; many prefills beside one; and what a room costs that waits.
 """
 
 from __future__ import annotations
 
 import select
-import threading
 import time
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import count
 from statistics import median
 
@@ -150,37 +147,6 @@ def test_one_from_send_to_success(engine, timed):
             ours.append(time.monotonic() - began)
             decode.forget(room)
     note(timed, f"send to Success, {engine}", median(ours), median(theirs), ours, theirs)
-
-
-def test_threads_that_wait(paired, timed):
-    """A thread for each room, beside one for all and as many that do nothing: threads take time to
-    start, whatever they do.
-    """
-    number, rooms = OPEN if timed else 20, count(0, 1_000_000)
-    with decode_with("local") as (decode, [peer], _):
-
-        def hand_over(by_thread):
-            first = next(rooms)
-            names = range(first, first + number)
-            for room, table in zip(names, tables(number)):
-                decode.receive(room, table)
-            calls = [
-                (decode.wait, (room, 60)) if by_thread else (time.sleep, (0,)) for room in names
-            ]
-            threads = [threading.Thread(target=call, args=arguments) for call, arguments in calls]
-            for thread in threads:
-                thread.start()
-            peer.pipe.send(("rooms", first, number))
-            if not by_thread:
-                for room in names:
-                    decode.wait(room, 60)
-            for thread in threads:
-                thread.join()
-            for room in names:
-                assert decode.poll(room) is KVPoll.Success
-                decode.forget(room)
-
-        paired(partial(hand_over, True), partial(hand_over, False), rounds=10)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

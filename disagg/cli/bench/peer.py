@@ -72,10 +72,8 @@ class BenchContext:
             self._key = kind, *key
             try:
                 self._opened = kind(self._other.revived(), self.device, *key)
-            except REFUSED as error:
+            except (CannotRun, *REFUSED) as error:
                 self._opened = CannotRun(str(error))
-            except CannotRun as error:
-                self._opened = error
         if isinstance(self._opened, CannotRun):
             raise self._opened
         return self._opened
