@@ -135,15 +135,6 @@ def test_a_forked_child_that_gives_up_destroys_no_mapping(other):
         assert mapping() is None or mapping().closed
 
 
-def test_bytes_outside_the_shared_device_memory_are_refused(other, here):
-    (metadata, bases), (_, memory, engine) = other, here
-    peer = engine.connect(metadata)
-    for start in (bases[0] - 1, bases[0] + SIZE - 7):
-        with pytest.raises(TransferError, match="do not lie in memory"):
-            engine.read(peer, batch_of((start, memory.ctypes.data, 8)))
-    assert not memory.any()
-
-
 @pytest.mark.parametrize("memory", ["shm:0", "cpu", ""])
 def test_an_engine_with_host_memory_reads_no_device(memory):
     devices = [[1 << 30, SIZE, memory, b"handle"]]

@@ -228,11 +228,6 @@ def test_consecutive_pages_are_one_run_per_layer(tokens):
     assert batch.nbytes.tolist() == [tokens * 24] * 5
 
 
-def test_latent_and_rope_are_one_run_per_page():
-    batch = plan([mla().layout], mla().layout).bind(0, pages(2, 9, 4), pages(7, 3, 5))
-    assert batch.nbytes.tolist() == [4 * 24] * 6
-
-
 def test_adjacent_heads_of_a_token_are_one_run():
     ranks = [mha(shard=Shard(rank, 2)) for rank in range(2)]
     made = plan([rank.layout for rank in ranks], mha().layout)
