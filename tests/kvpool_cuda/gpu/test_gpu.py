@@ -19,7 +19,9 @@ from tests.pools import PACKED
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("section", ["conformance", "streams", "graphs", "ipc", "engines"])
+@pytest.mark.parametrize(
+    "section", ["conformance", "streams", "graphs", "ipc", "engines", "models"]
+)
 def test_the_gpu_is_accepted(tmp_path, section):
     status, said, report = accepted(tmp_path, "cuda:0", "--only", section, timeout=900)
     assert status == 0, said
