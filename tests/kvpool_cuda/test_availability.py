@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from kvpool.device import DeviceUnavailable, get_device
 from kvpool_cuda import device as cuda
 from kvpool_cuda.device import CUDADevice
 from kvpool_cuda.interpret import InterpretedDevice
@@ -107,3 +108,12 @@ except DeviceUnavailable as error:
 """
     found = answer(code)
     assert found == "cuda:0\n" or found.startswith("device 'cuda:0': ")
+
+
+def test_a_pool_on_a_missing_gpu_is_refused_by_name():
+    from tests.pools import mla
+
+    with pytest.raises(DeviceUnavailable, match="device 'cuda:99': "):
+        mla(device="cuda:99")
+    with pytest.raises(DeviceUnavailable, match="device 'cuda:99': "):
+        get_device("cuda:99")

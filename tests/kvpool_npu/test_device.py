@@ -16,6 +16,7 @@ from kvpool.device.cpu import CompletedEvent
 from kvpool.extras import ascend_parts
 from kvpool_npu import NPUDevice
 from kvpool_npu.device import reference
+from tests.kvpool_npu.pools import npu_mha
 
 
 def test_the_reference_device_uses_host_memory():
@@ -134,3 +135,10 @@ def test_cann_is_where_its_environment_points(monkeypatch, tmp_path):
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64" / "libascendcl.so").touch()
     assert present()
+
+
+def test_a_pool_on_a_missing_npu_is_refused():
+    if NPUDevice("npu:0").availability() is None:
+        return  # an NPU is here
+    with pytest.raises(DeviceUnavailable, match="device 'npu:7': missing: an NPU with its driver"):
+        npu_mha(device="npu:7")
