@@ -19,7 +19,7 @@ from kvpool.layout.formats import BufferSpec
 from kvpool.pools.base import KVPool
 from kvpool.pools.budget import needed_items, pages_of_tokens
 from kvpool.pools.placement import MAX_GROUPS, groups_of
-from tests.pools import CLASSES, PACKED, dsv4, hybrid, mha, mla, swa
+from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, swa
 
 every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
 BLOCKS = {"placement": "block", "num_pages": 40}
@@ -145,13 +145,6 @@ def test_bytes_per_token_count_blocks_whole():
     (block,) = {buffer.item_stride for buffer in pool.layout.buffers}
     assert pool.bytes_per_token == block / 4  # one group of full layers, pages of 4
     assert mla(**BLOCKS).bytes_per_token == mla().bytes_per_token
-
-
-def test_a_block_pool_lists_no_pointer_for_each_layer():
-    says = "target: with placement='block' the layers of a page lie side by side; .* Read pool.lay"
-    for lists in (mha(**BLOCKS).get_contiguous_buf_infos, swa(**BLOCKS).get_state_buf_infos):
-        with pytest.raises(ValueError, match=says):
-            lists()
 
 
 def test_a_draft_shares_ids_with_a_target_of_the_same_placement_only():

@@ -108,11 +108,10 @@ def test_every_kind_of_buffer_is_listed_once_in_order(name):
 
 
 @pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
-def test_lists_per_layer_are_refused_where_layers_lie_side_by_side(build):
-    pool = build(placement="page", device="meta")
-    says = (
-        "target: with placement='page' the layers of a page lie side by side; .* Read pool.layout"
-    )
+@pytest.mark.parametrize("placement", ["page", "block"])
+def test_lists_per_layer_are_refused_where_layers_lie_side_by_side(build, placement):
+    pool = build(placement=placement, num_pages=40, device="meta")
+    says = f"placement='{placement}' the layers of a page lie side by side; .* Read pool.layout"
     with pytest.raises(ValueError, match=says):
         pool.get_contiguous_buf_infos()
     if build(device="meta").get_state_buf_infos():
@@ -120,7 +119,8 @@ def test_lists_per_layer_are_refused_where_layers_lie_side_by_side(build):
             pool.get_state_buf_infos()
     else:
         assert pool.get_state_buf_infos() == []
-    assert pool.kv_buf_group_sizes == build(device="meta").kv_buf_group_sizes
+    if placement == "page":
+        assert pool.kv_buf_group_sizes == build(device="meta").kv_buf_group_sizes
 
 
 @pytest.mark.parametrize(
