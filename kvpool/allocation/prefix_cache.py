@@ -10,7 +10,7 @@ allocator.store(request, prompt[known:])             # its full pages are there 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 
@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from kvpool.allocation.block_table import BlockTable
 from kvpool.allocation.free_list import OutOfPages
-from kvpool.allocation.prefix_items import PrefixItems
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key, token_ids
-from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, Event
+from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvpool.prefix.index import PrefixIndex
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class PrefixCache:
             raise ValueError(f"checkpoint_tokens: 1 or more, got {checkpoint_tokens}.")
         self.checkpoint_tokens = checkpoint_tokens
         self._stats = PrefixStats()
-        self._lists: dict[str, PrefixItems] = {}
+        self._lists: dict[str, _KeptItems] = {}
         self._chains: dict[int, Chain] = {}
         self._pinned: list[PinnedPrefix] = []
         self._events: list[Event] | None = [] if events else None  # since they were last taken
@@ -94,7 +94,7 @@ class PrefixCache:
         for group, (name, table) in enumerate(lists.items()):
             space = table.space
             tokens = self.checkpoint_tokens if space.per_request else space.tokens_per_item
-            self._lists[name] = id_list = PrefixItems(group, table, tokens, self._page)
+            self._lists[name] = id_list = _KeptItems(group, table, tokens, self._page)
             id_list.index.on_forget = self._removed
 
     @property
@@ -241,7 +241,7 @@ class PrefixCache:
         items = {n: ids[int(i[longest]) : int(j[longest])] for n, (ids, i, j) in candidates.items()}
         return int(ends[longest]), items
 
-    def _go_on(self, id_list: PrefixItems, row: int, kept: Ints) -> None:
+    def _go_on(self, id_list: _KeptItems, row: int, kept: Ints) -> None:
         """Gives a request a copy of a checkpoint; where nothing is free, the checkpoint itself."""
         name = id_list.space.name
         if not id_list.free_list.num_free and not id_list.free_list.is_shared(kept).any():
@@ -257,7 +257,7 @@ class PrefixCache:
         finally:
             id_list.free_list.release(kept)
 
-    def _checkpoint(self, row: int, chain: Chain, id_list: PrefixItems) -> None:
+    def _checkpoint(self, row: int, chain: Chain, id_list: _KeptItems) -> None:
         """Copies the state of a request to a free item, if there is one, and keeps that."""
         number = np.array([chain.num_tokens // id_list.tokens - 1])
         key, name = chain.keys[-1:], id_list.space.name
@@ -271,7 +271,7 @@ class PrefixCache:
             id_list.free_list.release(copy)
         self._stored(id_list, chain, number)
 
-    def _keep(self, row: int, chain: Chain, id_list: PrefixItems, first: int) -> None:
+    def _keep(self, row: int, chain: Chain, id_list: _KeptItems, first: int) -> None:
         """Keeps a request's items from number `first` on."""
         keys = id_list.keys(chain)
         numbers = np.arange(first, len(keys))
@@ -280,7 +280,7 @@ class PrefixCache:
         added = id_list.index.add(id_list.space.name, [keys[number] for number in numbers], ids)
         self._stored(id_list, chain, numbers[added])
 
-    def _stored(self, id_list: PrefixItems, chain: Chain, numbers: Ints) -> None:
+    def _stored(self, id_list: _KeptItems, chain: Chain, numbers: Ints) -> None:
         self._stats.stored += numbers.size
         if self._events is not None and numbers.size:
             self._events += id_list.stored_events(chain, numbers, self._medium)
@@ -290,3 +290,57 @@ class PrefixCache:
         if self._events is not None:
             group = self._lists[id_list].group
             self._events.append(BlockRemoved(keys, self._medium, group))
+
+
+class _KeptItems:
+    """The items of an id list that are kept for prefixes: item n is of `tokens` tokens, which are
+    `pages` pages of the keys. A checkpoint counts as an item of the tokens since the one before.
+    """
+
+    def __init__(self, group: int, table: BlockTable, tokens: int, page: int) -> None:
+        self.group, self.table, self.tokens, self.pages = group, table, tokens, tokens // page
+        self.space, self.free_list = table.space, table.free_list
+        if self.free_list.kept is None:
+            self.free_list.kept = PrefixIndex(self.free_list.items)
+        self.index = self.free_list.kept
+        self.index.use(self.space.name)
+
+    def keys(self, chain: Chain) -> list[Key]:
+        """The keys of the prefixes that end with each item."""
+        return chain.keys[self.pages - 1 :: self.pages]
+
+    def find(self, chain: Chain) -> Ints:
+        """The kept items of a chain by number; -1 where there is none."""
+        return self.index.find(self.space.name, self.keys(chain))
+
+    def first(self, ends: Ints) -> Ints:
+        """The first item that a prefix of `ends` `[N]` tokens needs: of a slot, its checkpoint."""
+        if self.space.per_request:
+            return np.maximum(ends // self.tokens - 1, 0)
+        return self.table.first(ends)
+
+    def held(self, row: int, numbers: Ints) -> Ints:
+        """The items `numbers` of a request; -1 where it has none."""
+        return np.asarray(self.table.find(np.array([row]), numbers[None])[0])
+
+    def stored_events(self, chain: Chain, numbers: Ints, medium: str) -> Iterator[BlockStored]:
+        """Items `numbers` of a chain were stored, in `medium`: an event for each run of them."""
+        space, tokens, keys = self.space, self.tokens, self.keys(chain)
+        kind, window = "mamba" if space.per_request else "full_attention", None
+        if not space.per_request and space.window is not None:
+            kind, window = "sliding_window", space.window * space.tokens_per_entry
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
+            first, stop = int(run[0]), int(run[-1]) + 1
+            yield BlockStored(
+                block_hashes=keys[first:stop],
+                parent_block_hash=keys[first - 1] if first else None,
+                token_ids=chain.tokens[first * tokens : stop * tokens].tolist(),
+                block_size=tokens,
+                lora_id=None,
+                medium=medium,
+                lora_name=None,
+                extra_keys=[(chain.salt,)] * run.size if chain.salt else None,
+                group_idx=self.group,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+            )
