@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from kvpool.device import Device
+from kvpool.testing.case import fail
 
 if TYPE_CHECKING:
     from disagg.cli.bench.peer import BenchContext
@@ -20,17 +21,9 @@ COPY = "copy"
 GIB, MIB = 1 << 30, 1 << 20
 
 
-class CannotRun(Exception):
-    """The reason why this device or engine cannot run a case."""
-
-
-class WrongBytes(Exception):
-    """A case computed a wrong result."""
-
-
 class Work(NamedTuple):
-    """A case with its memory. `check` runs after the first call of `ours`, and raises WrongBytes if
-    its result is wrong. `clock` gives seconds; one of its own runs only while what is timed does.
+    """A case with its memory. `check` runs after the first call of `ours`, and raises CheckFailure
+    if its result is wrong. `clock` gives seconds; one of its own runs only during what is timed.
     """
 
     ours: Callable[[], object]
@@ -122,9 +115,9 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def need_equal(what: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raises WrongBytes where two tensors `[N, ...]` differ in a byte."""
+    """Raises CheckFailure where two tensors `[N, ...]` differ in a byte."""
     rows = [tensor.cpu().contiguous().view(torch.uint8).flatten(1) for tensor in (actual, expected)]
     wrong = (rows[0] != rows[1]).any(1)
     if wrong.any():
         first = int(wrong.nonzero()[0])
-        raise WrongBytes(f"{what}: {int(wrong.sum())} of {len(wrong)} differ, the first: {first}.")
+        fail(f"{what}: {int(wrong.sum())} of {len(wrong)} differ, the first: {first}.")

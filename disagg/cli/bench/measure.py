@@ -11,17 +11,18 @@ from statistics import median
 
 import torch
 
-from disagg.cli.bench.case import COPY, GIB, BenchCase, CannotRun, Sizes, Work, WrongBytes
+from disagg.cli.bench.case import COPY, GIB, BenchCase, Sizes, Work
 from disagg.cli.bench.memory import memory_cases
 from disagg.cli.bench.peer import BenchContext
 from disagg.cli.bench.transfers import handoff_cases, transfer_cases
 from kvpool.device import Device, DeviceUnavailable
+from kvpool.testing.case import CheckFailure, Inapplicable
 
 GROUPS = ("store", "load", "move", "gather", "scatter", "transfer", "handoff")
 HANDOFF_ENGINES = ("local",)
 """Whose hand-offs are timed where no engine is named: those of the others take minutes."""
 MOST_CALLS = 1000
-UNABLE = (CannotRun, DeviceUnavailable, MemoryError, NotImplementedError, torch.OutOfMemoryError)
+UNABLE = (Inapplicable, DeviceUnavailable, MemoryError, NotImplementedError, torch.OutOfMemoryError)
 
 
 def all_cases(
@@ -111,7 +112,7 @@ def measured(
             return row.timed(_rounds(case, work, context.device, sizes)) if timed else row
     except UNABLE as error:
         return replace(row, reason=str(error))
-    except WrongBytes as error:
+    except CheckFailure as error:
         return replace(row, reason=f"wrong: {error}", failed=True)
     except Exception as error:  # a failure of one case must not end the others
         return replace(row, reason=f"{type(error).__name__}: {error}", failed=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import CannotRun, noise
+from disagg.cli.bench.case import noise
 from disagg.engines.base import Engine, EngineUnavailable, TransferError, create_engine
 from disagg.protocol.status import KVPoll
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
@@ -23,6 +23,7 @@ from kvpool.models import declare
 from kvpool.pools.base import KVPool
 from kvpool.pools.typed import MHAPool
 from kvpool.process import OtherProcess
+from kvpool.testing.case import Inapplicable
 
 READER_TIMEOUT = 60.0
 """Seconds to wait for a read or a hand-off."""
@@ -65,16 +66,16 @@ class BenchContext:
 
     def opened(self, kind: Callable[..., Any], *key: Any) -> Any:
         """`kind(other process, device, *key)`, which is closed before another is opened. Raises
-        CannotRun if an engine refuses its memory.
+        Inapplicable if an engine refuses its memory.
         """
         if self._key != (kind, *key) or not self._other.alive:
             self._close_opened()
             self._key = kind, *key
             try:
                 self._opened = kind(self._other.revived(), self.device, *key)
-            except (CannotRun, *REFUSED) as error:
-                self._opened = CannotRun(str(error))
-        if isinstance(self._opened, CannotRun):
+            except (Inapplicable, *REFUSED) as error:
+                self._opened = Inapplicable(str(error))
+        if isinstance(self._opened, Inapplicable):
             raise self._opened
         return self._opened
 
@@ -84,16 +85,16 @@ class BenchContext:
         self._other.close()
 
     def _close_opened(self) -> None:
-        if self._opened is not None and not isinstance(self._opened, CannotRun):
+        if self._opened is not None and not isinstance(self._opened, Inapplicable):
             self._opened.close()
         self._key, self._opened = (), None
 
 
 def served(other: OtherProcess, method: str, *arguments: Any) -> Any:
-    """What a method of the peer returns. Raises CannotRun if it refuses."""
+    """What a method of the peer returns. Raises Inapplicable if it refuses."""
     answer, refusal = other.call("refusable", method, *arguments)
     if refusal is not None:
-        raise CannotRun(refusal)
+        raise Inapplicable(refusal)
     return answer
 
 

@@ -16,16 +16,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import (
-    BenchCase,
-    CannotRun,
-    Sizes,
-    Work,
-    WrongBytes,
-    need_equal,
-    noise,
-    plain_copy,
-)
+from disagg.cli.bench.case import BenchCase, Sizes, Work, need_equal, noise, plain_copy
 from disagg.cli.bench.peer import (
     DEST_SEED,
     FAMILIES,
@@ -49,6 +40,7 @@ from disagg.runtime.staging import staging_buffers
 from kvpool.device import Device
 from kvpool.layout import PoolLayout, Slab
 from kvpool.process import OtherProcess
+from kvpool.testing.case import Inapplicable, fail
 
 READ_WIDTHS = {"1 KiB": 1 << 10, "4 KiB": 4 << 10, "36 KiB": 36 << 10, "1 MiB": 1 << 20}
 BARE = "the bare engine"
@@ -175,13 +167,13 @@ class HandOff:
         )
 
     def endpoint(self, layout: PoolLayout) -> DecodeEndpoint:
-        """Decode's. Raises CannotRun if it would not use the staging buffers that are tried."""
+        """Decode's. Raises Inapplicable if it would not use the staging buffers that are tried."""
         engine = create_engine(self.engine)
         if not self.checked:
             return DecodeEndpoint(layout, engine, staging=self.staging)
         if self.staging and not staging_buffers(layout, engine, self.staging).slabs:
             engine.close()
-            raise CannotRun(f"engine {self.engine} uses no staging buffers for this memory.")
+            raise Inapplicable(f"engine {self.engine} uses no staging buffers for this memory.")
         return DecodeEndpoint(layout, engine, staging=self.staging, verify="checksum")
 
 
@@ -297,7 +289,7 @@ class OpenHandOffs:
             self._pool.item_bytes_view(buffer).zero_()
 
     def _need_request(self, tokens: int, start: int = 0) -> None:
-        """Raises WrongBytes unless a request's positions from `start` on are the source's, and
+        """Raises CheckFailure unless a request's positions from `start` on are the source's, and
         other items are as they were: zeros. They are compared without a plan, as where they lie
         follows from both block tables.
         """
@@ -306,10 +298,10 @@ class OpenHandOffs:
         source = block_table(self._truth.layout, tokens, SOURCE_SEED)
         count = same_as_pool(self._pool, table, self._truth, source, start)
         if count.wrong:
-            raise WrongBytes(f"{count.wrong:,} of {count.checked:,} bytes differ.")
+            fail(f"{count.wrong:,} of {count.checked:,} bytes differ.")
         for buffer in layout.buffers:
             items = self._pool.item_bytes_view(buffer).clone()
             ids = table.spans[layout.space_by_name[buffer.space].id_list].ids
             items[torch.tensor(ids)] = 0
             if items.any():
-                raise WrongBytes(f"buffer {buffer.name}: items of no request were written.")
+                fail(f"buffer {buffer.name}: items of no request were written.")

@@ -48,7 +48,6 @@ _Packing = Annotated[
     str, typer.Option(help="Packing of the pool: a dtype, fp8 or mxfp8 (default: the dtype).")
 ]
 _Device = Annotated[str, typer.Option(help="Device of models and pools: cpu, cuda:0, npu:0.")]
-_Seed = Annotated[int, typer.Option(help="Seed of weights and prompt.")]
 _AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; all else on stderr.")]
 _Timeline = Annotated[
     Path | None, typer.Option(help="Draw the hand-offs in time to a page (.html).")
@@ -66,7 +65,6 @@ def demo(
     dtype: _Dtype = "float32",
     packing: _Packing = "",
     device: _Device = "cpu",
-    seed: _Seed = 0,
     as_json: _AsJson = False,
     timeline: _Timeline = None,
 ) -> None:
@@ -100,7 +98,6 @@ def demo(
         new_tokens=new_tokens,
         dtype=dtype,
         packing=packing or dtype,
-        seed=seed,
         threads=max(1, (multiprocessing.cpu_count() or 2) // 2),
         prefill_page=prefill_page,
         decode_page=decode_page,

@@ -30,7 +30,6 @@ class DemoSettings:
     new_tokens: int
     dtype: str
     packing: str
-    seed: int = 0
     threads: int = 1
     prefill_page: int = 0
     decode_page: int = 0
@@ -54,7 +53,7 @@ class DemoSettings:
         from kvpool.device import get_device
 
         torch.set_num_threads(self.threads)
-        torch.manual_seed(self.seed)
+        torch.manual_seed(0)
         transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         numbers = {**SIZES["shared"], **MODELS[self.model]}
         if not self.exact:
