@@ -181,7 +181,7 @@ def pool_of(family: str, tokens: int, device: str, *, decode: bool = False) -> K
     if family == HEADS_APART:
         page_size = 16 if decode else 32
         return MHAPool(
-            layers=range(HANDOFF_LAYERS),
+            layers=range(4),
             num_kv_heads=8,
             head_dim=64,
             dtype="bf16",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from datetime import datetime
@@ -225,6 +226,24 @@ def test_a_case_with_a_wrong_result_fails(monkeypatch, group, owner, name, inste
     assert done.exit_code == 1 and f"failed: {group}" in done.stderr
     for row in json.loads(done.stdout)["rows"]:
         assert row["failed"] and row["reason"].startswith("wrong: ") and row["ratio"] is None, row
+
+
+def test_a_hand_off_that_writes_to_items_of_no_request_fails(monkeypatch):
+    register, read, memory = LocalEngine.register, LocalEngine.read, []
+
+    def registering(engine, slabs):
+        memory.append(slabs[0].base)
+        return register(engine, slabs)
+
+    def straying(engine, peer, batch):
+        ctypes.memset(memory[-1], 1, 1)  # of item 0, which no request has
+        return read(engine, peer, batch)
+
+    monkeypatch.setattr(LocalEngine, "register", registering)
+    monkeypatch.setattr(LocalEngine, "read", straying)
+    done = run("--only", "handoff", "--engine", "local", "--json")
+    for row in json.loads(done.stdout)["rows"]:
+        assert row["failed"] and row["reason"].endswith("items of no request were written."), row
 
 
 @pytest.mark.parametrize(
