@@ -36,7 +36,7 @@ EXCEPTIONS = {  # by rule: the place, and why it is better so
     "file": {},
     "function": {},
     "positional": {
-        "kvpool/_native/rows.py move: call": "a function of C",
+        "kvpool/device/host_rows.py _move: call": "a function of C",
         "kvpool_cuda/rows.py _rows: _move_part": KERNEL,
         "kvpool_cuda/copies.py _launch: ": KERNEL,
         "kvpool_cuda/copies.py _copy_bytes: _copy_units": KERNEL,

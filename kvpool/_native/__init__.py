@@ -1,5 +1,5 @@
 """Copies of many runs outside Python: `runs.c`, loaded by ctypes where it was compiled, together
-with `rows.c` (`kvpool._native.rows`).
+with `rows.c` (`kvpool.device.host_rows`).
 
 A thread that copies run by run in Python asks for the GIL after each run, and a busy main thread
 gives it back 5 ms later. Here one call takes all runs: `copy` lets the GIL go once, and a `Worker`

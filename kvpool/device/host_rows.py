@@ -1,5 +1,5 @@
-"""Stores and loads of rows in host memory: one compiled call for all roles (`kvpool._native.rows`),
-in as many threads as torch uses.
+"""Stores and loads of rows in host memory: one compiled call for all roles
+(`kvpool/_native/rows.c`), in as many threads as torch uses.
 
 A row is a list of cells: bytes that are contiguous on both sides, or a block with its scale. What
 cannot be said so is done in plain torch (`torch_ops`), as everything is where nothing was compiled;
@@ -8,6 +8,7 @@ locations that lie outside too, so that torch refuses them.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
@@ -17,25 +18,34 @@ import numpy as np
 import torch
 
 from kvpool import _native
-from kvpool._native import rows as native
 from kvpool.device import torch_ops
 from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.layout.grid import Ints
 
-FLOATS = {
-    torch.bfloat16: native.BFLOAT16,
-    torch.float16: native.FLOAT16,
-    torch.float32: native.FLOAT32,
-    torch.float64: native.FLOAT64,
-}
-CODES = {torch.float8_e4m3fn: native.E4M3, torch.int8: native.INT8}
-SCALES = {
-    torch.float32: native.SCALE_FLOAT32,
-    torch.float16: native.SCALE_FLOAT16,
-    torch.float8_e8m0fnu: native.SCALE_E8M0,
-}
+# by the numbers that rows.c knows them by
+FLOATS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float64: 4}
+CODES = {torch.float8_e4m3fn: 0, torch.int8: 1}
+SCALES = {torch.float32: 0, torch.float16: 1, torch.float8_e8m0fnu: 2}
+QUICK_BYTES = 64 << 10
+"""Fewer bytes take microseconds, and the GIL is kept: a busy thread would give it back later."""
 MOST_CELLS = 1024
 """Of a row; torch copies smaller ones faster."""
+
+
+class Role(ctypes.Structure):
+    """`role_t`: strides and widths in bytes, but the width of quantised cells, which is in
+    elements. `cells` points to int64 `[count, 3]`: offsets in bytes of a cell in an entry and in a
+    row of values, and of its scale in an entry of scales.
+    """
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("held", "scales", "given", "cells")),
+        *((name, ctypes.c_int64) for name in ("count", "width", "items", "entries")),
+        *((name, ctypes.c_int64) for name in ("held_item", "held_entry")),
+        *((name, ctypes.c_int64) for name in ("scale_item", "scale_entry", "given_row")),
+        ("row_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("floats", "codes", "scale", "given_size")),
+    )
 
 
 def store_rows(rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
@@ -62,7 +72,8 @@ def _move(rows: Sequence[WriteRow], locations: torch.Tensor, *, store: bool) -> 
     """
     count = locations.numel()
     on_host = locations.dtype is torch.int64 and _on_host(locations)
-    if not count or not on_host or _native.availability() is not None:
+    library = _native._library()
+    if not count or not on_host or library is None:
         return False
     locations, roles, keep = locations.contiguous(), [], []
     for row in rows:
@@ -73,13 +84,15 @@ def _move(rows: Sequence[WriteRow], locations: torch.Tensor, *, store: bool) -> 
         shape = _shape(_strided(row.view), values.stride(), values.dtype, scales)
         if shape is None:
             return False
-        role = native.Role.from_buffer_copy(shape.role)
+        role = Role.from_buffer_copy(shape.role)
         role.held, role.given = row.view.data_ptr(), values.data_ptr()
         role.scales = None if row.scales is None else row.scales.data_ptr()
         roles.append(role)
         keep.append((shape, values))
+    small = count * sum(role.row_bytes for role in roles) < QUICK_BYTES
+    call = (library.quick if small else library.slow).kvpool_rows
     pointer, threads = locations.data_ptr(), torch.get_num_threads()
-    return native.move(roles, pointer, count, store=store, threads=threads)
+    return bool(call((Role * len(roles))(*roles), len(roles), pointer, count, store, threads))
 
 
 def _on_host(*tensors: torch.Tensor | None) -> bool:
@@ -112,7 +125,7 @@ def _strided(tensor: torch.Tensor) -> Strided:
 class _Shape(NamedTuple):
     """A role without the pointers of its tensors; and its cells, `[count, 3]`."""
 
-    role: native.Role
+    role: Role
     cells: Ints
 
 
@@ -127,7 +140,7 @@ def _shape(
     if len(sizes) < 3 or strides_of_view[-1] != 1:
         return None
     itemsize, step = kind.itemsize, floats.itemsize
-    role = native.Role(
+    role = Role(
         items=sizes[0],
         entries=sizes[1],
         held_item=itemsize * strides_of_view[0],
