@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from kvpool.layout.formats import MLA
 from kvpool.models.config import Fields
 from kvpool.models.declaration import Layer
-from kvpool.models.layer_types import FULL, INDEXED, SLIDING, listed, rotated_layers
+from kvpool.models.layer_types import FULL, INDEXED, SLIDING, always, listed, rotated_layers
 from kvpool.models.rules import HEAD_DIM, Family, indexed, latent
 
 
@@ -53,10 +52,6 @@ def _hy_v4(fields: Fields, layers: list[Layer]) -> list[Layer]:
     return [layer if n == 0 or n % 4 == 1 else layer[:1] for n, layer in enumerate(layers)]
 
 
-def _all_indexed(fields: Fields, count: int) -> Sequence[str]:
-    return [INDEXED] * count
-
-
 def _two_a_block(fields: Fields) -> int:
     """A block has two attentions; num_hidden_layers, where it is given, counts these."""
     if fields.has("num_layers"):
@@ -65,16 +60,16 @@ def _two_a_block(fields: Fields) -> int:
     return fields.num_layers
 
 
-INDEXED_LATENTS = Family(latent, _all_indexed, names=(FULL, INDEXED), also=indexed)
+INDEXED_LATENTS = Family(latent, always(INDEXED), names=(FULL, INDEXED), also=indexed)
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "minicpm3", "mistral4", "youtu"), Family(latent)),
     "deepseek_v3": Family(latent, draft=FULL),
     "glm4_moe_lite": Family(_glm4_moe_lite),
     "longcat_flash": Family(latent, layers=_two_a_block),
-    "axk2": Family(latent, _all_indexed, names=(FULL, INDEXED)),
+    "axk2": Family(latent, always(INDEXED), names=(FULL, INDEXED)),
     "glm_moe_dsa": INDEXED_LATENTS,
     "deepseek_v32": replace(INDEXED_LATENTS, draft=INDEXED),
-    "hy_v4": Family(latent, _all_indexed, names=(FULL, INDEXED), also=_hy_v4),
-    "mistral_large4_text": Family(latent, _all_indexed, names=(INDEXED,), also=_mistral_large4),
+    "hy_v4": Family(latent, always(INDEXED), names=(FULL, INDEXED), also=_hy_v4),
+    "mistral_large4_text": Family(latent, always(INDEXED), names=(INDEXED,), also=_mistral_large4),
     "dots3_note_text": Family(_dots3_note, listed, names=(FULL, SLIDING, INDEXED)),
 }

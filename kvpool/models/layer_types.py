@@ -44,9 +44,14 @@ def _listed_layers(fields: Fields, name: str, count: int) -> int:
     return with_draft if len(values) == with_draft else count
 
 
-def all_full(fields: Fields, count: int) -> Sequence[str]:
-    """Full attention; a window is not read, so it is refused."""
-    return [FULL] * count
+def always(kind: str) -> Types:
+    """One type for all layers. Where that is full attention, a window is not read, so it is
+    refused.
+    """
+    return lambda fields, count: [kind] * count
+
+
+all_full = always(FULL)
 
 
 def all_windowed(fields: Fields, count: int) -> Sequence[str]:

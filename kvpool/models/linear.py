@@ -19,7 +19,7 @@ from kvpool.layout.formats import (
 )
 from kvpool.models.config import Fields
 from kvpool.models.declaration import Layer
-from kvpool.models.layer_types import FULL, INDEXED, LINEAR, SLIDING, every, listed
+from kvpool.models.layer_types import FULL, INDEXED, LINEAR, SLIDING, always, every, listed
 from kvpool.models.rules import (
     BOTH,
     HEAD_DIM,
@@ -191,10 +191,6 @@ def _by_indices(name: str, rest: str) -> Callable[[Fields, int], Sequence[str]]:
     return types
 
 
-def _all(kind: str) -> Callable[[Fields, int], Sequence[str]]:
-    return lambda fields, count: [kind] * count
-
-
 def _short_conv(fields: Fields) -> LinearState:
     fields.ignore("conv_bias", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "full_attn_idxs")
     return short_conv(fields.whole("hidden_size"), fields.whole("conv_L_cache", 2))
@@ -244,8 +240,8 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family(
         beside(BAMBA), _by_indices("attn_layer_indices", LINEAR), (FULL, LINEAR), needs=ONLY_HEADS
     ),
-    "falcon_h1": Family(beside(BAMBA), _all(HYBRID), (HYBRID,), needs=ONLY_HEADS),
-    "falcon_mamba": Family(beside(_mamba1("expand", "state_size", "conv_kernel")), _all(LINEAR)),
+    "falcon_h1": Family(beside(BAMBA), always(HYBRID), (HYBRID,), needs=ONLY_HEADS),
+    "falcon_mamba": Family(beside(_mamba1("expand", "state_size", "conv_kernel")), always(LINEAR)),
     "granitemoehybrid": Family(beside(BAMBA), listed, (FULL, LINEAR)),
     "bailing_hybrid": Family(
         beside(_bailing, latent), every(None, "layer_group_size", LINEAR), (FULL, LINEAR)
@@ -269,8 +265,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2_moe": Family(beside(_short_conv), listed, (FULL, CONV), needs=ONLY_HEADS),
     "lfm3": Family(beside(_short_conv), listed, (FULL, SLIDING, CONV), needs=BOTH),
-    "mamba": Family(beside(_mamba1("expand", "state_size", "conv_kernel")), _all(LINEAR)),
-    "mamba2": Family(beside(MAMBA2), _all(LINEAR)),
+    "mamba": Family(beside(_mamba1("expand", "state_size", "conv_kernel")), always(LINEAR)),
+    "mamba2": Family(beside(MAMBA2), always(LINEAR)),
     "minimax": Family(beside(_lightning), listed, (FULL, LINEAR), needs=ONLY_HEADS),
     "nemotron_h": Family(
         beside(NEMOTRON),
@@ -283,6 +279,6 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), QWEN),
     "qwen3_next": replace(QWEN, draft=FULL),
     "zamba": Family(beside(_zamba, _zamba2_attention), listed, (LINEAR, HYBRID), needs=ONLY_HEADS),
-    "zaya": Family(_zaya, _all(HYBRID), (HYBRID, HYBRID_SLIDING), needs=BOTH),
+    "zaya": Family(_zaya, always(HYBRID), (HYBRID, HYBRID_SLIDING), needs=BOTH),
     "zamba2": Family(beside(ZAMBA2, _zamba2_attention), listed, (LINEAR, HYBRID)),
 }

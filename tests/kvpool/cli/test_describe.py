@@ -10,7 +10,6 @@ import typer
 from typer.testing import CliRunner
 
 from kvpool import NSAPool, Shard
-from kvpool.cli import app
 from kvpool.cli.describe import describe
 from kvpool.layout import Interleave, PoolLayout
 from kvpool.layout.sentences import steps
@@ -104,23 +103,6 @@ def test_a_draft_is_described_beside_its_target():
     common = {"num_pages": 1024, "packing": "fp8", "device": "meta"}
     parts = [d("deepseek_v32").build(**common).layout for d in (declare, declare_draft)]
     assert PoolLayout.from_json(said) == PoolLayout.merge(*parts)
-
-
-def test_a_target_speculates_beside_its_draft():
-    """Rings hold twice as many entries."""
-    for options, sizes in (((), {4: 8, 128: 128}), (("--draft",), {4: 16, 128: 256})):
-        layout = PoolLayout.from_json(run("deepseek_v4", *options, "--json").stdout)
-        for ratio, size in sizes.items():
-            assert layout.space_by_name[f"c{ratio}.ring"].entries_per_item == size
-
-
-def test_what_describe_writes_explain_reads(tmp_path):
-    files = [tmp_path / f"{number}.json" for number in range(3)]
-    options = [("--tp", 2, "--rank", 0), ("--tp", 2, "--rank", 1), ("--page-size", 16)]
-    for path, chosen in zip(files, options):
-        path.write_text(run("llama_3_1_70b", *chosen, "--json").stdout)
-    done = CliRunner().invoke(app, ["explain", *map(str, files)])
-    assert done.exit_code == 0 and "resharded" in done.stdout, done.output
 
 
 # what is written

@@ -26,6 +26,14 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not ...}
 
 
+def published(name: str) -> dict[str, Any]:
+    """A small config with the fields that published ones of a type have: what differs from LLAMA is
+    in published.json. A field may be "left out".
+    """
+    changes = json.loads(Path(__file__).with_name("published.json").read_text())[name]
+    return {name: value for name, value in (LLAMA | changes).items() if value != "left out"}
+
+
 def kept(config: Any) -> dict[int, tuple[State, ...]]:
     """What each layer of a config keeps."""
     return dict(declare(config).arguments["states"])

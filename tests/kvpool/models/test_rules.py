@@ -6,7 +6,7 @@ import pytest
 
 from kvpool import MHA, MLA, IndexKey, LayeredPool, State, kda, mamba2
 from kvpool.models import declare
-from tests.kvpool.models.configs import FEW, LLAMA, full, kept, windowed
+from tests.kvpool.models.configs import FEW, LLAMA, full, kept, published, windowed
 
 SWA, FULL = "sliding_attention", "full_attention"
 FEW = {**FEW, "dtype": "f32"}
@@ -193,28 +193,8 @@ def test_a_window_that_cannot_be_is_refused(state):
         State(*state)
 
 
-GEMMA4 = {
-    **LLAMA,
-    "model_type": "gemma4_text",
-    "head_dim": 16,
-    "sliding_window": 9,
-    "layer_types": [SWA, SWA, SWA, FULL],
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 1,
-}
-MIMO = {
-    **LLAMA,
-    "model_type": "mimo_v2_flash",
-    "head_dim": 24,
-    "v_head_dim": 16,
-    "hybrid_layer_pattern": [0, 1, 1, 0],
-    "sliding_window": 8,
-    "sliding_window_size": 8,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 3,
-    "swa_head_dim": 24,
-    "swa_v_head_dim": 16,
-}
+GEMMA4 = published("gemma4")
+MIMO = published("mimo")
 PUBLISHED = [
     (GEMMA4, windowed(MHA(2, 32), 8, (0, 1, 2), MHA(2, 16))),
     ({**GEMMA4, "attention_k_eq_v": True}, windowed(MHA(1, 32), 8, (0, 1, 2), MHA(2, 16))),
@@ -227,16 +207,7 @@ def test_full_and_window_layers_of_published_configs_have_heads_of_their_own(con
     assert kept(config) == states
 
 
-LARGE4 = {
-    **LLAMA,
-    "model_type": "mistral_large4_text",
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "index_head_dim": 16,
-    "no_rope_layers": [1, 0, 1, 1],
-    "kv_source_layers": [0, 1, 0, 0],
-    "indexer_types": ["full", "shared", "full", "shared"],
-}
+LARGE4 = published("large4")
 
 
 def test_a_layer_without_rotation_has_no_rope_key_and_one_that_reads_another_s_latents_has_none():
@@ -263,16 +234,7 @@ def test_layers_that_read_a_later_one_or_one_without_latents_are_refused(sources
         declare({**LARGE4, "kv_source_layers": sources})
 
 
-GLM5 = {
-    **LLAMA,
-    "model_type": "glm5_next_text",
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 0,
-    "index_head_dim": 16,
-    "linear_num_heads": 2,
-    "linear_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-}
+GLM5 = published("glm5")
 
 
 def test_every_fourth_layer_of_glm5_has_latents_and_the_rows_that_its_indexer_pools():
@@ -288,16 +250,7 @@ def test_every_fourth_layer_of_glm5_has_latents_and_the_rows_that_its_indexer_po
         declare({**GLM5, "qk_rope_head_dim": 8})
 
 
-STEP = {
-    **LLAMA,
-    "model_type": "step3p5",
-    "num_key_value_heads": ...,
-    "num_attention_groups": 2,
-    "head_dim": 16,
-    "sliding_window": 9,
-    "layer_types": [FULL, SWA, SWA, SWA, SWA],
-    "num_nextn_predict_layers": 1,
-}
+STEP = published("step")
 
 
 def step(groups=2, dim=16, **more):
