@@ -6,8 +6,10 @@ config. A path of a config.json, its directory, or its fields as a mapping are r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from kvpool.layout.sentences import nearest
 from kvpool.models.config import Fields, read_config, shipped as shipped, short
 from kvpool.models.declaration import Declaration as Declaration
 from kvpool.models.families import DRAFTS, FAMILIES, TARGETS, WRAPPERS
-from kvpool.models.refused import CROSS, REFUSED
 from kvpool.models.rules import refuse_unread
 
+_REASONS = json.loads(resources.files("kvpool.models").joinpath("refused.json").read_bytes())
+REFUSED: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
+"""Model types that transformers can make and that no pool holds, each with the reason."""
 BY_HAND = (
     "build MHAPool, MLAPool, NSAPool, SWAPool, HybridLinearPool, DSv4Pool or LayeredPool with the "
     "model's heads, dims and layers, or subclass KVPool and define declare() (docs/add-a-pool.md)"
@@ -94,8 +98,8 @@ def _fields(config: str | Path | Mapping[str, Any]) -> tuple[Fields, str]:
 def _unknown(model: str, text: str, values: Mapping[str, Any]) -> str:
     """Why a type cannot be declared, and what to do."""
     name = short(model) if text == model else f"{short(model)} with a text_config of {short(text)}"
-    encoder = CROSS if values.get("is_encoder_decoder") is True else None
-    if reason := REFUSED.get(text, encoder):
+    like = "bart" if values.get("is_encoder_decoder") is True else text
+    if reason := REFUSED.get(text, REFUSED.get(like)):
         return (
             f"model_type {name} cannot be declared: {reason}. For a part of its state, {BY_HAND}."
         )

@@ -10,9 +10,8 @@ from collections.abc import Iterable
 import transformers
 
 from kvpool import IndexKey
-from kvpool.models import Declaration, declare
+from kvpool.models import REFUSED, Declaration, declare
 from kvpool.models.families import DRAFTS
-from kvpool.models.refused import REFUSED
 from tests.kvpool.models.tiny import TEXTS, TYPES, changes
 
 # not run: their models need an image, or a package for images

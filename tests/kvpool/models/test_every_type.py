@@ -16,9 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # 
 from kvpool import Allocator  # noqa: E402
 from kvpool.integrations.transformers import PoolCache, pool_for  # noqa: E402
 from kvpool.layout.dtypes import ITEMSIZE  # noqa: E402
-from kvpool.models import known  # noqa: E402
+from kvpool.models import REFUSED, known  # noqa: E402
 from kvpool.models.families import FAMILIES, WRAPPERS  # noqa: E402
-from kvpool.models.refused import REFUSED  # noqa: E402
 from tests.kvpool.models.table import AS_TEXT, main  # noqa: E402
 from tests.kvpool.models.tiny import TEXTS, TYPES, kept, own_cache, run, tiny  # noqa: E402
 

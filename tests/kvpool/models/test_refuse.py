@@ -7,8 +7,7 @@ import json
 import pytest
 from hypothesis import given, strategies as st
 
-from kvpool.models import declare, declare_draft, known, shipped
-from kvpool.models.refused import REFUSED
+from kvpool.models import REFUSED, declare, declare_draft, known, shipped
 from tests.kvpool.models.configs import config_of
 
 
