@@ -36,6 +36,8 @@ def other_pages(build):
     more = {"page_size": 3 * arguments["page_size"]}
     if "window_page_size" in arguments:
         more["window_page_size"] = arguments["window_page_size"] + 1
+    if "page_rings" in arguments:  # rings divide pages
+        more["window_page_size"] = 4 * arguments["window_page_size"]
     return build.but(**more)
 
 
