@@ -82,7 +82,7 @@ def open_transfer(
         expected[torch.from_numpy(dst // width)] = runs[torch.from_numpy(src // width)]
         need_equal("runs of memory", memory[:slots].view(-1, width), expected)
 
-    ours = partial(opened.reader.read, batch)
+    ours = partial(opened.reader.read, batch, pause=True)
     return Work(ours, plain_copy(context.device, count * width), check)
 
 
@@ -106,16 +106,18 @@ class BareReader:
         """Closes the engine."""
         self._stack.close()
 
-    def read(self, batch: CopyBatch) -> None:
-        """Reads all of a batch, in parts as an endpoint does. Raises TransferError."""
+    def read(self, batch: CopyBatch, *, pause: bool) -> None:
+        """Reads all of a batch, in parts as an endpoint does. With `pause`, the processor is left
+        to threads that move the bytes. Raises TransferError.
+        """
+        pause = pause and self.engine.background
         parts = batch.split(self.engine.max_bytes, self.engine.max_runs)
         ends = time.monotonic() + READER_TIMEOUT
         for transfer in [self.engine.read(self._peer, part) for part in parts]:
             while not self.engine.poll(transfer):
                 if time.monotonic() > ends:
                     raise TransferError(f"no {batch.total} bytes in {READER_TIMEOUT:.0f} s.")
-                # the processor is for the threads that move the bytes
-                if self.engine.background and select.select([self._wake], [], [], WAIT_SECONDS)[0]:
+                if pause and select.select([self._wake], [], [], WAIT_SECONDS)[0]:
                     os.read(self._wake, 4096)
 
 
@@ -262,7 +264,7 @@ class OpenHandOffs:
 
         def read() -> None:
             began = time.monotonic()
-            self._reader.read(batch)
+            self._reader.read(batch, pause=False)
             self._spent += time.monotonic() - began
 
         def check() -> None:
