@@ -61,7 +61,8 @@ def head_rows(row: Template, heads: Heads) -> TensorPart:
 
 def head_shard(count: int, of_model: int, rank: int, ranks: int) -> Heads:
     """The `count` heads of a rank of tensor parallelism. Layers may have other heads than the model
-    says; of fewer heads than ranks, several ranks hold the same.
+    says; of fewer heads than ranks, several ranks hold the same. `of_model` are all heads of this
+    state, which need not be the model's KV heads.
     """
     total = count * ranks
     if count == 1 and ranks > 1:
