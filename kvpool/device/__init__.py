@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvpool.extras import missing
 from kvpool.layout.grid import Ints
+from kvpool.layout.sentences import nearest
 
 if TYPE_CHECKING:
     import torch
@@ -147,14 +148,12 @@ def get_device(name: str) -> Device:
     """The device called `name` (`cpu`, `cuda:0`, `npu:3`, `meta`). Raises DeviceUnavailable with
     the reason.
     """
-    kind, colon, number = name.partition(":")
+    kind = name.partition(":")[0]
     entries = device_entries()
     if kind not in entries:
-        hardware = OTHER_NAMES.get(kind.lower(), kind.lower())
-        hint = f" Did you mean {hardware + colon + number!r}?" if hardware in entries else ""
         raise DeviceUnavailable(
             f"device {name!r}: no installed package offers {kind!r} (installed: "
-            f"{', '.join(sorted(entries)) or 'none'}).{hint} "
+            f"{', '.join(sorted(entries)) or 'none'}).{_suggestion(name, entries)} "
             "A package adds a device by an entry point of the group kvpool.devices."
         )
     try:
@@ -170,3 +169,13 @@ def get_device(name: str) -> Device:
     if reason is not None:
         raise DeviceUnavailable(f"device {name!r}: {reason}")
     return device
+
+
+def _suggestion(name: str, known: Collection[str]) -> str:
+    """` Did you mean 'cuda:0'?`, of a device whose kind is not known; empty if none is meant."""
+    kind, colon, number = name.lower().partition(":")
+    hardware = OTHER_NAMES.get(kind, kind)
+    if hardware in known:
+        return f" Did you mean {hardware + colon + number!r}?"
+    # an unknown kind of hardware is as like another kind as its misspelling: tpu and npu
+    return nearest(kind, [candidate for candidate in known if candidate[0] == kind[:1]])

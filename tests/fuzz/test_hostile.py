@@ -29,7 +29,7 @@ from tests.fuzz.guard import guarded
 from tests.fuzz.targets import TARGETS
 
 MOST = 1 << 16
-KEPT = 20 << 20
+KEPT = 24 << 20
 DOCUMENTS = [name for name, target in TARGETS.items() if target.mutate]
 KINDS = build.message_types()
 

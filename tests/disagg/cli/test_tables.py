@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -71,8 +72,8 @@ def test_a_table_fits_and_breaks_no_name(width, command, names):
 def test_the_bench_table_fits_with_every_case(width):
     cases = all_cases(QUICK, ["local", "mooncake", "nixl", "ascend"])
     figures = {"seconds": 0.0123456, "reference_seconds": 0.9876543}
-    figures |= {"ratio": 1234.5, "beyond": 0.0345678, "rounds": 5}
-    rows = [Measurement(case=case, **figures) for case in cases]
+    figures |= {"ratio": 1234.5, "beyond_seconds": 0.0345678, "rounds": 5}
+    rows = [replace(Measurement.of(case), **figures) for case in cases]
     machine = {"device": "cpu", "name": "x"}
     report = BenchReport(machine=machine, versions={}, date="2026-11-23", quick=False, rows=rows)
     words = {word.rstrip(",;.:") for case in cases for word in case.name.split()}

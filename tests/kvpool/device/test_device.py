@@ -77,6 +77,7 @@ def test_a_device_has_the_requested_name(vendor):
         ("GPU", "cuda"),
         ("CUDA:0", "cuda:0"),
         ("nvidia", "cuda"),
+        ("cdua", "cuda"),
         ("ascend:3", "npu:3"),
         ("host", "cpu"),
         ("tpu", None),
@@ -86,9 +87,8 @@ def test_a_device_has_the_requested_name(vendor):
 def test_another_name_of_a_kind_leads_to_it_and_other_hardware_to_none(name, suggested):
     with pytest.raises(DeviceUnavailable) as refusal:
         get_device(name)
-    sentence = str(refusal.value)
-    hint = f"Did you mean {suggested!r}?"
-    assert hint in sentence if suggested else "Did you mean" not in sentence
+    said = str(refusal.value)
+    assert f"Did you mean {suggested!r}?" in said if suggested else "Did you mean" not in said
 
 
 def test_a_refusal_has_the_devices_own_reason(vendor):
