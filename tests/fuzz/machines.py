@@ -15,15 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from disagg import (
-    DecodeEndpoint,
-    Engine,
-    Group,
-    KVPoll,
-    PrefillEndpoint,
-    TransferError,
-    UsageError,
-)
+from disagg import DecodeEndpoint, Engine, Group, KVPoll, PrefillEndpoint, TransferError, UsageError
 from disagg.digest.digest import from_wire
 from disagg.protocol import codec, messages
 from disagg.protocol.events import ReadEnded

@@ -177,9 +177,7 @@ def test_addresses_of_1_7_million_tokens_in_160_regions_do_not_wrap(page):
     there, here = ids(64, 1), ids(page, 2)
     transfer = plan([layout(64)], layout(page))
     batch = transfer.bind(
-        0,
-        RequestAddress(tokens, {"kv": Span(there)}),
-        RequestAddress(tokens, {"kv": Span(here)}),
+        0, RequestAddress(tokens, {"kv": Span(there)}), RequestAddress(tokens, {"kv": Span(here)})
     )
     assert batch.total == 160 * tokens * heads * dim * 2
     assert batch.total > 2**38 and int(batch.dst.max()) > 2**38

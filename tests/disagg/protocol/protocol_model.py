@@ -16,14 +16,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from disagg import (
-    DecodeEndpoint,
-    Group,
-    KVPoll,
-    Link,
-    PrefillEndpoint,
-    TransferPlan,
-)
+from disagg import DecodeEndpoint, Group, KVPoll, Link, PrefillEndpoint, TransferPlan
 from disagg.protocol.codec import decode
 from disagg.protocol.messages import ReleaseAck, WireError
 from disagg.runtime.staging import StagingBuffers

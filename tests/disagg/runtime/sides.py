@@ -6,12 +6,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-from disagg import (
-    DecodeEndpoint,
-    KVPoll,
-    PrefillEndpoint,
-    create_engine,
-)
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from kvpool import MLAPool, RequestAddress
 from tests import oracle

@@ -17,13 +17,7 @@ from disagg.protocol.messages import Hello, ReadRequest
 from kvpool.layout import PoolLayout
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
-from tests.disagg.runtime.sides import (
-    TOKENS,
-    PrefillProcess,
-    decode_side,
-    pool,
-    prefill_process,
-)
+from tests.disagg.runtime.sides import TOKENS, PrefillProcess, decode_side, pool, prefill_process
 from tests.processes import Child
 from tests.streams import dial
 

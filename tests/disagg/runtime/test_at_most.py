@@ -11,11 +11,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from disagg import (
-    DecodeEndpoint,
-    KVPoll,
-    RoomError,
-)
+from disagg import DecodeEndpoint, KVPoll, RoomError
 from disagg.engines.base import create_engine
 from kvpool import RequestAddress, Shard, Span
 from tests import oracle

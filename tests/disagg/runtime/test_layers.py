@@ -7,11 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from disagg import (
-    DecodeEndpoint,
-    KVPoll,
-    RoomError,
-)
+from disagg import DecodeEndpoint, KVPoll, RoomError
 from disagg.engines.base import create_engine
 from kvpool import Shard
 from tests import oracle

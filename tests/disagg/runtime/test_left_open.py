@@ -17,11 +17,7 @@ from contextlib import suppress
 
 import pytest
 
-from disagg import (
-    DecodeEndpoint,
-    PrefillEndpoint,
-    create_engine,
-)
+from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
 from disagg.protocol.codec import decode as decoded
 from disagg.protocol.messages import Disconnect
 from disagg.runtime.transport import MemoryNetwork, MemoryTransport

@@ -11,12 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from disagg import (
-    DecodeEndpoint,
-    KVPoll,
-    PrefillEndpoint,
-    SocketTransport,
-)
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, SocketTransport
 from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
 from disagg.plan import IncompatibleLayouts

@@ -10,12 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from disagg import (
-    EndpointClosed,
-    KVPoll,
-    PrefillEndpoint,
-    SocketTransport,
-)
+from disagg import EndpointClosed, KVPoll, PrefillEndpoint, SocketTransport
 from disagg.engines.base import create_engine
 from disagg.engines.local import LocalEngine
 from kvpool import MLAPool, RequestAddress, Span

@@ -64,12 +64,7 @@ CASES = {
 def test_all_members_read_all_their_bytes_and_all_ranks_are_released(case):
     sources, dests, table = CASES[case]
     links, _ = hand_over(
-        sources,
-        dests,
-        EDGES,
-        readers=partial(group, dests),
-        verify="checksum",
-        aux={"token": 7},
+        sources, dests, EDGES, readers=partial(group, dests), verify="checksum", aux={"token": 7}
     )
     assert table is None or [[*link.asks] for link in links] == table
 
