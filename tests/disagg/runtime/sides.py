@@ -38,6 +38,14 @@ def decode_side(engine="local", **options):
         yield endpoint, dest, oracle.place(dest, TOKENS, 9)
 
 
+@contextmanager
+def joined(prefill=None, **options):
+    """Both of these, connected; options of each."""
+    with prefill_side(**prefill or {}) as sender, decode_side(**options) as reader:
+        reader[0].connect([sender[0].address], timeout=20)
+        yield *sender, *reader
+
+
 def _serve(pipe, engine, bind, lie, options):
     source = pool()
     offered = oracle.place(source, TOKENS)
@@ -67,8 +75,7 @@ class PrefillProcess(Child):
         oracle.blank(dest)
         decode.receive(room, into, link=link)
         self.ask(room)
-        succeeds(decode, room)
-        oracle.assert_holds(dest, into)
+        arrives(decode, room, dest, into)
         oracle.blank(dest)
 
     def works(self, room):
@@ -142,6 +149,34 @@ def turn(*endpoints, rounds=20):
 def succeeds(endpoint, room):
     state = endpoint.wait(room, 30)
     assert state is KVPoll.Success, endpoint.failure(room)
+
+
+def arrives(decode, room, dest, table):
+    """It succeeds, and every byte is right."""
+    succeeds(decode, room)
+    oracle.assert_holds(dest, table)
+
+
+def moves(prefill, given, decode, dest, into, room="r", link=None):
+    """A room from a decode's request to its last byte."""
+    decode.receive(room, into, link=link)
+    prefill.send(room, given)
+    arrives(decode, room, dest, into)
+
+
+def request(source, dest, tokens=TOKENS):
+    """Block tables of both sides: the source holds a request, the destination is blank."""
+    given, into = oracle.place(source, tokens), oracle.place(dest, tokens, 9)
+    oracle.fill(source, given)
+    oracle.blank(dest)
+    return given, into
+
+
+def settle(link, *endpoints):
+    """Turns endpoints until the handshake is done."""
+    while not link.settled:
+        for each in endpoints:
+            each.step()
 
 
 def send_chunks(prefill, source, table, edges, *, by_layer=False, aux=None):

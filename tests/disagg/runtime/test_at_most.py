@@ -4,7 +4,7 @@ whose number of tokens only prefill knows, for which decode has pages of at most
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,16 +13,16 @@ from hypothesis import given, settings, strategies as st
 
 from disagg import DecodeEndpoint, KVPoll, RoomError
 from disagg.engines.base import create_engine
-from kvpool import RequestAddress, Shard, Span
+from kvpool import Allocator, PrefixCache, RequestAddress, RequestPinned, Shard, Span
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
 from tests.disagg.plan.test_packed import cache
-from tests.disagg.runtime.sides import turn, turned
-from tests.disagg.runtime.test_context_parallel import state
-from tests.pools import CLASSES, PACKED, mla, swa
+from tests.disagg.runtime.sides import connected, succeeds, turn, turned
+from tests.disagg.runtime.test_ranks import interleaved
+from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, swa
 
 TOKENS, ROOM = 21, 30
-MANY = {"num_pages": 14, "num_window_pages": 24}
+MANY = {"num_pages": 14, "num_window_pages": 24, "num_slots": 9}
 LAYERS = range(4)
 
 
@@ -131,8 +131,8 @@ def both(draw, kind, shape):
         return [cache(shard=Shard(r, 2), **more) for r in range(2)], [cache(**more)]
     if kind == "context parallel":
         size, here, there = (8, 2, 3) if shape == "equal" else (1, 3, 2)
-        return [state(size, r, here) for r in range(here)], [
-            state(size, r, there) for r in range(there)
+        return [interleaved(size, r, here) for r in range(here)], [
+            interleaved(size, r, there) for r in range(there)
         ]
     if shape == "stages":
         return stages(draw, HOLDERS[kind]), stages(draw, HOLDERS[kind])
@@ -340,3 +340,130 @@ def test_a_start_inside_a_packed_page_is_refused_wherever_the_request_ends():
         with pytest.raises(RoomError, match="start 6 lies inside a page of space kv"):
             decode.receive("r", oracle.place(dest, ROOM), start=6, at_most=True)
         decode.receive("r", oracle.place(dest, ROOM), start=6)  # whose window begins later
+
+
+every = pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
+
+
+@contextmanager
+def receiving(build):
+    """A source pool, and prefill, another pool and its decode."""
+    source, dest = build(**MANY), build(**MANY)
+    with connected(source, dest, verify="checksum") as (prefill, decode):
+        oracle.blank(dest)
+        yield source, prefill, dest, decode
+
+
+def received(source, prefill, decode, request, tokens, start=0):
+    """Receives `tokens` tokens into a request that has room for more; returns how many came."""
+    table = oracle.place(source, tokens, 3)
+    oracle.fill(source, table)
+    decode.receive("r", request.address(), start=start, at_most=True)
+    prefill.send("r", table)
+    succeeds(decode, "r")
+    return decode.num_tokens("r")
+
+
+@every
+@pytest.mark.parametrize("tokens", [0, 7, 21, ROOM])
+def test_fewer_tokens_than_there_is_room_for_come_whole_and_the_request_goes_on(build, tokens):
+    with receiving(build) as (source, prefill, dest, decode):
+        alloc = Allocator(dest)
+        request, other = alloc.new_request(), alloc.new_request()
+        alloc.extend(request, ROOM, at_most=True)
+        count = received(source, prefill, decode, request, tokens)
+        assert count == tokens
+        alloc.truncate(request, count)
+        assert request.num_tokens == request.received_tokens == tokens
+        alloc.check_integrity()
+        oracle.assert_holds(dest, request.address())
+        alloc.extend(other, 2)  # of the pages that came back
+        alloc.extend(request, 7)
+        oracle.write(dest, request.address(), range(tokens, tokens + 7))
+        assert oracle.holds(dest, request.address())
+        exact = alloc.usage().used
+        for each in (request, other):
+            alloc.free(each)
+        for size, got in ((tokens, True), (7, False)):  # as one whose number was known
+            if got:
+                request, other = alloc.new_request(), alloc.new_request()
+            alloc.extend(request, size, received=got)
+        alloc.extend(other, 2)
+        assert alloc.usage().used == exact
+
+
+@every
+def test_a_prefix_that_is_there_stays_and_what_follows_it_comes(build):
+    with receiving(build) as (source, prefill, dest, decode):
+        alloc = Allocator(dest)
+        request = alloc.new_request()
+        alloc.extend(request, 8)
+        alloc.extend(request, ROOM - 8, at_most=True)
+        coming = RequestAddress(21, request.address().spans)
+        oracle.write(dest, coming, range(8), salt=1)
+        with pytest.raises(ValueError, match="tokens: 8 to 30, which it has, got 7"):
+            alloc.truncate(request, 7)
+        alloc.truncate(request, received(source, prefill, decode, request, 21, start=8))
+        oracle.assert_holds(dest, request.address(), range(8, 21), kept=range(8))
+
+
+def test_of_a_window_every_page_that_may_be_alive_is_listed():
+    """The window is 6 tokens in pages of 2."""
+    alloc = Allocator(swa(**{**MANY, "num_pages": 20}))
+    request, exact = alloc.new_request(), alloc.new_request()
+    alloc.extend(request, ROOM, received=True, at_most=True)
+    alloc.extend(exact, ROOM, received=True)
+    spans = [each.address().spans["swa"] for each in (request, exact)]
+    assert [(span.first_item, span.ids.size) for span in spans] == [(0, 15), (12, 3)]
+    alloc.truncate(request, 21)
+    span = request.address().spans["swa"]
+    assert (span.first_item, span.ids.size) == (0, 11)
+    alloc.extend(request, 1)
+    assert request.address().spans["swa"].first_item == 7  # what was dead is given back
+
+
+@pytest.mark.parametrize("build", [mla, swa, hybrid, dsv4])
+def test_until_the_number_is_said_nothing_goes_on_from_it(build):
+    pool = build(**MANY)
+    alloc = Allocator(pool, prefix=PrefixCache(checkpoint_tokens=8))
+    request, other = alloc.new_request(), alloc.new_request()
+    alloc.extend(request, 20, at_most=True)
+    used = alloc.usage().used
+    for call in (
+        lambda: alloc.extend(request, 1),
+        lambda: alloc.extend_batch([other, request], 1),
+        lambda: alloc.fork(request, 20),
+        lambda: alloc.store(request, range(8)),
+        lambda: pool.save(request.address()),
+    ):
+        with pytest.raises(ValueError, match=r"receives from 0 to 20 tokens, .* Call truncate"):
+            call()
+    assert alloc.usage().used == used and other.num_tokens == 0
+    alloc.truncate(request, 20)  # all came
+    alloc.extend(request, 1)
+    alloc.check_integrity()
+
+
+def test_the_number_is_not_said_while_a_room_receives():
+    with receiving(swa) as (_, _, dest, decode):
+        alloc = Allocator(dest)
+        request = alloc.new_request()
+        alloc.extend(request, ROOM, at_most=True)
+        decode.receive("r", request.address(), at_most=True)
+        for tokens in (21, ROOM):
+            with pytest.raises(RequestPinned, match="room 'r' receives"):
+                alloc.truncate(request, tokens)
+        decode.abort("r", "not needed")
+        assert decode.wait("r", 10) is KVPoll.Failed
+        alloc.free(request)
+        assert not any(alloc.usage().used.values())
+
+
+def test_a_batch_receives_at_most_so_many_each_and_each_number_is_said():
+    alloc = Allocator(dsv4(**MANY))
+    requests = [alloc.new_request() for _ in range(3)]
+    alloc.extend_batch(requests, [5, 9, 12], at_most=True)
+    alloc.truncate_batch(requests, [5, 0, 7])
+    assert [each.num_tokens for each in requests] == [5, 0, 7]
+    alloc.extend_batch(requests, 3)
+    alloc.check_integrity()

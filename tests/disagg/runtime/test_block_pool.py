@@ -9,10 +9,10 @@ from kvpool import Allocator
 from kvpool.item import Cell, Pad, Repeat, Seq, Skip
 from kvpool.layout import RequestAddress, Space, Span
 from tests import pools
-from tests.disagg.runtime.sides import connected, succeeds
+from tests.disagg.runtime.sides import TOKENS, arrives, connected, moves, request, succeeds
 from tests.oracle import assert_holds, blank, built, elsewhere, fill, overlaid, place, state, write
 
-TOKENS, WINDOW, ITEMS = 75, 24, 64
+WINDOW, ITEMS = 24, 64
 
 
 def hybrid(how, page=16, short=8, padding=False, cut=1):
@@ -56,10 +56,8 @@ def hybrid(how, page=16, short=8, padding=False, cut=1):
 )
 def test_a_hybrid_cache_arrives_in_one_room(there, here, staging):
     source, dest = hybrid(*there), hybrid(*here)
-    offered, wanted = place(source, TOKENS, 1), place(dest, TOKENS, 2)
-    fill(source, offered)
+    offered, wanted = request(source, dest)
     before = source.memory[0].copy()
-    blank(dest)
     write(dest, beside := elsewhere(dest, wanted), range(TOKENS))
     with connected(source, dest, verify="checksum", staging=staging) as (prefill, decode):
         decode.receive("r", wanted)
@@ -86,8 +84,7 @@ def test_a_block_that_a_window_freed_may_be_another_space_s_between_chunks():
         prefill.send("r", RequestAddress(40, spans), last=False)
         write(source, offered := RequestAddress(TOKENS, later), range(TOKENS))
         prefill.send("r", offered)
-        succeeds(decode, "r")
-    assert_holds(dest, wanted)
+        arrives(decode, "r", dest, wanted)
 
 
 def test_send_and_receive_refuse_an_id_that_is_listed_for_two_spaces():
@@ -102,10 +99,7 @@ def test_send_and_receive_refuse_an_id_that_is_listed_for_two_spaces():
                 call("r", bad)
         fill(source, good)
         blank(dest)
-        prefill.send("r", good)
-        decode.receive("r", good)
-        succeeds(decode, "r")
-    assert_holds(dest, good)
+        moves(prefill, good, decode, dest, good)
 
 
 def second_request(pool, tokens, **options):

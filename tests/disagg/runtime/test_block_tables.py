@@ -12,8 +12,8 @@ from disagg.protocol.codec import decode as read_message, encode
 from disagg.protocol.messages import ChunkReady, spans_of
 from disagg.runtime.socket_transport import SocketTransport
 from kvpool.layout import RequestAddress, Span
-from tests.disagg.runtime.sides import connected, succeeds
-from tests.oracle import SOURCE, assert_holds, blank, elsewhere, merged, place, write
+from tests.disagg.runtime.sides import connected, moves, succeeds
+from tests.oracle import SOURCE, blank, elsewhere, merged, place, write
 from tests.pools import hybrid, mha, mla, swa
 
 TOKENS = 30
@@ -29,15 +29,12 @@ def table(pool, tokens=TOKENS, **ids):
     return RequestAddress(tokens, spans)
 
 
-def moves(prefill, decode, source, dest, there, here, room="good"):
-    """A room of which every byte arrives."""
+def written(source, dest, there):
+    """The table of a request that the source holds; the destination is blank."""
     blank(source, SOURCE)
     blank(dest)
     write(source, there, range(TOKENS))
-    prefill.send(room, there)
-    decode.receive(room, here)
-    succeeds(decode, room)
-    assert_holds(dest, here)
+    return there
 
 
 WRONG = {
@@ -77,14 +74,16 @@ def test_a_block_table_that_cannot_be_right_is_refused_by_name_and_leaves_nothin
         assert reason in str(refused.value)
         assert "bad" not in endpoint.machine.rooms()
         assert not any(endpoint.leases().leased.values())
-        moves(prefill, decode, source, dest, place(source, TOKENS, 1), place(dest, TOKENS, 2))
+        there = written(source, dest, place(source, TOKENS, 1))
+        moves(prefill, there, decode, dest, place(dest, TOKENS, 2), "good")
 
 
 def test_pages_that_a_window_has_passed_may_be_any():
     source, dest = WINDOW(), WINDOW()
     ids = [0, 99, *range(5, 18)]  # of 30 tokens the last 6 are alive: pages 12 to 14
     with connected(source, dest) as (prefill, decode):
-        moves(prefill, decode, source, dest, table(source, swa=ids), place(dest, TOKENS))
+        there = written(source, dest, table(source, swa=ids))
+        moves(prefill, there, decode, dest, place(dest, TOKENS))
 
 
 def test_a_chunk_needs_its_own_pages_and_a_prefix_of_decode_none():
@@ -138,5 +137,6 @@ def test_an_id_outside_prefills_pool_that_a_peer_sends_fails_that_room_and_no_ot
         assert decode.wait("bad", 10) is KVPoll.Failed
         assert "item 40 of space kv lies outside 1 to 39" in str(decode.failure("bad"))
         assert not decode.reading("bad")
-        moves(prefill, decode, source, dest, there, elsewhere(dest, here))
+        written(source, dest, there)
+        moves(prefill, there, decode, dest, elsewhere(dest, here), "good")
     transport.close()

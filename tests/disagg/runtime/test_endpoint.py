@@ -14,9 +14,9 @@ from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.runtime.sides import (
     MLA,
     TOKENS,
-    connected,
     decode_side,
     endpoints,
+    moves,
     prefill_side,
     succeeds,
 )
@@ -51,43 +51,6 @@ def test_a_prefix_that_decode_holds_is_neither_read_nor_touched(engine, start):
         succeeds(decode, 1)
         oracle.assert_holds(dest, address, range(start, TOKENS), kept=range(start))
         assert decode.metrics(1).bytes_moved == (TOKENS - start) * dest.bytes_per_token
-
-
-@pytest.fixture
-def pair():
-    """Both endpoints in this process over `local`, with pools and addresses."""
-    source = MLAPool(layers=range(2), **MLA)
-    dest = MLAPool(layers=range(2), **MLA)
-    given = oracle.place(source, TOKENS)
-    oracle.fill(source, given)
-    with connected(source, dest) as (prefill, decode):
-        yield prefill, given, decode, dest, ready(dest)
-
-
-def test_chunks_that_do_not_follow_one_another_are_refused_at_once(pair):
-    prefill, given, *_ = pair
-    prefill.send("r", given, tokens=range(10), last=False)
-    with pytest.raises(ValueError, match="positions up to 10 were sent"):
-        prefill.send("r", given, tokens=range(12, 20), last=False)
-    with pytest.raises(ValueError, match=f"holds {TOKENS} tokens"):
-        prefill.send("r", given, tokens=range(10, 20), last=True)
-    with pytest.raises(ValueError, match="aux values travel with the last chunk"):
-        prefill.send("r", given, tokens=range(10, 20), last=False, aux={"a": 1})
-    with pytest.raises(ValueError, match="aux: "):
-        prefill.send("r", given, aux={"a": object()})
-    prefill.send("r", given)
-    with pytest.raises(ValueError, match="last chunk was sent already"):
-        prefill.send("r", given)
-
-
-def test_a_prompt_of_another_length_fails_by_name(pair):
-    prefill, given, decode, dest, _ = pair
-    decode.receive("r", oracle.place(dest, TOKENS - 1))
-    prefill.send("r", given)
-    assert decode.wait("r", 10) is KVPoll.Failed
-    assert "75 tokens, decode made room for 74" in str(decode.failure("r"))
-    assert prefill.wait("r", 10) is KVPoll.Failed
-    assert "decode made room for 74" in str(prefill.failure("r"))
 
 
 def test_aux_values_on_which_ranks_disagree_fail_by_name():
@@ -142,7 +105,4 @@ def test_a_room_that_decode_fails_as_its_link_is_lost_ends_on_prefill_too(receiv
         assert not any(prefill.leases().leased.values())
         for side in (prefill, decode):
             side.forget("r")
-        decode.receive("r", address)
-        prefill.send("r", given)
-        assert decode.wait("r", 20) is KVPoll.Success, decode.failure("r")
-        oracle.assert_holds(dest, address)
+        moves(prefill, given, decode, dest, address)

@@ -12,13 +12,12 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from disagg import DecodeEndpoint, KVPoll, create_engine
+from disagg import DecodeEndpoint, create_engine
 from disagg.runtime.keys import write_keys
 from disagg.runtime.sockets.tls import open_keys, open_tls_files
 from kvpool.cli import app
-from tests import oracle
 from tests.certificates import certify
-from tests.disagg.runtime.sides import decode_side, pool, prefill_side
+from tests.disagg.runtime.sides import decode_side, moves, pool, prefill_side
 from tests.disagg.waiting import until
 
 OTHER_USER = 65534
@@ -30,16 +29,6 @@ SIDES = "prefill", "decode"
 def own(keys, tmp_path):
     """A deployment's keys that a test may change."""
     return shutil.copytree(keys, tmp_path / "keys")
-
-
-def hands_over(room, sides, link=None):
-    """One room, byte by byte."""
-    (prefill, given), (decode, dest, address) = sides
-    oracle.blank(dest)
-    decode.receive(room, address, link=link)
-    prefill.send(room, given)
-    assert decode.wait(room, 20) is KVPoll.Success, decode.failure(room)
-    oracle.assert_holds(dest, address)
 
 
 def test_files_of_keys_are_their_owners_alone_and_are_never_overwritten(tmp_path):
@@ -169,7 +158,7 @@ def test_an_organisations_own_files_do_as_well(keys, tmp_path):
     mine, theirs = (organisation(keys, tmp_path / side, side) for side in SIDES)
     with prefill_side(TCP, tls=mine) as prefill, decode_side(tls=theirs) as decode:
         decode[0].connect([prefill[0].address], timeout=20)
-        hands_over("r", (prefill, decode))
+        moves(*prefill, *decode)
 
 
 def test_a_link_that_a_rotation_turns_is_followed(keys, tmp_path):
@@ -239,7 +228,7 @@ def test_new_files_are_for_new_connections_and_open_ones_go_on(own, other_keys, 
         with decode_side(keys=other_keys) as other:
             other[0].connect([prefill[0].address], timeout=20)
             for number, decode in enumerate((old, late, other)):
-                hands_over(f"r{number}", (prefill, decode))
+                moves(*prefill, *decode, f"r{number}")
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
@@ -255,10 +244,10 @@ def test_a_broken_file_fails_new_connections_only_and_is_named_once(own, caplog)
             until(prefill[0], lambda: "prefill.pem: not as kvpool keys writes it" in caplog.text)
             with pytest.raises(TimeoutError):
                 other[0].handshake(link, 0.5)
-            hands_over("meanwhile", (prefill, decode))
+            moves(*prefill, *decode, "meanwhile")
             (own / "good").rename(own / "prefill.pem")
             other[0].handshake(link, 20)
-            hands_over("after", (prefill, other))
+            moves(*prefill, *other, "after")
         assert caplog.text.count("not as kvpool keys writes it") == 1
 
 
@@ -269,7 +258,7 @@ def test_a_dialler_with_a_broken_file_waits_until_it_is_good(own, caplog):
         until(decode[0], lambda: "decode.pem: no such file" in caplog.text)
         (own / "away").rename(own / "decode.pem")
         decode[0].handshake(link, 20)
-        hands_over("r", (prefill, decode))
+        moves(*prefill, *decode)
 
 
 def test_without_package_cryptography_the_command_says_what_to_install(keys, monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from disagg.engines.local import LocalEngine
 from kvpool import MHAPool, _native
 from tests import oracle
 from tests.disagg.engines.peers import prefills
-from tests.disagg.runtime.sides import connected, succeeds
+from tests.disagg.runtime.sides import arrives, connected, request, settle
 from tests.gil import gil_held
 
 TOKENS = 150
@@ -66,9 +66,7 @@ def test_a_request_leaves_in_the_call_that_makes_it():
         DecodeEndpoint(dest.layout, create_engine("local"), threaded=False) as decode,
     ):
         link = decode.connect([prefill.address])
-        while not link.settled:
-            prefill.step()
-            decode.step()
+        settle(link, prefill, decode)
         prefill.send("r", oracle.place(source, TOKENS))
         decode.receive("r", oracle.place(dest, TOKENS))
         assert prefill.poll("r") is KVPoll.Bootstrapping
@@ -134,17 +132,14 @@ class Counted(LocalEngine):
 @pytest.mark.parametrize(("refused", "connections"), [(0, 1), (1, 2), (2, 2)])
 def test_the_engine_is_connected_before_the_first_room_or_by_it(refused, connections):
     source, dest = (MHAPool(**LAYERS, **MHA) for _ in range(2))
-    given, into = oracle.place(source, TOKENS), oracle.place(dest, TOKENS, 9)
-    oracle.fill(source, given)
-    oracle.blank(dest)
+    given, into = request(source, dest, TOKENS)
     engine = Counted(refused)
     with connected(source, dest, engine=engine) as (prefill, decode):
         assert engine.connections == 1
         prefill.send("r", given)
         decode.receive("r", into)
         if refused < 2:
-            succeeds(decode, "r")
-            oracle.assert_holds(dest, into)
+            arrives(decode, "r", dest, into)
         else:
             assert decode.wait("r", 30) is KVPoll.Failed
             assert "not yet" in decode.failure("r").reason

@@ -12,7 +12,7 @@ from disagg.engines.base import create_engine
 from kvpool import Shard
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
-from tests.disagg.runtime.sides import turn, turned
+from tests.disagg.runtime.sides import request, turn, turned
 from tests.pools import CLASSES, mla
 
 TOKENS = 21
@@ -58,9 +58,7 @@ def test_layers_are_read_as_they_are_computed(farm, engine, pool, shape):
 @contextmanager
 def stepped(source, dest):
     """Both endpoints, turned by hand: prefill, its table, decode, and its own."""
-    given, address = oracle.place(source, TOKENS, 1), oracle.place(dest, TOKENS, 2)
-    oracle.fill(source, given)
-    oracle.blank(dest)
+    given, address = request(source, dest, TOKENS)
     with turned([source], [dest]) as ([prefill], [decode]):
         yield prefill, given, decode, address
 

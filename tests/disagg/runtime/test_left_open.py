@@ -22,7 +22,7 @@ from disagg.protocol.codec import decode as decoded
 from disagg.protocol.messages import Disconnect
 from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from tests.disagg.engines.peers import ENGINES, prefills
-from tests.disagg.runtime.sides import MLA, TOKENS, pool
+from tests.disagg.runtime.sides import MLA, TOKENS, pool, settle
 from tests.processes import until
 
 LEAVES = """
@@ -147,10 +147,7 @@ def test_an_endpoint_that_is_dropped_warns_and_ends(engine, threaded):
     prefill = PrefillEndpoint(pools[0].layout, create_engine(engine), threaded=threaded)
     decode = DecodeEndpoint(pools[1].layout, create_engine(engine), threaded=threaded)
     link = decode.connect([prefill.address])
-    while not link.settled:
-        if not threaded:
-            prefill.step()
-            decode.step()
+    settle(link, *([] if threaded else [prefill, decode]))
     del link
     with pytest.warns(ResourceWarning, match="was dropped without close") as warned:
         del prefill, decode
@@ -183,10 +180,7 @@ def test_an_endpoint_that_is_dropped_leaves_the_transport_of_its_caller_alone(th
             pools[1].layout, create_engine("local"), transport=transport, threaded=threaded
         )
         link = decode.connect([prefill.address])
-        while not link.settled:
-            prefill.step()
-            if not threaded:
-                decode.step()
+        settle(link, *([prefill] if threaded else [prefill, decode]))
         sent = []
         transport.send = lambda peer, data: sent.append(data)
         with pytest.warns(ResourceWarning):

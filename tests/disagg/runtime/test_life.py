@@ -33,8 +33,11 @@ from tests.disagg.engines.peers import ENGINES, prefills
 from tests.disagg.runtime.sides import (
     MLA,
     TOKENS,
+    arrives,
     decode_side,
     endpoints,
+    joined,
+    moves,
     pool,
     prefill_side,
     succeeds,
@@ -73,11 +76,8 @@ def transport():
 
 
 def test_a_lease_that_runs_out_fails_its_reader_and_frees_the_pages():
-    with (
-        prefill_side(lease=0.3, clock=(clock := Clock())) as (prefill, given),
-        decode_side() as (decode, _, address),
-    ):
-        decode.connect([prefill.address], timeout=20)
+    options = {"lease": 0.3, "clock": (clock := Clock())}
+    with joined(options) as (prefill, given, decode, _, address):
         decode.receive("r", address)
         prefill.send("r", RequestAddress(32, given.spans), last=False)
         assert prefill.leases().leased == {"kv": 5}
@@ -100,24 +100,19 @@ def test_a_room_that_nobody_wants_gives_its_pages_back():
 
 
 def test_a_room_that_is_wanted_and_not_yet_sent_has_no_lease_that_could_run_out():
-    with (
-        prefill_side(lease=0.5, clock=(clock := Clock())) as (prefill, given),
-        decode_side() as (decode, dest, address),
-    ):
-        decode.connect([prefill.address], timeout=20)
+    options = {"lease": 0.5, "clock": (clock := Clock())}
+    with joined(options) as (prefill, given, decode, dest, address):
         decode.receive("r", address)
         until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
         prefill.send("sent", given)
         clock.now += 1.0
         assert prefill.wait("sent", 20) is KVPoll.Failed  # its lease has run out meanwhile
         prefill.send("r", given)
-        succeeds(decode, "r")
-        oracle.assert_holds(dest, address)
+        arrives(decode, "r", dest, address)
 
 
 def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
-    with prefill_side() as (prefill, given), decode_side() as (decode, dest, address):
-        decode.connect([prefill.address], timeout=20)
+    with joined() as (prefill, given, decode, dest, address):
         prefill.send("r", given)
         prefill.abort("r", "gave up")
         prefill.forget("r")
@@ -125,16 +120,12 @@ def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
         assert decode.wait("r", 20) is KVPoll.Failed
         assert str(decode.failure("r")) == "prefill: gave up"
         decode.forget("r")
-        decode.receive("r", address)  # it knows now: the name is free again
-        prefill.send("r", given)
-        succeeds(decode, "r")
-        oracle.assert_holds(dest, address)
+        moves(prefill, given, decode, dest, address)  # it knows now: the name is free again
 
 
 @pytest.mark.parametrize("first", ["decode asks", "prefill sends"])
 def test_a_retry_under_the_same_name_on_another_decode_reads_its_own_bytes_in_either_order(first):
-    with prefill_side() as (prefill, given), decode_side() as (decode, _, address):
-        decode.connect([prefill.address], timeout=20)
+    with joined() as (prefill, given, decode, _, address):
         decode.receive("r", address)
         until(prefill, lambda: "r" in prefill.machine.rooms())
         decode.close()
@@ -148,9 +139,8 @@ def test_a_retry_under_the_same_name_on_another_decode_reads_its_own_bytes_in_ei
             if first == "decode asks":
                 until(prefill, lambda: "r" in prefill.machine.rooms())
                 prefill.send("r", given)
-            succeeds(other, "r")
             succeeds(prefill, "r")
-            oracle.assert_holds(dest, where)
+            arrives(other, "r", dest, where)
 
 
 @pytest.mark.parametrize(
@@ -182,8 +172,7 @@ def test_a_room_ends_on_both_sides_whatever_message_is_lost(transport, side, los
 
 def test_a_done_that_comes_after_the_lease_is_no_success():
     """What was read while pages had gone to another request is never called good."""
-    with prefill_side(lease=0.3) as (prefill, given), decode_side() as (decode, _, address):
-        decode.connect([prefill.address], timeout=20)
+    with joined({"lease": 0.3}) as (prefill, given, decode, _, address):
         read, released = decode.engine.read, threading.Event()
 
         def late(*given):
@@ -221,15 +210,13 @@ def test_a_stopped_prefill_is_noticed_its_rooms_fail_by_name_and_it_returns(engi
         decode.forget("lost")
         decode.receive("lost", address, link=other)  # the same room, from another prefill
         two.send("lost", 0, TOKENS)
-        succeeds(decode, "lost")
-        oracle.assert_holds(dest, address)
+        arrives(decode, "lost", dest, address)
         os.kill(one.process.pid, signal.SIGCONT)
         until(decode, lambda: link.lost is None)
         oracle.blank(dest)
         decode.receive("again", address, link=link)
         one.send("again", 0, TOKENS)
-        succeeds(decode, "again")
-        oracle.assert_holds(dest, address)
+        arrives(decode, "again", dest, address)
 
 
 def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation():
@@ -245,10 +232,7 @@ def test_a_restart_shorter_than_the_time_out_is_noticed_by_generation():
             assert decode.wait("r", 20) is KVPoll.Failed
             assert "no longer knows this decode" in str(decode.failure("r"))
             until(decode, lambda: link.settled)
-            decode.receive("again", address)
-            prefill.send("again", given)
-            succeeds(decode, "again")
-            oracle.assert_holds(dest, address)
+            moves(prefill, given, decode, dest, address, "again")
 
 
 def test_a_prefill_that_never_answers_fails_rooms_within_the_time_out():
@@ -338,10 +322,7 @@ def test_a_connect_that_times_out_leaves_nothing_and_the_next_one_works():
         until(decode, lambda: len(os.listdir("/proc/self/fd")) <= files)
         with prefill_side(at) as (prefill, given):
             decode.connect([at], timeout=20)
-            decode.receive("r", address)  # without naming the one link
-            prefill.send("r", given)
-            succeeds(decode, "r")
-            oracle.assert_holds(dest, address)
+            moves(prefill, given, decode, dest, address)  # without naming the one link
             assert (len(decode.machine.peers.links), peers_of(prefill)) == (1, 1)
 
 
@@ -371,10 +352,7 @@ def test_a_prefill_that_is_full_serves_who_waits_once_another_leaves(monkeypatch
             second.handshake(waiting, 0.1)
         first.disconnect(link)
         second.handshake(waiting, 20)
-        second.receive("r", address)
-        prefill.send("r", given)
-        succeeds(second, "r")
-        oracle.assert_holds(dest, address)
+        moves(prefill, given, second, dest, address)
 
 
 def test_a_decode_that_closes_is_forgotten_at_once():
@@ -408,8 +386,7 @@ def test_one_rank_that_is_stuck_does_not_hold_up_another():
 
 def test_values_that_must_come_are_missed_by_name_and_others_are_kept():
     """sglang's positional aux buffers: values have names, and are asked for by them."""
-    with prefill_side() as (prefill, given), decode_side() as (decode, _, address):
-        decode.connect([prefill.address], timeout=20)
+    with joined() as (prefill, given, decode, _, address):
         decode.receive("r", address, aux=("first_token", "hidden"))
         prefill.send("r", given, aux={"first_token": 7, "logprob": -1.5})
         assert decode.wait("r", 20) is KVPoll.Failed
@@ -471,8 +448,7 @@ def test_digests_agree_over_other_ranks_pages_and_orders_and_name_what_differs(w
 
 def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
     """sglang's worker thread dies of one request's exception."""
-    with prefill_side() as (prefill, given), decode_side() as (decode, dest, address):
-        decode.connect([prefill.address], timeout=20)
+    with joined() as (prefill, given, decode, dest, address):
         bad = oracle.elsewhere(dest, address)
         read, wrong = decode.engine.read, items_of(dest, bad)
         decode.engine.read = lambda peer, batch: (
@@ -506,11 +482,9 @@ def _raise(error):
 
 def test_what_real_endpoints_count_is_served():
     with (
-        prefill_side() as (prefill, given),
-        decode_side(verify="checksum") as (decode, dest, address),
+        joined(verify="checksum") as (prefill, given, decode, dest, address),
         export({"p": prefill, "d": decode}) as server,
     ):
-        decode.connect([prefill.address], timeout=20)
         decode.receive("good", address)
         decode.receive("bad", oracle.elsewhere(dest, address))
         prefill.send("good", given)

@@ -17,35 +17,36 @@ from kvpool import MLAPool, RequestAddress, Span
 from kvpool.layout import Slab
 from tests import oracle
 from tests.disagg.engines.owners import batch_of, read
-from tests.disagg.runtime.sides import MLA, TOKENS, connected, succeeds
+from tests.disagg.runtime.sides import (
+    MLA,
+    TOKENS,
+    arrives,
+    connected,
+    joined,
+    moves,
+    request,
+    succeeds,
+)
 from tests.disagg.waiting import until
 
 
 @pytest.fixture
 def pair():
     """Both endpoints in this process over `local`, connected, with their pools."""
-    source, dest = (MLAPool(layers=range(2), **MLA) for _ in range(2))
-    oracle.fill(source, oracle.place(source, TOKENS))
-    oracle.blank(dest)
-    with connected(source, dest) as (prefill, decode):
-        yield prefill, oracle.place(source, TOKENS), decode, oracle.place(dest, TOKENS), dest
+    with joined() as ends:
+        yield ends
 
 
-def works(pair, room, address=None):
+def works(pair, room):
     """A hand-off still succeeds, byte by byte."""
-    prefill, given, decode, usual, dest = pair
-    address = address or usual
-    oracle.blank(dest)
-    decode.receive(room, address)
-    prefill.send(room, given)
-    succeeds(decode, room)
-    succeeds(prefill, room)
-    oracle.assert_holds(dest, address)
+    oracle.blank(pair[3])
+    moves(*pair, room)
+    succeeds(pair[0], room)
 
 
 @pytest.mark.parametrize("room", [-1, 1 << 63, True, None, 1.5, "x" * 257, "\udce9", b"r", (1, 2)])
 def test_a_room_that_cannot_travel_is_refused_at_once(pair, room):
-    prefill, given, decode, address, _ = pair
+    prefill, given, decode, _, address = pair
     for call in (lambda: decode.receive(room, address), lambda: prefill.send(room, given)):
         with pytest.raises(ValueError, match="a number from 0 to"):
             call()
@@ -71,17 +72,42 @@ def test_an_address_that_is_none_is_refused_at_once(pair, addresses, sentence):
     works(pair, "r")
 
 
+def test_chunks_that_do_not_follow_one_another_are_refused_at_once(pair):
+    prefill, given, *_ = pair
+    prefill.send("r", given, tokens=range(10), last=False)
+    with pytest.raises(ValueError, match="positions up to 10 were sent"):
+        prefill.send("r", given, tokens=range(12, 20), last=False)
+    with pytest.raises(ValueError, match=f"holds {TOKENS} tokens"):
+        prefill.send("r", given, tokens=range(10, 20), last=True)
+    with pytest.raises(ValueError, match="aux values travel with the last chunk"):
+        prefill.send("r", given, tokens=range(10, 20), last=False, aux={"a": 1})
+    with pytest.raises(ValueError, match="aux: "):
+        prefill.send("r", given, aux={"a": object()})
+    prefill.send("r", given)
+    with pytest.raises(ValueError, match="last chunk was sent already"):
+        prefill.send("r", given)
+
+
+def test_a_prompt_of_another_length_fails_by_name(pair):
+    prefill, given, decode, dest, _ = pair
+    decode.receive("r", oracle.place(dest, TOKENS - 1))
+    prefill.send("r", given)
+    assert decode.wait("r", 10) is KVPoll.Failed
+    assert "75 tokens, decode made room for 74" in str(decode.failure("r"))
+    assert prefill.wait("r", 10) is KVPoll.Failed
+    assert "decode made room for 74" in str(prefill.failure("r"))
+
+
 def test_numpy_integers_are_integers(pair):
-    prefill, given, decode, address, dest = pair
+    prefill, given, decode, dest, address = pair
     decode.receive(np.int64(5), RequestAddress(np.int64(TOKENS), address.spans), start=np.int32(0))
     spans = {"kv": Span(given.spans["kv"].ids, np.int64(0))}
     prefill.send(np.uint8(5), RequestAddress(np.int32(TOKENS), spans))
-    succeeds(decode, 5)
-    oracle.assert_holds(dest, address)
+    arrives(decode, 5, dest, address)
 
 
 def test_a_reason_of_any_text_and_length_reaches_the_other_side(pair):
-    prefill, _, decode, address, _ = pair
+    prefill, _, decode, _, address = pair
     decode.receive("long", address)
     until(prefill, lambda: prefill.poll("long") is KVPoll.WaitingForInput)
     prefill.abort("long", "x" * 70_000)
@@ -95,7 +121,7 @@ def test_a_reason_of_any_text_and_length_reaches_the_other_side(pair):
 
 
 def test_aux_values_may_be_any_number(pair):
-    prefill, given, decode, address, _ = pair
+    prefill, given, decode, _, address = pair
     decode.receive("r", address)
     prefill.send("r", given, aux={"logprob": float("nan"), "hidden": b"\0" * 1000})
     succeeds(decode, "r")
@@ -118,7 +144,7 @@ def test_after_close_calls_are_refused_and_no_stranger_is_written_to(pair, tmp_p
 
 
 def test_who_waits_when_the_endpoint_closes_is_told(pair):
-    decode, address = pair[2], pair[3]
+    decode, address = pair[2], pair[4]
     decode.receive("r", address)
     ended: list[object] = []
     waiter = threading.Thread(target=lambda: ended.append(decode.wait("r")))
@@ -133,7 +159,7 @@ def test_an_address_in_use_is_a_sentence_and_leaves_nothing_behind(pair):
     before = len(os.listdir("/proc/self/fd"))
     for bind in (pair[0].address, "8000"):
         with pytest.raises(ValueError, match="bind"):
-            PrefillEndpoint(pair[4].layout, create_engine("local"), bind=bind)
+            PrefillEndpoint(pair[3].layout, create_engine("local"), bind=bind)
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -162,8 +188,7 @@ def test_endpoints_leave_no_file_and_no_thread_behind():
 
 def test_rubbish_from_a_known_peer_costs_its_rooms_and_not_the_link():
     source, dest = (MLAPool(layers=range(2), **MLA) for _ in range(2))
-    oracle.fill(source, given := oracle.place(source, TOKENS))
-    address = oracle.place(dest, TOKENS)
+    given, address = request(source, dest)
     transport, options = SocketTransport(), {"peer_timeout": 4}
     with connected(source, dest, prefill=options, transport=transport, **options) as ends:
         prefill, decode = ends
@@ -180,12 +205,12 @@ def test_rubbish_from_a_known_peer_costs_its_rooms_and_not_the_link():
             assert side.wait("r", 20) is KVPoll.Failed
             assert "it sent what cannot be served" in str(side.failure("r"))
         decode.handshake(link, 20)
-        works((prefill, given, decode, address, dest), "next")
+        works((prefill, given, decode, dest, address), "next")
     transport.close()
 
 
 def test_a_wait_that_takes_too_long_says_what_the_room_waits_for(pair):
-    prefill, given, decode, address, _ = pair
+    prefill, given, decode, _, address = pair
     prefill.send("r", RequestAddress(16, given.spans), last=False)
     for room, state, what in (
         ("r", "Bootstrapping", "a decode to ask for it"),
@@ -206,7 +231,7 @@ def test_a_wait_that_takes_too_long_says_what_the_room_waits_for(pair):
 
 
 def test_a_fault_in_the_loop_fails_its_rooms_by_name_and_the_loop_goes_on(pair, monkeypatch):
-    _, _, decode, address, _ = pair
+    *_, decode, _, address = pair
     decode.receive("r", address)
 
     def broken():

@@ -13,6 +13,7 @@ from disagg.runtime.reads import lane
 from kvpool import MHAPool, RequestAddress, Span
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.runtime.sides import request
 from tests.disagg.stepping import stepped
 
 TOKENS = 150
@@ -79,9 +80,7 @@ class Gate(LocalEngine):
 @pytest.mark.parametrize("parts_in_flight", [1, 4])
 def test_a_read_may_take_long_as_long_as_its_parts_arrive(parts_in_flight):
     source, dest = (MHAPool(**LAYERS, **MHA) for _ in range(2))
-    source_table, into = oracle.place(source, TOKENS), oracle.place(dest, TOKENS, seed=99)
-    oracle.fill(source, source_table)
-    oracle.blank(dest)
+    source_table, into = request(source, dest, TOKENS)
     engine = Gate(parts_in_flight)
     patient = {"prefill_peer_timeout": 3600.0, "decode_peer_timeout": 3600.0}
     with stepped(source, dest, decode_engine=engine, decode_read_timeout=10.0, **patient) as pair:

@@ -24,6 +24,7 @@ from kvpool import MHAPool
 from kvpool.layout import Buffer, PoolLayout, Space
 from tests import oracle
 from tests.disagg.engines.shared_device import installed, there
+from tests.disagg.runtime.sides import moves, request
 from tests.disagg.waiting import until
 
 TOKENS = 75
@@ -165,8 +166,7 @@ def hand_over(
     source, dest, engine, rooms=1, tokens=TOKENS, on=lambda layout, memory: layout, **more
 ):
     """Rooms between endpoints of this process, their memory called `shm` by `on`."""
-    source_table, address = oracle.place(source, tokens), oracle.place(dest, tokens, seed=99)
-    oracle.fill(source, source_table)
+    source_table, address = request(source, dest, tokens)
     layouts = on(source.layout, "shm:0"), on(dest.layout, "shm:1")
     with (
         PrefillEndpoint(layouts[0], create_engine("local")) as prefill,
@@ -175,10 +175,7 @@ def hand_over(
         decode.connect([prefill.address], timeout=30)
         for room in range(rooms):
             oracle.blank(dest)
-            decode.receive(room, address)
-            prefill.send(room, source_table)
-            assert decode.wait(room, 60) is KVPoll.Success, decode.failure(room)
-            oracle.assert_holds(dest, address)
+            moves(prefill, source_table, decode, dest, address, room)
             assert decode.metrics(room).bytes_moved == tokens * dest.bytes_per_token
 
 
@@ -233,9 +230,7 @@ class Copying:
 def test_an_event_of_a_copy_that_raises_fails_that_read_and_no_other(monkeypatch, times):
     source = MHAPool(**LAYERS, **MHA)
     dest = MHAPool(**LAYERS, **{**MHA, "order": "hnd", "num_pages": 40})
-    source_table, bad = oracle.place(source, TOKENS), oracle.place(dest, TOKENS)
-    oracle.fill(source, source_table)
-    oracle.blank(dest)
+    source_table, bad = request(source, dest, TOKENS)
     good, events, scatter = oracle.elsewhere(dest, bad), [Copying(times)], StagingBuffers.scatter
 
     def scattered(self, part, buffer):

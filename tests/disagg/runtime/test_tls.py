@@ -9,12 +9,11 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from disagg import KVPoll, Lost
+from disagg import Lost
 from disagg.protocol import codec, messages
 from disagg.runtime.sockets import connection, lifecycle
-from tests import oracle
 from tests.certificates import accept_tls, certify, dial_tls
-from tests.disagg.runtime.sides import decode_side, prefill_process, prefill_side
+from tests.disagg.runtime.sides import decode_side, moves, prefill_process, prefill_side
 from tests.disagg.runtime.transports import TCP, arrivals, both, pair_of, receive
 from tests.disagg.waiting import until
 from tests.streams import Relay, Server, dial
@@ -26,14 +25,11 @@ PIECE = struct.pack(">BHHB", 22, 0x0301, 4, 1) + (131_000).to_bytes(3, "big")
 @pytest.mark.parametrize("secret", [False, True])
 def test_what_travels_can_be_read_only_without_keys(keys, secret):
     options = {"keys": keys} if secret else {"insecure": True}
-    with prefill_side(TCP, **options) as (prefill, given), decode_side(**options) as decode:
-        decode, dest, address = decode
+    with prefill_side(TCP, **options) as sender, decode_side(**options) as reader:
+        (prefill, given), (decode, dest, address) = sender, reader
         with Relay(prefill.address) as relay:
             decode.connect([relay.address], timeout=20)
-            decode.receive("a room by name", address)
-            prefill.send("a room by name", given)
-            assert decode.wait("a room by name", 20) is KVPoll.Success
-        oracle.assert_holds(dest, address)
+            moves(prefill, given, decode, dest, address, "a room by name")
     assert (b"a room by name" in b"".join(relay.seen)) is not secret
 
 
