@@ -428,6 +428,26 @@ def move(
     return made
 
 
+def staged(
+    sources: Sequence[KVPool | State],
+    dest: KVPool | State,
+    tokens: int,
+    *,
+    prefix: int = 0,
+    seed: int | None = 0,
+) -> tuple[list[RequestAddress], RequestAddress]:
+    """A request that sources hold, and of which a destination holds a prefix (with `salt` 1) and is
+    blank but for it: its address on each source, and on the destination.
+    """
+    seeds = [None if seed is None else seed + number for number in range(len(sources) + 1)]
+    into, *addresses = (place(side, tokens, n) for side, n in zip((dest, *sources), seeds))
+    for source, address in zip(sources, addresses):
+        fill(source, address)
+    blank(dest)
+    write(dest, into, range(prefix), salt=1)
+    return addresses, into
+
+
 def hand_off(
     sources: Sequence[KVPool | State],
     dest: KVPool | State,
@@ -440,13 +460,8 @@ def hand_off(
     """Fills sources, moves what follows a prefix that the destination holds, and compares every
     byte of its memory, but for regions that may be missing; the plan, and the bytes of each source.
     """
-    seeds = [None if seed is None else seed + number for number in range(len(sources) + 1)]
-    into, *addresses = (place(side, tokens, n) for side, n in zip((dest, *sources), seeds))
-    for source, address in zip(sources, addresses):
-        fill(source, address)
+    addresses, into = staged(sources, dest, tokens, prefix=prefix, seed=seed)
     positions = range(prefix, tokens)
-    blank(dest)
-    write(dest, into, range(prefix), salt=1)
     transfer = move(sources, dest, addresses, into, positions, **options)
     whole = state(dest)
     kept = tuple(r for r in whole.layout.regions if r.key not in transfer.missing)

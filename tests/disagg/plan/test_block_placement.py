@@ -7,7 +7,7 @@ from __future__ import annotations
 from hypothesis import given, settings, strategies as st
 
 from kvpool import Shard
-from tests.oracle import assert_holds, blank, elsewhere, fill, move, place, write
+from tests.oracle import assert_holds, elsewhere, move, staged, write
 from tests.pools import dsv4, hybrid, hybrid_mla, hybrid_nsa, nsa, swa
 
 POOLS = {
@@ -52,12 +52,7 @@ def test_any_pool_in_blocks_pairs_with_any_other_to_the_byte(name, placements, t
     into = build(packing=packing, **data.draw(st.sampled_from(dests)))
     pools = [build(packing=packing, **more) for more in sources]
     prefix = data.draw(st.sampled_from((0, 0, tokens // 2)), label="prefix")
-    there = [place(pool, tokens, number) for number, pool in enumerate(pools)]
-    for pool, address in zip(pools, there):
-        fill(pool, address)
-    here = place(into, tokens, 99)
-    blank(into)
+    there, here = staged(pools, into, tokens, prefix=prefix)
     write(into, other := elsewhere(into, here), range(tokens))
-    write(into, here, range(prefix), salt=1)
     move(pools, into, there, here, range(prefix, tokens))
     assert_holds(into, here, range(prefix, tokens), kept=range(prefix), also=[other])

@@ -27,6 +27,7 @@ from tests.oracle import (
     covered,
     elsewhere,
     fill,
+    hand_off,
     overlaid,
     place,
     write,
@@ -287,12 +288,7 @@ def cut_pair(cut, items=10):
 
 @pytest.mark.parametrize("cuts", [(2, 1), (1, 2), (2, 3), (33, 1)])
 def test_spaces_of_other_items_a_block_pair(cuts):
-    source, dest = map(cut_pair, cuts)
-    fill(source, there := place(source, 4, 1))
-    blank(dest)
-    made = plan([source.layout], dest.layout)
-    copy(made.bind(0, there, here := place(dest, 4, 2)))
-    assert_holds(dest, here)
+    hand_off([cut_pair(cuts[0])], cut_pair(cuts[1]), 4)
 
 
 def test_items_of_one_number_are_no_clash_and_items_of_one_block_are():

@@ -15,7 +15,7 @@ from kvpool.item import Cell, Repeat
 from tests.disagg.digest.test_digest import CASES, TOKENS, ranks
 from tests.disagg.plan.test_geometry import geometries
 from tests.disagg.plan.test_plan import npu_style
-from tests.oracle import apply, assert_holds, blank, built, fill, place
+from tests.oracle import apply, assert_holds, built, staged
 from tests.pools import mha, mla
 
 
@@ -94,11 +94,7 @@ def test_bytes_are_exact_after_restarts(case):
         sources, into = ranks(build, **source), ranks(build, **dest)[0]
         made = cache.plan(layouts(sources), into.layout)
         assert (cache.hits, cache.misses) == (life, 1)
-        there = [place(each, TOKENS, 10 * life + n) for n, each in enumerate(sources, 1)]
-        here = place(into, TOKENS, 10 * life)
-        for each, address in zip(sources, there):
-            fill(each, address)
-        blank(into)
+        there, here = staged(sources, into, TOKENS, seed=10 * life)
         for batch in made.bind_all(there, here):
             apply(batch, sources, into)
         assert_holds(into, here)

@@ -5,20 +5,14 @@ from __future__ import annotations
 import pytest
 
 from disagg.plan import plan
-from kvpool import MHAPool, MLAPool, Shard
-from kvpool.layout import PoolLayout
+from kvpool import PoolLayout, Shard
+from tests import pools
 
-COMMON = {"num_pages": 99, "page_size": 16, "dtype": "bf16", "device": "meta"}
-
-
-def mha(**changes):
-    given = {"layers": range(4), "num_kv_heads": 4, "head_dim": 8, **COMMON, **changes}
-    return MHAPool(**given).layout
-
-
-def mla(**changes):
-    given = {"layers": range(4), **COMMON, **changes}
-    return MLAPool(**given).layout
+SIZES = {"num_pages": 99, "page_size": 16, "device": "meta"}
+mha, mla = pools.mha.but(**SIZES), pools.mla.but(**SIZES)
+LARGER = "items of 16 entries on the source, 64 on the destination"
+HND = "entry before head on the source, head before entry"
+SHARDS = "head: 2 of 4 on the source, 4 on the destination"
 
 
 @pytest.mark.parametrize(
@@ -27,32 +21,15 @@ def mla(**changes):
         ([mla()], mla(), "direct", "whole items", 4 * 64),
         ([mla(placement="page")], mla(placement="page"), "direct", "whole items", 64),
         ([mla()], mla(placement="page"), "direct", "whole items, among other regions", 4 * 64),
-        (
-            [mla()],
-            mla(page_size=64),
-            "direct",
-            "items of 16 entries on the source, 64 on the destination",
-            4 * 64,
-        ),
-        (
-            [mha()],
-            mha(order="hnd"),
-            "strided",
-            "entry before head on the source, head before entry",
-            None,
-        ),
+        ([mla()], mla(page_size=64), "direct", LARGER, 4 * 64),
+        ([mha()], mha(order="hnd"), "strided", HND, None),
         ([mha(order="hnd")], mha(order="hnd", page_size=8), "strided", "items of 16 entries", None),
-        (
-            [mha(shard=Shard(rank, 2)) for rank in range(2)],
-            mha(),
-            "resharded",
-            "head: 2 of 4 on the source, 4 on the destination",
-            None,
-        ),
+        ([mha(shard=Shard(rank, 2)) for rank in range(2)], mha(), "resharded", SHARDS, None),
     ],
 )
 def test_how_and_why(sources, dest, how, why, runs):
-    made = plan(sources, dest)
+    dest = dest.layout
+    made = plan([source.layout for source in sources], dest)
     told = made.explain(tokens=1024)
     assert {row.how for row in told.rows} == {how}
     assert all(why in row.why for row in told.rows), told
@@ -64,14 +41,14 @@ def test_how_and_why(sources, dest, how, why, runs):
 
 
 def test_roles_that_share_runs_share_a_row():
-    told = plan([mla()], mla()).explain()
+    told = plan([mla().layout], mla().layout).explain()
     assert [(row.roles, row.layers) for row in told.rows] == [(("latent", "rope"), (0, 1, 2, 3))]
 
 
 def test_missing_and_unsent_regions_have_rows():
-    draft = mla(layers=[0], owner="draft", total_kv_layers=1)
-    both = PoolLayout.merge(mla(), draft)
-    missing = plan([mla()], both, allow_missing={"draft"}).explain()
+    target, draft = mla().layout, mla(layers=[0], owner="draft", total_kv_layers=1).layout
+    both = PoolLayout.merge(target, draft)
+    missing = plan([target], both, allow_missing={"draft"}).explain()
     assert [(row.owner, row.how) for row in missing.rows[1:]] == [("draft", "missing")] * 2
-    unsent = plan([both], mla()).explain()
+    unsent = plan([both], target).explain()
     assert [(row.owner, row.how) for row in unsent.rows[1:]] == [("draft", "unsent")] * 2

@@ -16,18 +16,7 @@ from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
 from disagg.plan.cache import PlanCache
 from kvpool.item import Cell, Repeat, Seq
 from kvpool.layout import Interleave, RequestAddress, Space, Span
-from tests.oracle import (
-    apply,
-    assert_holds,
-    blank,
-    built,
-    fill,
-    live,
-    move,
-    packed,
-    place,
-    write,
-)
+from tests.oracle import apply, assert_holds, built, live, move, packed, place, staged
 
 LAYERS, HEADS, COMPRESSED = 3, 4, 2
 KV, SWA, C2 = "kv", "swa", "c2"
@@ -110,15 +99,10 @@ def test_any_ranks_hand_over_to_any_ranks(kind, window, one, other, tokens, data
     cuts = sorted(data.draw(st.lists(st.integers(0, tokens), max_size=3), label="cuts"))
     start, *chunks = [*cuts, tokens]
     sources = [one.state(kind, window, tokens, *rank) for rank in one.ranks()]
-    there = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
-    for source, address in zip(sources, there):
-        fill(source, address)
-    before = [source.memory[0].copy() for source in sources]
     rank = data.draw(st.sampled_from(other.ranks()), label="rank")
     dest = other.state(kind, window, tokens, *rank)
-    here = place(dest, tokens, 99)
-    blank(dest)
-    write(dest, here, range(start), salt=1)
+    there, here = staged(sources, dest, tokens, prefix=start)
+    before = [source.memory[0].copy() for source in sources]
     made = plan([source.layout for source in sources], dest.layout)
     for chunk in chunks:
         for batch in made.bind_all(there, here, tokens=range(start, chunk)):
@@ -135,11 +119,8 @@ def test_both_sides_digest_the_same_entries(kind, window, one, other, tokens, da
     """And all that was read: the pieces of all sources are the entries that decode holds."""
     start = data.draw(st.integers(0, tokens), label="start")
     sources = [one.state(kind, window, tokens, *rank) for rank in one.ranks()]
-    there = [place(source, tokens, seed) for seed, source in enumerate(sources, 1)]
-    for source, address in zip(sources, there):
-        fill(source, address)
     dest = other.state(kind, window, tokens, *data.draw(st.sampled_from(other.ranks())))
-    here = place(dest, tokens, 99)
+    there, here = staged(sources, dest, tokens)
     made = move(sources, dest, there, here, range(start, tokens))
     seen = {}
     for number, (source, address) in enumerate(zip(sources, there)):

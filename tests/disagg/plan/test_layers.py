@@ -1,22 +1,28 @@
-"""A plan binds some layers of a request: parts of positions and layers add up to the whole."""
+"""A plan binds some layers of a request, or what its number of tokens does not decide: parts of
+positions and layers add up to the whole.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
-from disagg.plan import plan
+from disagg.plan import Count, plan
 from disagg.plan.cache import PlanCache
 from kvpool import PoolLayout, RequestAddress, Span
 from kvpool.describe import describe, describe_buffer
 from kvpool.layout import Space
 from kvpool.layout.formats import Shard
 from tests import oracle
+from tests.disagg.plan.test_packed import cache
 from tests.pools import CLASSES, PACKED, mla
 
-TOKENS = 21
-MANY = {"num_pages": 12, "num_window_pages": 16}
+TOKENS, ROOM = 21, 30
+MANY = {"num_pages": 14, "num_window_pages": 24}
 POOLS = {**CLASSES, "dsv4 fp8": PACKED["dsv4 fp8"], "hybrid nsa fp8": PACKED["hybrid nsa fp8"]}
 STAGES = ({"layers": range(3)}, {"layers": range(3, 4)})
 
@@ -59,11 +65,7 @@ def test_any_parts_of_positions_and_layers_move_each_byte_once(pool, shape, data
         for tokens in chunks
         for part in data.draw(st.permutations(cut(data, layers, "layers")), label="order")
     ]
-    tables = [oracle.place(source, TOKENS, seed) for seed, source in enumerate(sources, 1)]
-    address = oracle.place(dest, TOKENS, 0)
-    for source, table in zip(sources, tables):
-        oracle.fill(source, table)
-    oracle.blank(dest)
+    tables, address = oracle.staged(sources, dest, TOKENS)
     made = plan([source.layout for source in sources], dest.layout)
     moved = np.zeros(2, dtype=np.int64)
     for number, (tokens, some) in enumerate(parts):
@@ -83,11 +85,9 @@ def test_layers_of_a_draft_are_chosen_by_their_owner():
     pools = [mla.but(owner=owner, layers=range(2)) for owner in ("target", "draft")]
     sources, dests = ([build() for build in pools] for _ in range(2))
     source, dest = oracle.merged(*sources), oracle.merged(*dests)
-    table, address = oracle.place(source, 9, 1), oracle.place(dest, 9, 2)
     made = plan([source.layout], dest.layout)
     for owner, held in zip(("target", "draft"), dests):
-        oracle.fill(source, table)
-        oracle.blank(dest)
+        (table,), address = oracle.staged([source], dest, 9)
         (batch,) = made.bind_all([table], address, layers=range(9), owner=owner)
         oracle.apply(batch, [source], dest)
         for pool in dests:
@@ -125,9 +125,7 @@ def test_a_cached_plan_binds_the_layers_of_other_memory():
     source, dest = build(), build()
     made = cache.plan([source.layout], dest.layout)
     assert cache.hits == 1
-    table, address = oracle.place(source, TOKENS, 1), oracle.place(dest, TOKENS, 2)
-    oracle.fill(source, table)
-    oracle.blank(dest)
+    (table,), address = oracle.staged([source], dest, TOKENS)
     for layer in range(4):
         batch = made.bind(0, table, address, layers=range(layer, layer + 1))
         oracle.apply(batch, [source], dest)
@@ -135,9 +133,7 @@ def test_a_cached_plan_binds_the_layers_of_other_memory():
 
 
 def test_layers_in_one_buffer_of_an_engine_are_moved_one_by_one():
-    import torch
-
-    def side(seed):
+    def side():
         tensor = torch.zeros(9, 4, 3, 8, dtype=torch.uint8)  # item, entry, layer, byte
         dims = ("item", "entry", "dim")
         buffer = describe_buffer(tensor, ("item", "entry", "layer", "dim"), name="kv")
@@ -147,15 +143,44 @@ def test_layers_in_one_buffer_of_an_engine_are_moved_one_by_one():
         regions = tuple(region for each in seen for region in each.regions)
         layout = PoolLayout((buffer,), regions, (Space("kv", entries_per_item=4),), 3)
         views = {("target", n, "latent"): tensor[:, :, n].numpy() for n in range(3)}
-        held = oracle.State(layout, [tensor.numpy().reshape(-1)], views)
-        return held, oracle.place(held, 11, seed)
+        return oracle.State(layout, [tensor.numpy().reshape(-1)], views)
 
-    (source, table), (dest, address) = side(1), side(2)
-    oracle.fill(source, table)
-    oracle.blank(dest)
+    source, dest = side(), side()
+    (table,), address = oracle.staged([source], dest, 11)
     made = plan([source.layout], dest.layout)
     for layer in (2, 0, 1):
         batch = made.bind(0, table, address, layers=range(layer, layer + 1))
         assert batch.total == 11 * 8
         oracle.apply(batch, [source], dest)
     oracle.assert_holds(dest, address)
+
+
+HOLDERS = {
+    **{name: CLASSES[name].but(**MANY) for name in ("mha", "swa", "hybrid", "dsv4")},
+    "packed": cache,
+    "packed window": lambda: cache(window=5),
+}
+
+
+@pytest.mark.parametrize("cuts", [(0, 21), (0, 8, 21), (0, 7, 16, 20, 21)], ids=str)
+@pytest.mark.parametrize("name", HOLDERS)
+def test_what_the_number_decides_is_bound_after_all_else_and_nothing_twice(name, cuts):
+    source, dest = HOLDERS[name](), HOLDERS[name]()
+    (theirs,), _ = oracle.staged([source], dest, TOKENS)
+    ours = oracle.place(dest, ROOM)
+    made = plan([source.layout], dest.layout)
+    real = RequestAddress(TOKENS, ours.spans)
+    parts = []
+    for start, stop in pairwise(cuts):
+        now = RequestAddress(stop, theirs.spans)
+        parts.append((now, ours, range(start, stop), Count.UNKNOWN))
+    parts.append((theirs, real, range(TOKENS), Count.LEARNED))
+    written = []
+    for here, there, tokens, count in parts:
+        batch = made.bind(0, here, there, tokens=tokens, count=count)
+        oracle.apply(batch, [source], dest)
+        written += [np.arange(at, at + size) for at, size in zip(batch.dst, batch.nbytes)]
+        assert batch.runs == 0 or made.needs_count(0) or count is Count.UNKNOWN
+    oracle.assert_holds(dest, real)
+    bytes_written = np.concatenate(written)
+    assert np.unique(bytes_written).size == bytes_written.size

@@ -21,7 +21,7 @@ from kvpool.item import Cell
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.formats import Shard
 from kvpool.layout.pin import Pin
-from tests.oracle import assert_holds, blank, fill, hand_off, move, over, place, write
+from tests.oracle import assert_holds, blank, fill, hand_off, move, over, place, staged, write
 
 PAGES, HEADS, DIM = 32, 4, 6
 
@@ -137,9 +137,7 @@ def test_a_slot_may_be_packed():
         return over(PoolLayout(seen.buffers, seen.regions, (Space("state", "slot"),), 1), raw)
 
     source, dest = state(), state()
-    there, into = place(source, 9, 1), place(dest, 9, 2)
-    fill(source, there)
-    blank(dest)
+    (there,), into = staged([source], dest, 9)
     move([source], dest, [there], into, range(5))
     assert_holds(dest, into, range(5))
     move([source], dest, [there], into, range(5, 9))
@@ -203,8 +201,7 @@ def test_whole_pages_are_explained_and_adjacent_ones_are_one_run():
 
 def moved(tokens=10):
     source, dest = cache(), cache()
-    there, into = place(source, tokens, 1), place(dest, tokens, 2)
-    fill(source, there)
+    (there,), into = staged([source], dest, tokens)
     made = move([source], dest, [there], into)
     return source, dest, there, into, pieces(made, 0, range(tokens), tokens)
 
@@ -246,10 +243,7 @@ def endpoints(source, dest, **options):
 @pytest.mark.parametrize(("start", "chunks"), [(0, (8, 11, 21, 22)), (8, (22,))])
 def test_endpoints_hand_over_packed_pages_and_compare_them(start, chunks):
     source, dest = cache(), cache()
-    there, into = place(source, 22, 1), place(dest, 22, 2)
-    fill(source, there)
-    blank(dest)
-    write(dest, into, range(start), salt=1)
+    (there,), into = staged([source], dest, 22, prefix=start)
     prefill, decode = endpoints(source, dest, verify="checksum")
     with prefill, decode:
         decode.connect([prefill.address], timeout=20)
@@ -283,9 +277,7 @@ def test_a_start_inside_a_packed_page_is_refused_and_says_where_to_start():
 
 def test_a_start_inside_a_page_that_is_dead_is_taken():
     source, dest = cache(window=5), cache(window=5)
-    there, into = place(source, 22, 1), place(dest, 22, 2)
-    fill(source, there)
-    blank(dest)
+    (there,), into = staged([source], dest, 22)
     prefill, decode = endpoints(source, dest)
     with prefill, decode:
         decode.connect([prefill.address], timeout=20)

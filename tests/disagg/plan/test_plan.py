@@ -48,10 +48,8 @@ def test_all_reasons_are_listed_at_once():
     ]
     text = str(refused)
     assert text.startswith("3 reasons.\n")
-    assert (
-        "target layer 0 latent: 8 elements per cell on prefill, 16 elements per cell on decode."
-        in text
-    )
+    says = "8 elements per cell on prefill, 16 elements per cell on decode."
+    assert f"target layer 0 latent: {says}" in text
     assert "target layer 0 rope: bfloat16 on prefill, float32 on decode." in text
     assert "target layer 1 index_key: prefill offers no such region" in text
     assert "it holds none" in text
@@ -115,12 +113,7 @@ def test_regions_of_sources_only_are_named_and_not_sent():
     target, dest = mha(range(2)), mha(range(1, 2), total_kv_layers=2)
     draft = mha(range(1), owner="draft", total_kv_layers=2)
     made = plan([PoolLayout.merge(target.layout, draft.layout)], dest.layout)
-    assert set(made.unsent) == {
-        ("target", 0, "k"),
-        ("target", 0, "v"),
-        ("draft", 0, "k"),
-        ("draft", 0, "v"),
-    }
+    assert set(made.unsent) == {(owner, 0, r) for owner in ("target", "draft") for r in "kv"}
     batch = made.bind(0, place(dest, 20), place(dest, 20))
     assert batch.total == 20 * 2 * 4 * 4 * 2
 
@@ -139,9 +132,8 @@ def test_a_forgotten_stage_is_refused_with_the_held_layers():
     stages = [mha(layers, total_kv_layers=9) for layers in (range(3), range(3, 6), range(6, 9))]
     refused = refusal([stages[0], stages[2]], mha(range(9)))
     assert {r.layer for r in refused.reasons} == {3, 4, 5}
-    assert ("target layers 3-5 k: prefill offers no such region (it holds layers 0-2, 6-8)") in str(
-        refused
-    )
+    says = "target layers 3-5 k: prefill offers no such region (it holds layers 0-2, 6-8)"
+    assert says in str(refused)
 
 
 def test_invalid_block_tables_and_ranges_are_refused():
@@ -192,10 +184,8 @@ def test_live_bytes_of_decode_are_not_padding(where, page, seed):
     template = with_gap(where, page, NOTHING)
     source = built([(layer, "kv", 14, template) for layer in range(3)], page=page)
     kinds = (NOTHING, INDEX, NOTHING)  # index keys on a subset of layers
-    dest = built(
-        [(layer, "kv", 14, with_gap(where, page, kind)) for layer, kind in enumerate(kinds)],
-        page=page,
-    )
+    parts = [(layer, "kv", 14, with_gap(where, page, kind)) for layer, kind in enumerate(kinds)]
+    dest = built(parts, page=page)
     hand_off([source], dest, 11, seed=seed, allow_missing={"index_key"})
 
 
@@ -370,14 +360,9 @@ def test_k_and_v_in_one_tensor_of_any_dim_order_go_to_a_pool(dims):
     seen = describe(tensor, dims, role=("k", "v"), layer=0, buffer=buffer)
     space = Space("kv", entries_per_item=6)
     apart = tensor.permute([dims.index(d) for d in ("role", "item", "entry", "head", "dim")])
-    views = {
-        ("target", 0, role): apart[n].view(torch.uint8).numpy() for n, role in enumerate(("k", "v"))
-    }
-    engine = State(
-        PoolLayout(seen.buffers, seen.regions, (space,), 1),
-        [tensor.view(torch.uint8).numpy().reshape(-1)],
-        views,
-    )
+    views = {("target", 0, role): part.view(torch.uint8).numpy() for role, part in zip("kv", apart)}
+    layout = PoolLayout(seen.buffers, seen.regions, (space,), 1)
+    engine = State(layout, [tensor.view(torch.uint8).numpy().reshape(-1)], views)
     hand_off([engine], mha(range(1)), 30)
     hand_off([mha(range(1))], engine, 30)
 
@@ -395,9 +380,8 @@ def test_a_window_whose_start_is_not_offered_is_refused():
     whole = place(source, 50)
     late = RequestAddress(50, {"swa": Span(whole.spans["swa"].ids[10:], 10)})
     made = plan([source.layout], dest.layout)
-    with pytest.raises(
-        IncompleteTransfer, match=r"source: space swa needs .* 36 to 51, .* 40 to 51"
-    ):
+    says = r"source: space swa needs .* 36 to 51, .* 40 to 51"
+    with pytest.raises(IncompleteTransfer, match=says):
         made.bind(0, late, whole)
 
 
@@ -441,14 +425,13 @@ def ring_of(kind, size):
 def test_rings_of_requests_pair_with_rings_of_window_pages(tokens, sizes, kinds):
     source, dest = map(ring_of, kinds, sizes)
     there, here = place(source, tokens, 1), place(dest, tokens)
-    made = plan([source.layout], dest.layout)
     chunks = [range(tokens)] if tokens < 6 else [range(5), range(5, tokens)]
     last = range(max(0, tokens - tokens % 4 - 4), tokens)
     blank(dest)
     fill(source, there, last)
     for chunk in chunks:  # what is alive in the end stays in a ring from its chunk on
         held = RequestAddress(chunk.stop, there.spans)
-        apply(made.bind(0, held, here, tokens=chunk), [source], dest)
+        move([source], dest, [held], here, chunk)
     assert_holds(dest, here, last)
 
 

@@ -10,7 +10,7 @@ from disagg.plan import plan
 from disagg.plan.bind import BYTES_PER_RUN
 from kvpool.describe import describe, describe_buffer
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
-from tests.oracle import assert_holds, blank, fill, hand_off, move, over, place, write
+from tests.oracle import assert_holds, blank, fill, hand_off, move, over, place, staged
 
 
 def cache(page=16, heads=2, dim=4, pages=12, layers=1, *, gap=0, padding=False, **space):
@@ -105,11 +105,8 @@ def test_foreign_bytes_of_a_page_that_moves_whole_are_not_touched(padding):
 
 def test_pages_of_others_and_a_prefix_that_is_kept_are_not_touched():
     source, dest = cache(), cache()
-    there, into = place(source, 37, 1), place(dest, 37, 2)
-    fill(source, there)
     for start in (0, 5, 16, 20, 32, 33, 37):
-        blank(dest)
-        write(dest, into, range(start), salt=1)
+        (there,), into = staged([source], dest, 37, prefix=start)
         move([source], dest, [there], into, range(start, 37))
         assert_holds(dest, into, range(start, 37), kept=range(start))
 
