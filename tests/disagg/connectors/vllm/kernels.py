@@ -49,8 +49,8 @@ class Rank:
     def block_tokens(self) -> int:
         return self.view.shape[2]
 
-    def cells(self, token: int):
-        """(role, steps of the inner axes, the tensor that holds it) of one token."""
+    def cells(self, block: int, offset: int):
+        """(role, steps of the inner axes, the tensor that holds it) of the token that is there."""
         raise NotImplementedError
 
     def at(self, token: int) -> tuple[int, int]:
@@ -64,12 +64,12 @@ class Rank:
 
     def write(self, tokens: range) -> None:
         for token in filter(self.holds, tokens):
-            for role, inner, cell in self.cells(token):
+            for role, inner, cell in self.cells(*self.at(token)):
                 cell.copy_(self.value(role, token, inner, cell))
 
     def assert_holds(self, tokens: range) -> None:
         for token in filter(self.holds, tokens):
-            for role, inner, cell in self.cells(token):
+            for role, inner, cell in self.cells(*self.at(token)):
                 held = cell.contiguous().view(torch.uint8)
                 expected = self.value(role, token, inner, cell).view(torch.uint8)
                 assert held.equal(expected), (self.layer, role, token, inner)
@@ -91,8 +91,7 @@ class KeysAndValues(Rank):
 
     key: int = 0
 
-    def cells(self, token):
-        block, offset = self.at(token)
+    def cells(self, block, offset):
         entry = self.view.transpose(1, 2)[block, offset]
         for number, head in enumerate(self.heads):
             yield "k", (head,), entry[number, : self.key]
@@ -105,8 +104,7 @@ class TokenHeadScales(Rank):
     bytes of a half one float32 scale (v1/attention/backends/triton_attn.py, _ensure_scale_caches).
     """
 
-    def cells(self, token):
-        block, offset = self.at(token)
+    def cells(self, block, offset):
         halves = self.view.transpose(1, 2)[block, offset].chunk(2, dim=-1)
         for number, head in enumerate(self.heads):
             for role, half in zip("kv", halves):
@@ -120,8 +118,7 @@ class TransposedKeys(Rank):
     second V; K's element (token, i) is at `token + i * block_size` (csrc/cpu/cpu_attn_vec.hpp).
     """
 
-    def cells(self, token):
-        block, offset = self.at(token)
+    def cells(self, block, offset):
         for number, head in enumerate(self.heads):
             k, v = self.view[block, number].view(-1).chunk(2)
             tokens, dim = self.block_tokens, k.numel() // self.block_tokens
@@ -134,8 +131,7 @@ class TransposedKeys(Rank):
 class PlanesOfHeads(Rank):
     """B12X: `kv_cache.unbind(1)`, each plane `unflatten(-1, (heads, dim))` (_kv_cache_views)."""
 
-    def cells(self, token):
-        block, offset = self.at(token)
+    def cells(self, block, offset):
         for role, plane in zip("kv", self.view.unbind(1)):
             token_heads = plane[block, offset].unflatten(-1, (len(self.heads), -1))
             for number, head in enumerate(self.heads):
@@ -150,8 +146,7 @@ class LatentRows(Rank):
 
     latent: int = 0
 
-    def cells(self, token):
-        block, offset = self.at(token)
+    def cells(self, block, offset):
         row = self.view.squeeze(1)[block, offset]
         yield "latent", (), row[: self.latent]
         yield "rope", (), row[self.latent :]
@@ -163,8 +158,7 @@ class SparseRows(Rank):
     float32, last 128 bfloat16).
     """
 
-    def cells(self, token):
-        block, offset = self.at(token)
+    def cells(self, block, offset):
         row = self.view.squeeze(1)[block, offset]
         yield "latent", (), row[:512].view(FP8)
         yield "latent.scale", (), row[512:528].view(torch.float32)
@@ -177,8 +171,7 @@ class IndexKeys(Rank):
     its scale at `block * stride + block_size * 128 + offset * 4` (csrc/cache_kernels.cu).
     """
 
-    def cells(self, token):
-        block, offset = self.at(token)
+    def cells(self, block, offset):
         page = self.view[block].view(-1)
         yield "index_key", (), page[offset * 128 : offset * 128 + 128].view(FP8)
         start = self.block_tokens * 128 + offset * 4
@@ -200,8 +193,8 @@ class Slots(Rank):
     cell_dims: int = 2
     taps: int = 3
 
-    def cells(self, token):
-        page = self.view[self.ids[0]].view(-1)
+    def cells(self, block, offset):
+        page = self.view[block].view(-1)
         size = math.prod(self.conv) * self.conv_dtype.itemsize
         conv = page[:size].view(self.conv_dtype).view(self.conv)
         conv = conv if self.dim_first else conv.T

@@ -69,7 +69,7 @@ class Memory:
         self.raw.zero_()
         for kernel, _ in self.kernels[:4]:
             for token in range(TOKENS, -(-TOKENS // entries) * entries):
-                for _, _, cell in kernel.cells(token):
+                for _, _, cell in kernel.cells(*kernel.at(token)):
                     cell.view(torch.uint8).fill_(1)
         marks = self.raw.bool()
         self.raw.copy_(before)

@@ -69,13 +69,18 @@ def send(room="room", start=0, stop=20, last=True):
     return engines.send(((3, 1, 2), (6,)), start, stop, last, room)
 
 
+def until_there(prefill, decode):
+    """Until both are told that the request has come."""
+    until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
+    assert not decode.failed
+
+
 def test_pages_and_states_arrive_in_the_blocks_that_were_named(sides):
     prefill, decode = sides
     before = decode.memory.clone()
     prefill.step(sends=[send()])
     decode.step(receives=[receive(prefill)])
-    until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
-    assert not decode.failed
+    until_there(prefill, decode)
     expected = before
     for here, there, tokens in ((9, 3, 8), (4, 1, 8), (5, 2, 4)):
         expected[here, : 16 * tokens] = prefill.memory[there, : 16 * tokens]
@@ -108,8 +113,7 @@ def test_a_layer_is_there_before_the_pass_that_computes_it_has_ended(sides, told
     for _ in saved(prefill, *told, sends=[send(start=16)]):
         until(ready(decode, first), decode, turns=prefill)
         assert "d" not in decode.received
-    until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
-    assert not decode.failed
+    until_there(prefill, decode)
     assert torch.equal(decode.memory[9], prefill.memory[3])
     assert torch.equal(decode.memory[7, :50], prefill.memory[6, :50])
 
@@ -133,8 +137,7 @@ def test_a_preemption_ends_what_was_offered_before_and_nothing_after(sides):
     prefill.step(sends=[send("first", stop=16, last=False)])
     decode.step(receives=[receive(prefill, "again")])
     list(saved(prefill, "attention", "state", aborts=["p"], sends=[send("again")]))
-    until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
-    assert not decode.failed
+    until_there(prefill, decode)
     assert prefill.rank.prefill.leases().leased == {}
 
 
@@ -249,5 +252,4 @@ def test_a_user_may_say_that_something_is_not_compared(opened):
     decode = opened(False, said=ROPE[1], conventions=UNSAID)
     prefill.step(sends=[send()])
     decode.step(receives=[receive(prefill)])
-    until(lambda: "d" in decode.received and "p" in prefill.sent, decode, prefill)
-    assert not decode.failed
+    until_there(prefill, decode)
