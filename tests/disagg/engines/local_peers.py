@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -57,9 +58,17 @@ def memory_file(content: int | bytes, *, sealed: bool = True) -> int:
     return handle
 
 
+@contextmanager
+def bound(path: Path, kind: int = socket.SOCK_STREAM):
+    """A socket at a path."""
+    with socket.socket(socket.AF_UNIX, kind) as one:
+        one.bind(str(path))
+        yield one
+
+
 class FakePeer:
-    """Passes `data` in a file, and `files`, to whoever dials, unless it is `silent`; the
-    connections stay open, until `hang_up`.
+    """Passes `data` in a file, and `files`, which are closed at the end, to whoever dials, unless
+    it is `silent`; the connections stay open, until `hang_up`.
     """
 
     def __init__(
@@ -84,6 +93,8 @@ class FakePeer:
         self.hang_up()
         self._listener.close()
         self.path.unlink()
+        for file in self.files:
+            os.close(file)
 
     @property
     def metadata(self) -> bytes:

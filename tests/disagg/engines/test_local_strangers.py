@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from tests.disagg.engines.local_peers import (
     SIZE,
     FakePeer,
     blank,
+    bound,
     files,
     memory_file,
     metadata,
@@ -138,9 +139,8 @@ def listen(one):
 
 
 def test_a_socket_that_another_user_serves_is_refused(monkeypatch):
-    with socket.socket(socket.AF_UNIX) as one, reading(memory := blank()) as engine:
-        path = new_path()
-        one.bind(str(path))
+    path = new_path()
+    with bound(path) as one, reading(memory := blank()) as engine:
         sentence = rf"is of user {NOBODY}, this process runs as user {os.geteuid()}: .* one user"
         if os.geteuid() == 0:
             with forked(listen, one), pytest.raises(TransferError, match=sentence):
@@ -157,8 +157,7 @@ def test_a_socket_that_another_user_serves_is_refused(monkeypatch):
 @pytest.mark.root
 def test_a_socket_in_a_folder_of_another_user_is_not_dialled(tmp_path):
     os.chown(tmp_path, NOBODY, NOBODY)
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(tmp_path / "s"))
+    with bound(tmp_path / "s") as one:
         one.listen()
         with pytest.raises(TransferError, match=rf"of user {NOBODY}, this process runs as user 0"):
             LocalEngine().connect(metadata(str(tmp_path / "s")))
@@ -169,8 +168,7 @@ def test_a_socket_in_a_folder_of_another_user_is_not_dialled(tmp_path):
 
 def test_sockets_of_services_are_not_dialled(tmp_path):
     tmp_path.chmod(0o755)
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(str(tmp_path / "s"))
+    with bound(tmp_path / "s") as one:
         one.listen()
         with pytest.raises(TransferError, match="in a folder that other users may open"):
             LocalEngine().connect(metadata(str(tmp_path / "s")))
@@ -203,9 +201,7 @@ def test_what_is_no_listening_socket_is_refused_at_once(tmp_path, kind):
     elif kind == "pipe":
         os.mkfifo(path)
     sort = socket.SOCK_DGRAM if kind == "datagram" else socket.SOCK_STREAM
-    with socket.socket(socket.AF_UNIX, sort) as one:
-        if not path.exists():
-            one.bind(str(path))
+    with nullcontext() if path.exists() else bound(path, sort):
         before = files()
         with pytest.raises(TransferError, match="cannot be reached"):
             LocalEngine().connect(metadata(str(path)))
@@ -297,72 +293,51 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("name", SPOILT)
-def test_a_spoilt_offer_is_refused_and_leaves_no_file_open(name, monkeypatch):
-    segments, makers, sentence = SPOILT[name]
+NO_OFFER = [
+    (b"", [], "malformed offer"),
+    (b"\xc1", [], "malformed offer"),
+    (b"\x92\x90", [], "malformed offer"),
+    (msgspec.msgpack.encode([[], [], []]), [], "malformed offer"),
+    (msgspec.msgpack.encode([[[4096, 1 << 64 - 1, -1, 0]], []]), [], "malformed offer"),
+    (bytes((16 << 20) + 1), [], f"{(16 << 20) + 1} bytes, at most"),
+    (None, [], "no file came"),
+    (None, [pipe_end], "not a regular one"),
+    (None, [lambda: memory_file(8, sealed=False)], "not sealed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("data", "makers", "sentence"),
+    [*((offer(segments), *more) for segments, *more in SPOILT.values()), *NO_OFFER],
+    ids=[*SPOILT, *(str(data)[:20] for data, *_ in NO_OFFER)],
+)
+def test_what_is_no_offer_is_refused_and_leaves_no_file_open(data, makers, sentence, monkeypatch):
     monkeypatch.setattr(offers, "MAX_REGIONS", 9)
-    passed = [make() for make in makers]
-    with FakePeer(offer(segments), passed) as peer, reading(blank()) as engine:
+    with FakePeer(data, [make() for make in makers]) as peer, reading(blank()) as engine:
         before = files()
         with pytest.raises(TransferError, match=sentence):
             engine.connect(peer.metadata)
         peer.hang_up()
         until(lambda: files() == before)
-    for handle in passed:
-        os.close(handle)
 
 
-@pytest.mark.parametrize(
-    ("data", "sentence"),
-    [
-        (b"", "malformed offer"),
-        (b"\xc1", "malformed offer"),
-        (b"\x92\x90", "malformed offer"),
-        (msgspec.msgpack.encode([[], [], []]), "malformed offer"),
-        (msgspec.msgpack.encode([[[4096, 1 << 64 - 1, -1, 0]], []]), "malformed offer"),
-        (bytes((16 << 20) + 1), f"{(16 << 20) + 1} bytes, at most"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_bytes_that_are_no_offer_are_refused(data, sentence):
-    with (
-        FakePeer(data) as peer,
-        reading(blank()) as engine,
-        pytest.raises(TransferError, match=sentence),
-    ):
-        engine.connect(peer.metadata)
-
-
-@pytest.mark.parametrize(
-    ("makers", "sentence"),
-    [
-        ([], "no file came"),
-        ([pipe_end], "not a regular one"),
-        ([lambda: memory_file(8, sealed=False)], "not sealed"),
-        (None, "has ended"),
-    ],
-)
-def test_a_peer_that_passes_no_offer_is_refused(makers, sentence):
-    passed = [make() for make in makers or ()]
-    with FakePeer(files=passed, silent=makers is None) as peer, reading(blank()) as engine:
-        peer.hangs_up = makers is None
-        with pytest.raises(TransferError, match=sentence):
+def test_a_peer_that_hangs_up_is_refused():
+    with FakePeer(silent=True) as peer, reading(blank()) as engine:
+        peer.hangs_up = True
+        with pytest.raises(TransferError, match="has ended"):
             engine.connect(peer.metadata)
-    for handle in passed:
-        os.close(handle)
 
 
 def test_only_the_offered_part_of_a_file_can_be_read():
-    memory, handle = blank(), memory_file(3 * 4096)
+    memory = blank()
     dst = memory.ctypes.data
     segments = [(1 << 30, 100, 0, 4000), ((1 << 30) + 4096, 100, 0, 9000)]
-    with FakePeer(offer(segments), [handle]) as peer, reading(memory) as engine:
+    with FakePeer(offer(segments), [memory_file(3 * 4096)]) as peer, reading(memory) as engine:
         other = engine.connect(peer.metadata)
         read(engine, other, batch_of((1 << 30, dst, 100), ((1 << 30) + 4096, dst + 200, 100)))
         for start in ((1 << 30) - 1, (1 << 30) + 93, (1 << 30) + 4096 - 8, (1 << 30) + 4189):
             with pytest.raises(TransferError, match="do not lie in memory that the peer has"):
                 read(engine, other, batch_of((start, dst + 400, 8)))
-    os.close(handle)
     assert memory[:100].all() and memory[200:300].all() and memory.sum() == 200
 
 
