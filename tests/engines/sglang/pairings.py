@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from tests.engines.sglang import sides
@@ -119,16 +120,8 @@ def kda_mla(ranks):
     return sides.hybrid(ranks=ranks, kind="kda", full="mla")
 
 
-def swa_mxfp8(heads=4):
-    return sides.swa(heads=heads, inner="MHATokenToKVPoolMXFP8")
-
-
-def one_draft():
-    return sides.mha(layers=1)
-
-
-def one_dsa():
-    return sides.dsa(layers=1)
+swa_mxfp8 = partial(sides.swa, inner="MHATokenToKVPoolMXFP8")
+one_draft, one_dsa = partial(sides.mha, layers=1), partial(sides.dsa, layers=1)
 
 
 def drafts_of_dsa():
@@ -136,12 +129,8 @@ def drafts_of_dsa():
 
 
 MHA, MLA, DSA, V4 = (f"{name}TokenToKVPool" for name in ("MHA", "MLA", "DSA", "DeepSeekV4"))
-MXFP8, SWA, SWA8, GDN = (
-    "MHATokenToKVPoolMXFP8",
-    "SWAKVPool",
-    "SWAKVPool of MXFP8",
-    "HybridLinearKVPool",
-)
+MXFP8, SWA, GDN = "MHATokenToKVPoolMXFP8", "SWAKVPool", "HybridLinearKVPool"
+SWA8 = "SWAKVPool of MXFP8"
 DRAFT = {"missing": ("draft",)}
 PAIRS = (
     Pair(MHA, "nothing", lambda: both(sides.mha)),

@@ -11,6 +11,13 @@ from unittest import mock
 
 import numpy as np
 import torch
+from sglang.srt.configs import mamba_utils as shapes
+from sglang.srt.disaggregation.base.conn import KVArgs
+from sglang.srt.disaggregation.utils import setup_state_kv_args
+from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool, NPUMLATokenToKVPool
+from sglang.srt.mem_cache import deepseek_v4_memory_pool as v4, memory_pool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.connectors.sglang.layer_set import Ranks
@@ -51,9 +58,6 @@ def state_indices(kinds: Sequence[str], side: Side) -> list[Any]:
 
 def state_types(side: Side) -> list[str]:
     """SGLang's own answer (`setup_state_kv_args`)."""
-    from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.utils import setup_state_kv_args
-
     args = KVArgs()
     setup_state_kv_args(args, side.target, side.draft, 8)
     return [kind.value for kind in args.state_types]
@@ -100,13 +104,8 @@ def hand_over(
         for side in dests:
             made = described(side, layers, heads, groups)
             before = [held.clone() for held in oracle.memory(side)]
-            decode = DecodeEndpoint(
-                made.layout,
-                create_engine(engine),
-                ranks=len(dests),
-                verify="checksum",
-                **options,
-            )
+            more = {"ranks": len(dests), "verify": "checksum", **options}
+            decode = DecodeEndpoint(made.layout, create_engine(engine), **more)
             stack.enter_context(decode).connect(addresses, timeout=PATIENCE)
             decode.receive("room", address_of(made, side))
             rooms.append((decode, side, before))
@@ -137,8 +136,6 @@ def shape(page: int, layers: int, start: int) -> dict[str, Any]:
 
 
 def mha(page=16, heads=4, layers=4, start=0, dim=8, dtype=torch.float32, cls="", **more):
-    from sglang.srt.mem_cache import memory_pool
-
     kind = getattr(memory_pool, cls or "MHATokenToKVPool")
     return kind(dtype=dtype, head_num=heads, head_dim=dim, **shape(page, layers, start), **more)
 
@@ -148,28 +145,18 @@ def mxfp8(page=16, heads=4, layers=4, start=0):
 
 
 def mla(page=16, layers=4, start=0, dtype=torch.bfloat16):
-    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-
-    return MLATokenToKVPool(
-        dtype=dtype,
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        **shape(page, layers, start),
-    )
+    sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, **shape(page, layers, start)}
+    return memory_pool.MLATokenToKVPool(dtype=dtype, **sizes)
 
 
 def alone():
     """SGLang's parallel state, which a process without a server does not have: one rank."""
-    from sglang.srt.runtime_context import get_parallel
-
     return get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0)
 
 
 def dsa(layers=4, start=0, fp8=True, skip=()):
     """DeepSeek-V3.2's: pages of 64."""
-    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
-
-    return DSATokenToKVPool(
+    return memory_pool.DSATokenToKVPool(
         kv_lora_rank=512,
         dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
         qk_rope_head_dim=64,
@@ -182,9 +169,6 @@ def dsa(layers=4, start=0, fp8=True, skip=()):
 
 def swa(page=16, heads=4, layers=4, inner="", **more):
     """Every other layer sees a window."""
-    from sglang.srt.mem_cache import memory_pool
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
     return SWAKVPool(
         size=size(page),
         size_swa=size(page),
@@ -201,26 +185,19 @@ def swa(page=16, heads=4, layers=4, inner="", **more):
 
 
 def linear_shape(kind="gdn", ranks=1):
-    from sglang.srt.configs import mamba_utils as shapes
-
+    more = {"tp_world_size": ranks, "num_heads": 4, "head_dim": 16}
     if kind == "kda":
-        shape = shapes.KimiLinearStateShape.create(
-            tp_world_size=ranks, num_heads=4, head_dim=16, conv_kernel_size=4
-        )
+        shape = shapes.KimiLinearStateShape.create(conv_kernel_size=4, **more)
         return shapes.KimiLinearCacheParams(shape=shape, layers=[0])
-    more = {"n_groups": 2, "num_heads": 4, "head_dim": 16, "state_size": 16}
+    more |= {"n_groups": 2, "state_size": 16, "intermediate_size": 64, "conv_kernel": 4}
     if kind == "gdn":
         more["conv_shard_groups"] = [32, 32, 64]
-    shape = shapes.Mamba2StateShape.create(
-        tp_world_size=ranks, intermediate_size=64, conv_kernel=4, **more
-    )
+    shape = shapes.Mamba2StateShape.create(**more)
     return shapes.Mamba2CacheParams(shape=shape, layers=[0])
 
 
 def mamba(layers, kind="gdn", ranks=1, slots=6):
-    from sglang.srt.mem_cache.memory_pool import MambaPool
-
-    return MambaPool(
+    return memory_pool.MambaPool(
         size=slots,
         spec_state_size=slots,
         cache_params=linear_shape(kind, ranks),
@@ -231,22 +208,14 @@ def mamba(layers, kind="gdn", ranks=1, slots=6):
 
 def hybrid(page=16, heads=4, first=0, layers=8, kind="gdn", ranks=1, full="mha"):
     """Every fourth layer is attention: of K and V, latents, or latents and index keys."""
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
-
     held = range(first, first + layers)
+    keys = {"use_dsa": True, "index_head_dim": 128, "kv_cache_dim": 576}
     more = {
         "mha": {},
         "mla": {"use_mla": True, "kv_lora_rank": 32, "qk_rope_head_dim": 8},
-        "dsa": {
-            "use_mla": True,
-            "use_dsa": True,
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "index_head_dim": 128,
-            "kv_cache_dim": 576,
-        },
+        "dsa": {"use_mla": True, "kv_lora_rank": 512, "qk_rope_head_dim": 64, **keys},
     }[full]
-    return HybridLinearKVPool(
+    return memory_pool.HybridLinearKVPool(
         size=size(page),
         dtype=torch.bfloat16,
         page_size=page,
@@ -261,33 +230,19 @@ def hybrid(page=16, heads=4, first=0, layers=8, kind="gdn", ranks=1, full="mha")
 
 
 def npu_mla(page=16, layers=4, start=0, index=True):
-    from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMLATokenToKVPool
-
-    return NPUMLATokenToKVPool(
-        dtype=torch.bfloat16,
-        kv_lora_rank=32,
-        qk_rope_head_dim=8,
-        index_head_dim=128 if index else None,
-        **shape(page, layers, start),
-    )
+    sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, **shape(page, layers, start)}
+    keys = 128 if index else None
+    return NPUMLATokenToKVPool(dtype=torch.bfloat16, index_head_dim=keys, **sizes)
 
 
 def npu_mha(page=16, heads=4, layers=4, start=0):
-    from sglang.srt.hardware_backend.npu.memory_pool_npu import NPUMHATokenToKVPool
-
-    return NPUMHATokenToKVPool(
-        dtype=torch.bfloat16,
-        head_num=heads,
-        head_dim=8,
-        **shape(page, layers, start),
-    )
+    sizes = {"head_num": heads, "head_dim": 8, **shape(page, layers, start)}
+    return NPUMHATokenToKVPool(dtype=torch.bfloat16, **sizes)
 
 
 def dsv4(ratios, page=256, drafts=0, start=None, end=None, pages=8):
     """`drafts`: tokens that speculation drafts, which make the rings longer."""
-    from sglang.srt.mem_cache import deepseek_v4_memory_pool as module
-
-    rings = partial(module.get_compress_state_ring_size, num_draft_tokens=drafts)
+    rings = partial(v4.get_compress_state_ring_size, num_draft_tokens=drafts)
     tokens = (pages - 1) * page
     said = SimpleNamespace(
         kernel=SimpleNamespace(dsv4_attn_backend="auto", enable_deepseek_v4_fp4_indexer=False),
@@ -295,8 +250,8 @@ def dsv4(ratios, page=256, drafts=0, start=None, end=None, pages=8):
         speculative_algorithm="EAGLE" if drafts else None,
         speculative_num_draft_tokens=drafts,
     )
-    with mock.patch.multiple(module, get_exec=lambda: said, get_spec=lambda: said):
-        return module.DeepSeekV4TokenToKVPool(
+    with mock.patch.multiple(v4, get_exec=lambda: said, get_spec=lambda: said):
+        return v4.DeepSeekV4TokenToKVPool(
             max_num_reqs=4,
             swa_size=tokens,
             c4_size=tokens // 4,

@@ -34,21 +34,16 @@ COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 3,
+    "num_hidden_layers": 4,
 }
-EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, **COMMON}
+EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2, "intermediate_size": 512}
 
 
 def llama() -> PreTrainedConfig:
     """Four layers of full attention, 4 KV heads of 32."""
-    return LlamaConfig(
-        **COMMON,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
-        tie_word_embeddings=False,
-    )
+    sizes = {**HEADS, "num_key_value_heads": 4, "head_dim": 32}
+    return LlamaConfig(**sizes, intermediate_size=512, tie_word_embeddings=False)
 
 
 def llama_other_rope() -> PreTrainedConfig:
@@ -67,11 +62,11 @@ def llama_wide() -> PreTrainedConfig:
 
 def deepseek_v3() -> PreTrainedConfig:
     """Three layers of latent attention, two of them with experts."""
+    latents = {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
     return DeepseekV3Config(
-        **COMMON,
+        **{**COMMON, "num_hidden_layers": 3},
         **EXPERTS,
-        intermediate_size=512,
-        num_hidden_layers=3,
+        **latents,
         num_attention_heads=4,
         num_key_value_heads=4,
         n_shared_experts=1,
@@ -79,9 +74,6 @@ def deepseek_v3() -> PreTrainedConfig:
         n_group=1,
         topk_group=1,
         first_k_dense_replace=1,
-        q_lora_rank=128,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
         qk_nope_head_dim=128,
         v_head_dim=128,
         topk_method="noaux_tc",  # vLLM reads it, transformers does not save it by itself
@@ -91,45 +83,23 @@ def deepseek_v3() -> PreTrainedConfig:
 
 def gpt_oss() -> PreTrainedConfig:
     """Windows of 128 and full attention in turns, with sinks."""
-    return GptOssConfig(
-        **COMMON,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=128,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )
+    layers = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}
+    return GptOssConfig(**HEADS, **layers, **experts)
 
 
 def gemma3() -> PreTrainedConfig:
     """Three layers of windows of 128, one of full attention."""
-    return Gemma3TextConfig(
-        **COMMON,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        sliding_window=128,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
-    )
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    return Gemma3TextConfig(**HEADS, intermediate_size=512, sliding_window=128, layer_types=types)
 
 
 def qwen3_next() -> PreTrainedConfig:
     """Three layers of gated delta nets, one of full attention."""
     return Qwen3NextConfig(
-        **COMMON,
+        **{**HEADS, "num_attention_heads": 4},
         **EXPERTS,
-        intermediate_size=512,
         shared_expert_intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=64,

@@ -13,25 +13,9 @@ import types
 from typing import Any
 
 STUBS = (
-    "blobfile",
-    "cuda",
-    "cutlass",
-    "datasets",
-    "decord",
-    "deep_gemm",
-    "flash_attn",
-    "flashinfer",
-    "humming",
-    "modelscope",
-    "nvshmem",
-    "outlines",
-    "pynvml",
-    "quack",
-    "sgl_kernel",
-    "smg_grpc_servicer",
-    "tilelang",
-    "timm",
-    "torchvision",
+    *("blobfile", "cuda", "cutlass", "datasets", "decord", "deep_gemm", "flash_attn", "flashinfer"),
+    *("humming", "modelscope", "nvshmem", "outlines", "pynvml", "quack", "sgl_kernel"),
+    *("smg_grpc_servicer", "tilelang", "timm", "torchvision"),
 )
 ASK = ("accelerate", "huggingface_hub", "safetensors", "torch", "transformers")
 """Packages that look whether others are there, and go without."""
