@@ -27,11 +27,7 @@ PAGE = 4
 
 def allocator(num_pages=9, page_size=PAGE) -> Allocator:
     pool = MLAPool(
-        layers=[0],
-        num_pages=num_pages,
-        page_size=page_size,
-        dtype="bf16",
-        device="meta",
+        layers=[0], num_pages=num_pages, page_size=page_size, dtype="bf16", device="meta"
     )
     return Allocator(pool)
 

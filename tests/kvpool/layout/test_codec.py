@@ -13,16 +13,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvpool.item import Cell, Repeat, Seq, item_bytes, item_regions, prefixed
-from kvpool.layout import (
-    VERSION,
-    Axis,
-    Buffer,
-    Interleave,
-    LayoutError,
-    PoolLayout,
-    Region,
-    Space,
-)
+from kvpool.layout import VERSION, Axis, Buffer, Interleave, LayoutError, PoolLayout, Region, Space
 from kvpool.layout.codec import MAX_BYTES, MAX_PARTS
 from tests.kvpool.layout.test_template import templates
 

@@ -94,11 +94,7 @@ WRONG = {
         "target total_kv_layers: not given, and layers 3 alone do not say how many the target "
         "model has. Give total_kv_layers",
     ),
-    "a draft alone": (
-        lambda: [rows(owner="draft")[1]],
-        {},
-        "draft total_kv_layers: not given",
-    ),
+    "a draft alone": (lambda: [rows(owner="draft")[1]], {}, "draft total_kv_layers: not given"),
     "fewer layers than there are": (
         lambda: [rows(layer=3)[1]],
         {"total_kv_layers": 3},

@@ -138,12 +138,7 @@ def test_a_section_is_what_the_templates_of_its_kind_say(title):
             (4_096 + 130) * 6 + 4,
         ),
         # x has 8,192 channels, B and C 1,024 each
-        (
-            "Mamba-2, channels first",
-            "conv.b",
-            {"head": 7, "dim": 127, "tap": 2},
-            9_216 * 6 - 2,
-        ),
+        ("Mamba-2, channels first", "conv.b", {"head": 7, "dim": 127, "tap": 2}, 9_216 * 6 - 2),
         ("Mamba-2, taps first", "conv.c", {"head": 0, "dim": 0, "tap": 1}, 20_480 + 9_216 * 2),
         ("Mamba-2, taps first", "temporal", {"head": 127}, 127 * 64 * 128 * 4),
         # every channel is a head

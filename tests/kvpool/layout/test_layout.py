@@ -469,10 +469,7 @@ def test_what_every_rank_holds_shares_ids_with_what_ranks_share_out():
             r"space index: an item holds 8 tokens, but an item of kv, whose ids it shares, 8 of 16",
         ),
         (
-            (
-                Space("kv", "paged", 6, interleave=HALF),
-                Space("index", "paged", 12, ids="kv"),
-            ),
+            (Space("kv", "paged", 6, interleave=HALF), Space("index", "paged", 12, ids="kv")),
             r"space kv: stretches of 4 positions do not divide an item of 6, and index shares",
         ),
     ],

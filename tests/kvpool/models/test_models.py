@@ -15,12 +15,7 @@ V4_FP8 = 21 * (37440 / 256 + 132 / 4) + 20 * 1728 / 256  # pages padded to whole
 SHIPPED = {
     "deepseek_v3": ("MLA", 61, 61 * 1152, 61 * 656),
     "deepseek_v32": ("MLA IndexKey", 61, 61 * (1152 + 132), 61 * (656 + 132)),
-    "deepseek_v4": (
-        "V4Latent IndexKey Ring",
-        43,
-        21 * (1024 + 132) / 4 + 20 * 1024 / 128,
-        V4_FP8,
-    ),
+    "deepseek_v4": ("V4Latent IndexKey Ring", 43, 21 * (1024 + 132) / 4 + 20 * 1024 / 128, V4_FP8),
     "gpt_oss_120b": ("MHA", 36, 18 * 2 * 8 * 64 * 2, 18 * 2 * 8 * (64 + 4)),
     "kimi_linear_48b": ("MLA LinearState", 27, 7 * 1152, 7 * 656),
     "llama_3_1_70b": ("MHA", 80, 80 * 2 * 8 * 128 * 2, 80 * 2 * 8 * (128 + 4)),

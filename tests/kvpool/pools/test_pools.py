@@ -328,12 +328,7 @@ def test_a_pool_of_some_positions_is_refused():
     said = r"space kv: interleave=.* a pool holds all positions .* with kvpool.describe"
     with pytest.raises(LayoutError, match=said):
         SharedOut(
-            layers=[0],
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            num_pages=4,
-            page_size=4,
-            dtype="bf16",
+            layers=[0], kv_lora_rank=8, qk_rope_head_dim=4, num_pages=4, page_size=4, dtype="bf16"
         )
 
 

@@ -186,9 +186,7 @@ def test_a_stage_holds_what_the_whole_model_has_in_its_layers(build, layers):
 
 
 @pytest.mark.parametrize(
-    "build",
-    [mha, swa, hybrid, hybrid_mla, hybrid_nsa],
-    ids=["mha", "swa", "gdn", "kda", "mamba2"],
+    "build", [mha, swa, hybrid, hybrid_mla, hybrid_nsa], ids=["mha", "swa", "gdn", "kda", "mamba2"]
 )
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("packing", ["bf16", "fp8"])
@@ -278,16 +276,8 @@ def test_rows_that_an_indexer_pools_are_not_quantised(packing):
 @pytest.mark.parametrize(
     ("error", "call", "says"),
     [
-        (
-            KeyError,
-            lambda: nsa().get_index_key(2, [4]),
-            r"layer 2: no IndexKey .* MLA\)",
-        ),
-        (
-            KeyError,
-            lambda: hybrid().get_kv_buffer(0, [4]),
-            "0: no Attention .* LinearState",
-        ),
+        (KeyError, lambda: nsa().get_index_key(2, [4]), r"layer 2: no IndexKey .* MLA\)"),
+        (KeyError, lambda: hybrid().get_kv_buffer(0, [4]), "0: no Attention .* LinearState"),
         (
             KeyError,
             lambda: dsv4().get_kv_buffer(0, [4], part="c2"),
@@ -307,11 +297,7 @@ def test_what_a_layer_does_not_hold_is_refused(error, call, says):
         call()
 
 
-LINEAR = {
-    "gdn": gated_delta_net(2, 4, 3, 5, 4),
-    "kda": KDA,
-    "mamba2": MAMBA2,
-}
+LINEAR = {"gdn": gated_delta_net(2, 4, 3, 5, 4), "kda": KDA, "mamba2": MAMBA2}
 
 
 @pytest.mark.parametrize("linear", LINEAR.values(), ids=LINEAR.keys())

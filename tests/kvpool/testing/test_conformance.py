@@ -216,12 +216,7 @@ FAULTS = [
     (Nameless, None, "a_device_that_is_not_there_is_refused_by_name", "RuntimeError (no"),
     (Hasty, None, "an_event_tells_when_work_has_ended", "an event had ended before"),
     (Shifted, "mla bf16", "scatter_writes_these_bytes_and_no_others", "target layer 0 latent"),
-    (
-        Padder,
-        "dsv4 fp8, rows of 584",
-        "scatter_writes_these_bytes_and_no_others",
-        "padding, byte",
-    ),
+    (Padder, "dsv4 fp8, rows of 584", "scatter_writes_these_bytes_and_no_others", "padding, byte"),
     (Straight, "mla bf16", "values_may_have_any_strides", "target layer 0 latent"),
     (Truncating, "mla fp8", "write_packs_as_the_formats_say", "target layer 0 latent: item"),
     (Blind, "mha mxfp8", "write_packs_extremes", "0x7f expected"),
