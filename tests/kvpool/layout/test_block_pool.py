@@ -170,9 +170,19 @@ def test_blocks_of_several_items_lie_over_one_another_block_over_block_only(othe
             (cut(), buffer("swa", 300, items=16)),
             r"swa.300 of space swa has items 16, buffer kv.0 of space kv 16 \(4 blocks\)",
         ),
+        (
+            (KV, SWA),
+            (buffer("kv"), buffer("swa", items=5)),
+            r"block pool blocks: buffer swa.0 of space swa has items 5, buffer kv.0 of space kv 4",
+        ),
+        (
+            (KV, replace(SWA, reserved=2)),
+            (),
+            r"block pool blocks: space swa has reserved 2, space kv 1\..*the same reserved, in blo",
+        ),
     ],
 )
-def test_spaces_of_one_block_pool_have_the_same_blocks(spaces, buffers, says):
+def test_spaces_of_one_block_pool_have_the_same_ids_and_blocks(spaces, buffers, says):
     with pytest.raises(LayoutError, match=says):
         layout(*buffers, spaces=spaces)
 
@@ -195,26 +205,6 @@ def test_a_block_is_a_number_of_items(size):
 def test_only_blocks_of_a_pool_are_several_items(more):
     with pytest.raises(LayoutError, match=r"space kv: items_per_block 2 without a block_pool"):
         Space("kv", items_per_block=2, **more)
-
-
-@pytest.mark.parametrize(
-    ("spaces", "buffers", "says"),
-    [
-        (
-            (KV, SWA),
-            (buffer("kv"), buffer("swa", items=5)),
-            r"block pool blocks: buffer swa.0 of space swa has items 5, buffer kv.0 of space kv 4",
-        ),
-        (
-            (KV, replace(SWA, reserved=2)),
-            (),
-            r"block pool blocks: space swa has reserved 2, space kv 1\..*the same reserved, in blo",
-        ),
-    ],
-)
-def test_spaces_of_one_block_pool_have_the_same_ids(spaces, buffers, says):
-    with pytest.raises(LayoutError, match=says):
-        layout(*buffers, spaces=spaces)
 
 
 def test_a_space_that_shares_ids_has_no_block_pool_of_its_own():

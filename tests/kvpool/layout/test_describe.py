@@ -1,4 +1,6 @@
-"""Tensors described: every region's address formula lands where torch says the element is."""
+"""Tensors described: every region's address formula lands where torch says the element is, also of
+pointers; and `PoolLayout.of`, which makes one layout of several descriptions.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from itertools import product
 import pytest
 import torch
 
-from kvpool.describe import describe, describe_buffer
+from kvpool.describe import Described, describe, describe_buffer, describe_pointers
 from kvpool.layout import Axis, LayoutError, PoolLayout, Space
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -162,13 +164,12 @@ def test_every_element_is_where_torch_says(case, device):
 @DEVICES
 def test_slices_of_one_fused_row_are_regions_of_one_buffer(device):
     tensor = torch.zeros(5, 64, 576, dtype=torch.bfloat16, device=device)
-    dims = ("item", "entry", "dim")
-    home = describe_buffer(tensor, dims, name="kv.0")
+    home = describe_buffer(tensor, THREE, name="kv.0")
     assert (home.items, home.item_stride, home.item_bytes) == (5, 73_728, 73_728)
-    latent = describe(tensor[..., :512], dims, role="latent", layer=0, buffer=home)
-    rope = describe(tensor[..., 512:], dims, role="rope", layer=0, buffer=home)
-    assert_lands(latent, tensor[..., :512], dims, roles=("latent",))
-    assert_lands(rope, tensor[..., 512:], dims, roles=("rope",))
+    latent = describe(tensor[..., :512], THREE, role="latent", layer=0, buffer=home)
+    rope = describe(tensor[..., 512:], THREE, role="rope", layer=0, buffer=home)
+    assert_lands(latent, tensor[..., :512], THREE, roles=("latent",))
+    assert_lands(rope, tensor[..., 512:], THREE, roles=("rope",))
     assert (latent.regions[0].offset, rope.regions[0].offset) == (0, 1024)
     assert latent.buffers == rope.buffers == (home,)
     spaces = (Space("kv", entries_per_item=64),)
@@ -200,7 +201,7 @@ def test_padding_is_said_of_the_buffer_that_several_slices_share():
 def test_a_buffer_of_a_padded_tensor_ends_with_its_last_element():
     flat = torch.zeros(4000, dtype=torch.float32)
     part = flat.as_strided((3, 4, 8), (1000, 100, 1), 5)
-    home = describe_buffer(part, ("item", "entry", "dim"), name="b", space="swa")
+    home = describe_buffer(part, THREE, name="b", space="swa")
     assert (home.name, home.space, home.base) == ("b", "swa", flat.data_ptr() + 20)
     assert (home.item_stride, home.item_bytes) == (4000, (3 * 100 + 8) * 4)
     assert home.end == part[2, 3, 7].data_ptr() + 4
@@ -209,24 +210,22 @@ def test_a_buffer_of_a_padded_tensor_ends_with_its_last_element():
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, "float8_e4m3fn", "e4m3"])
 def test_bytes_that_mean_fp8(dtype):
     tensor = torch.zeros(5, 16, 128, dtype=torch.uint8)
-    dims = ("item", "entry", "dim")
-    seen = describe(tensor, dims, role="index_key", layer=0, dtype=dtype)
+    seen = describe(tensor, THREE, role="index_key", layer=0, dtype=dtype)
     assert (seen.regions[0].dtype, seen.regions[0].width) == ("float8_e4m3fn", 128)
-    assert_lands(seen, tensor, dims, roles=("index_key",))
+    assert_lands(seen, tensor, THREE, roles=("index_key",))
 
 
 @DEVICES
 def test_one_item(device):
     """Of one item torch keeps no meaningful stride."""
     tensor = torch.zeros(4, 16, 8, dtype=torch.float32, device=device)[:1]
-    dims = ("item", "entry", "dim")
     for one in (
         tensor,
         tensor.as_strided((1, 16, 8), (1, 8, 1)),
         tensor.as_strided((1, 16, 8), (0, 8, 1)),
     ):
-        seen = describe(one, dims, role="k", layer=0)
-        assert_lands(seen, one, dims)
+        seen = describe(one, THREE, role="k", layer=0)
+        assert_lands(seen, one, THREE)
         assert seen.buffers[0].items == 1
         assert seen.buffers[0].end - seen.buffers[0].base == 512
         PoolLayout(seen.buffers, seen.regions, (Space("kv", entries_per_item=16, reserved=0),), 1)
@@ -234,10 +233,10 @@ def test_one_item(device):
 
 def test_one_item_fits_a_buffer_of_one_item_whatever_its_stride():
     tensor = torch.zeros(1, 16, 8)
-    home = describe_buffer(tensor, ("item", "entry", "dim"), name="b")
+    home = describe_buffer(tensor, THREE, name="b")
     odd = tensor.as_strided((1, 16, 4), (77, 8, 1), 4)
-    seen = describe(odd, ("item", "entry", "dim"), role="k", layer=0, buffer=home)
-    assert_lands(seen, odd, ("item", "entry", "dim"))
+    seen = describe(odd, THREE, role="k", layer=0, buffer=home)
+    assert_lands(seen, odd, THREE)
 
 
 # errors
@@ -340,3 +339,179 @@ def test_what_is_no_layout_or_does_not_fit_its_buffer_is_refused(build, says):
 
 def test_a_slice_of_a_buffer_s_item_is_a_region_of_it():
     assert key(WHOLE[..., 10:12], buffer=HOME).buffers == (HOME,)
+
+
+# memory described by its pointer is described as the tensor that it is
+
+
+def told(tensor: torch.Tensor):
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+STACKED = torch.zeros(2, 3, 10, 16, 4, 8, dtype=torch.bfloat16)
+PAGED = torch.zeros(10, 2, 16, 4, 8, dtype=torch.float16)
+HEADS = torch.zeros(10, 16, 8, 8)[:, :, 2:6]
+POINTED = {
+    "stacked": (
+        STACKED,
+        ("role", "layer", *NHD),
+        {"role": ("k", "v"), "layer": range(3), "shards": {"head": (4, 8)}},
+    ),
+    "side by side": (PAGED, ("item", "role", *NHD[1:]), {"role": ("k", "v"), "layer": 5}),
+    "a slice": (HEADS, NHD, {"role": "k", "layer": 0, "owner": "draft", "padding": True}),
+    "transposed": (
+        HEADS.permute(0, 2, 3, 1),
+        ("item", "head", "dim", "entry"),
+        {"role": "k", "layer": 0, "cell": None, "space": "swa"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("tensor", "dims", "names"), POINTED.values(), ids=POINTED)
+def test_a_pointer_is_described_as_its_tensor(tensor, dims, names):
+    assert describe_pointers(*told(tensor), dims, **names) == describe(tensor, dims, **names)
+
+
+def test_without_strides_it_is_contiguous():
+    ptr, shape, _, dtype = told(STACKED[0, 0])
+    seen = describe_pointers(ptr, shape, None, dtype, NHD, role="k", layer=0)
+    assert seen == describe(STACKED[0, 0], NHD, role="k", layer=0)
+
+
+def test_memory_and_dtype_are_those_that_are_named():
+    seen = describe_pointers(
+        1 << 40, (8, 64, 576), None, "e4m3", THREE, role="latent", layer=3,
+        memory="cuda:1",
+    )  # fmt: skip
+    (home,), (region,) = seen.buffers, seen.regions
+    assert (home.base, home.item_bytes, home.items, home.memory) == (1 << 40, 36864, 8, "cuda:1")
+    assert (region.dtype, region.width) == ("float8_e4m3fn", 576)
+
+
+@pytest.mark.parametrize(
+    ("ptr", "shape", "strides", "dims", "said"),
+    [
+        (4096, (4, 16, 8), (128, 8), NHD, "as many strides as dims"),
+        (4096, (4, 16, 2, 8), (-256, 16, 8, 1), NHD, "none of these numbers negative"),
+        (-1, (4, 16, 2, 8), None, NHD, "pointer -1"),
+        (4096, (4, 16, 2, 8), (128, 16, 8, 1), NHD, "overlap"),
+    ],
+)
+def test_what_does_not_fit_is_refused(ptr, shape, strides, dims, said):
+    with pytest.raises(LayoutError) as refused:
+        describe_pointers(ptr, shape, strides, "f32", dims, role="k", layer=0)
+    assert said in str(refused.value)
+
+
+def test_a_buffer_of_other_memory_is_refused():
+    home = describe_buffer(HEADS, NHD, name="k.0")
+    with pytest.raises(LayoutError, match=r"is on cuda:0, buffer k\.0 on cpu"):
+        describe_pointers(*told(HEADS), NHD, role="k", layer=0, buffer=home, memory="cuda:0")
+
+
+# several descriptions become one layout
+
+PAGES = Space("kv", entries_per_item=4)
+KEPT = []
+
+
+def rows(role="latent", layer=0, width=6, **options):
+    tensor = torch.zeros(5, 4, width)
+    # a tensor that is freed may give its address to the next one, and the two would overlap
+    KEPT.append(tensor)
+    return tensor, describe(tensor, THREE, role=role, layer=layer, **options)
+
+
+def test_descriptions_are_one_layout_that_points_at_every_tensor():
+    (k, seen_k), (v, seen_v), (state, seen) = (
+        rows("k"),
+        rows("v", width=8),
+        rows("k", 1, space="window"),
+    )
+    spaces = [PAGES, Space("window", entries_per_item=4, window=4)]
+    layout = PoolLayout.of(seen_k, seen_v, seen, spaces=spaces, model="tiny")
+    places = {region.key: layout.buffer_of(region) for region in layout.regions}
+    assert {key: home.base for key, home in places.items()} == {
+        ("target", 0, "k"): k.data_ptr(),
+        ("target", 0, "v"): v.data_ptr(),
+        ("target", 1, "k"): state.data_ptr(),
+    }
+    assert places["target", 1, "k"].space == "window"
+    assert (layout.total_kv_layers, layout.model, layout.spaces) == (2, "tiny", tuple(spaces))
+
+
+def test_slices_of_one_buffer_bring_it_once():
+    tensor = torch.zeros(5, 4, 9)
+    home = describe_buffer(tensor, THREE, name="rows")
+    parts = [
+        describe(part, THREE, role=role, layer=0, buffer=home)
+        for role, part in (("latent", tensor[..., :6]), ("rope", tensor[..., 6:]))
+    ]
+    layout = PoolLayout.of(*parts, spaces=[PAGES])
+    assert layout.buffers == (home,)
+    assert [region.offset for region in layout.regions] == [0, 24]
+
+
+@pytest.mark.parametrize(
+    ("layers", "owner", "given", "total"),
+    [((0, 1), "target", None, 2), ((3, 4), "target", 9, 9), ((0,), "draft", 61, 61)],
+)
+def test_layers_of_the_model_are_counted_or_given(layers, owner, given, total):
+    parts = [rows(layer=layer, owner=owner)[1] for layer in layers]
+    layout = PoolLayout.of(*parts, spaces=[PAGES], total_kv_layers=given)
+    assert layout.total_kv_layers == total
+
+
+@pytest.mark.parametrize("given", [{"target": 2}, "2", 2.5, [1], True])
+def test_layers_of_the_model_are_one_number(given):
+    with pytest.raises(LayoutError, match=r"target total_kv_layers: .* one whole number, got"):
+        PoolLayout.of(rows()[1], spaces=[PAGES], total_kv_layers=given)
+
+
+HOMES = [
+    describe_buffer(tensor, THREE, name="same", space=space)
+    for tensor, space in zip(torch.zeros(2, 5, 4, 6), ("kv", "state"))
+]
+WRONG = {
+    "a state twice": (
+        lambda: [rows()[1], rows()[1]],
+        {},
+        r"target layer 0 latent: described twice, in buffers target.latent.0 and target.latent.0. "
+        r"Give each state its layer, role and owner \(owner='draft' for a draft model\)",
+    ),
+    "two buffers of a name": (
+        lambda: [Described((home,), ()) for home in HOMES],
+        {},
+        r"buffer same: two of this name, at 0x[0-9a-f]+ in space kv and at 0x[0-9a-f]+ in space "
+        r"state. Give describe_buffer another name for each",
+    ),
+    "a space that is not said": (
+        lambda: [rows(space="window")[1]],
+        {},
+        r"buffer target.latent.0: space 'window' is not declared \(declared: kv\)",
+    ),
+    "a stage alone": (
+        lambda: [rows(layer=3)[1]],
+        {},
+        "target total_kv_layers: not given, and layers 3 alone do not say how many the target "
+        "model has. Give total_kv_layers",
+    ),
+    "a draft alone": (lambda: [rows(owner="draft")[1]], {}, "draft total_kv_layers: not given"),
+    "fewer layers than there are": (
+        lambda: [rows(layer=3)[1]],
+        {"total_kv_layers": 3},
+        "target total_kv_layers: 3, but layer 3 is there",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_together_is_refused_by_name(name):
+    parts, options, reason = WRONG[name]
+    with pytest.raises(LayoutError, match=reason):
+        PoolLayout.of(*parts(), spaces=[PAGES], **options)
+
+
+def test_a_tensor_that_was_not_described_is_refused():
+    with pytest.raises(TypeError, match=r"argument 1: what describe\(...\) returned, got Tensor"):
+        PoolLayout.of(rows()[1], torch.zeros(5, 4, 6), spaces=[PAGES])

@@ -6,14 +6,15 @@ import json
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
+from functools import partial
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
 from hypothesis import event, given, settings, strategies as st
 
+from kvpool import MHAPool
 from kvpool.layout import (
-    VERSION,
     Axis,
     Buffer,
     Interleave,
@@ -25,6 +26,8 @@ from kvpool.layout import (
     Space,
     Span,
 )
+from tests.pools import CLASSES
+from tests.slices import models, sides
 
 TOO_BIG = 1 << 63
 PARTS = Axis, Region, Buffer, Space, Interleave, PoolLayout
@@ -44,10 +47,18 @@ def layout(*regions, buffers=(buffer(),), spaces=(Space("kv"),), total=1, **more
 
 # one part at a time: its values, and what it refuses
 
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
+PLAIN = {"buffers": (buffer(),), "regions": (region(),), "spaces": (Space("kv"),)}
+PLAIN |= {"total_kv_layers": 1}
+RIGHT = {
+    "axis": partial(Axis, name="head", size=2, stride=128),
+    "region": partial(region, owner="draft", layer=7, role="rope", dtype="bfloat16", width=2),
+    "buffer": buffer,
+    "space": partial(Space, name="s"),
+    "interleave": partial(Interleave, size=16, rank=0, ranks=2),
+    "layout": partial(PoolLayout, **PLAIN),
+}
+WRONG = {
+    "axis": [
         ({"name": ""}, r"axis: a name of 1 to 128 characters, got ''"),
         ({"name": "x" * 129}, r"axis: a name of 1 to 128 characters, got 'x{129}'"),
         ({"size": 0}, r"axis head size: 1 to 2\*\*63-1, got 0"),
@@ -57,36 +68,7 @@ def layout(*regions, buffers=(buffer(),), spaces=(Space("kv"),), total=1, **more
         ({"start": 1}, r"axis head: steps 1 to 3 exceed the total of 2"),
         ({"start": 7, "total": 8}, r"axis head: steps 7 to 9 exceed the total of 8"),
     ],
-)
-def test_an_axis_that_cannot_be_is_refused(wrong, says):
-    with pytest.raises(LayoutError, match=says):
-        Axis(**{"name": "head", "size": 2, "stride": 128, **wrong})
-
-
-def test_axes_are_kept_as_entry_then_head_then_by_name():
-    axes = [Axis(name, 2, 8) for name in ("tap", "head", "dim", "entry")]
-    kept = region(axes=axes)
-    assert [axis.name for axis in kept.axes] == ["entry", "head", "dim", "tap"]
-    assert kept == region(axes=reversed(axes))
-
-
-def test_a_region_knows_its_bytes_and_its_end():
-    grid = region(offset=10, width=4, axes=[Axis("head", 3, 100), Axis("entry", 5, 7)])
-    assert grid.nbytes == 4 * 3 * 5
-    assert grid.end == 10 + 2 * 100 + 4 * 7 + 4
-    assert (grid.key, str(grid)) == (("target", 0, "k"), "target layer 0 k")
-    assert grid.axis("head") == Axis("head", 3, 100)
-    assert grid.axis("tap") is None
-
-
-@pytest.mark.parametrize(("given", "kept"), [("bf16", "bfloat16"), ("e4m3", "float8_e4m3fn")])
-def test_a_region_keeps_the_whole_name_of_its_dtype(given, kept):
-    assert region(dtype=given).dtype == kept
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
+    "region": [
         ({"owner": ""}, r"region owner: a name of 1 to 128 characters, got ''"),
         ({"role": ""}, r"draft layer 7 role: a name of 1 to 128 characters, got ''"),
         ({"layer": -1}, r"draft rope layer: 0 to 2\*\*63-1, got -1"),
@@ -104,24 +86,7 @@ def test_a_region_keeps_the_whole_name_of_its_dtype(given, kept):
             r"draft layer 7 rope: \['head', 'head'\] names an axis twice",
         ),
     ],
-)
-def test_a_region_that_cannot_be_is_refused(wrong, says):
-    right = {"owner": "draft", "layer": 7, "role": "rope", "dtype": "bfloat16", "width": 2}
-    with pytest.raises(LayoutError, match=says):
-        region(**{**right, **wrong})
-
-
-def test_a_buffer_ends_with_its_last_item_and_not_with_its_last_stride():
-    assert buffer(base=1000, stride=64, nbytes=40, items=4).end == 1000 + 3 * 64 + 40
-
-
-def test_the_stride_of_a_single_item_means_nothing():
-    assert buffer(stride=1, nbytes=40, items=1).end == 40
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
+    "buffer": [
         ({"name": ""}, r"buffer: a name .* got ''"),
         ({"space": ""}, r"buffer b space: a name .* got ''"),
         ({"memory": ""}, r"buffer b memory: a name .* got ''"),
@@ -133,15 +98,7 @@ def test_the_stride_of_a_single_item_means_nothing():
         ({"base": TOO_BIG - 100}, r"buffer b end: 0 to 2\*\*63-1, got 9223372036854775964"),
         ({"stride": 1 << 62}, r"buffer b end: 0 to 2\*\*63-1, got 1383505805528216"),
     ],
-)
-def test_a_buffer_that_cannot_be_is_refused(wrong, says):
-    with pytest.raises(LayoutError, match=says):
-        buffer(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
+    "space": [
         ({"name": ""}, r"space: a name .* got ''"),
         ({"kind": "heap"}, r"space s kind: one of paged, slot, ring, got 'heap'"),
         ({"entries_per_item": 0}, r"space s entries_per_item: 1 to 2\*\*63-1, got 0"),
@@ -183,26 +140,72 @@ def test_a_buffer_that_cannot_be_is_refused(wrong, says):
             r"space s ring: of the entries of a page, which one rank holds all of",
         ),
     ],
-)
-def test_a_space_that_cannot_be_is_refused(wrong, says):
-    with pytest.raises(LayoutError, match=says):
-        Space(**{"name": "s", **wrong})
+    "interleave": [
+        ({"size": 0}, r"interleave size: 1 to 2\*\*63-1, got 0"),
+        ({"rank": 2}, r"interleave rank: 0 to 1 of 2 ranks, got 2"),
+        ({"rank": -1}, r"interleave rank: 0 to 1 of 2 ranks, got -1"),
+        ({"ranks": 0}, r"interleave ranks: 1 to 1024, got 0"),
+        ({"ranks": 1025}, r"interleave ranks: 1 to 1024, got 1025"),
+        (
+            {"size": 1 << 40},
+            r"interleave: stretches of 1099511627776 over 2 ranks: at most 2\*\*40",
+        ),
+    ],
+    "layout": [
+        ({"version": 2}, r"layout version 2: this kvpool reads version 1"),
+        ({"total_kv_layers": -1}, r"total_kv_layers: 0 to 2\*\*63-1, got -1"),
+        ({"buffers": (buffer(), buffer(base=4096))}, r"buffer b: declared twice"),
+        ({"spaces": (Space("kv"), Space("kv"))}, r"space kv: declared twice"),
+        ({"regions": (region(), region(offset=32))}, r"region target layer 0 k: declared twice"),
+        ({"spaces": ()}, r"buffer b: space 'kv' is not declared \(declared: none\)"),
+        (
+            {"spaces": (Space("swa"), Space("ring"))},
+            r"buffer b: space 'kv' is not declared \(declared: swa, ring\)",
+        ),
+        ({"buffers": ()}, r"target layer 0 k: buffer 'b' is not declared"),
+        (
+            {"spaces": (Space("kv", reserved=4),)},
+            r"buffer b: 4 items, of which space kv reserves 4",
+        ),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("numbers", "says"),
-    [
-        ((0, 0, 2), r"interleave size: 1 to 2\*\*63-1, got 0"),
-        ((16, 2, 2), r"interleave rank: 0 to 1 of 2 ranks, got 2"),
-        ((16, -1, 2), r"interleave rank: 0 to 1 of 2 ranks, got -1"),
-        ((16, 0, 0), r"interleave ranks: 1 to 1024, got 0"),
-        ((16, 0, 1025), r"interleave ranks: 1 to 1024, got 1025"),
-        ((1 << 40, 0, 2), r"interleave: stretches of 1099511627776 over 2 ranks: at most 2\*\*40"),
-    ],
+    ("part", "wrong", "says"), [(part, *each) for part, rows in WRONG.items() for each in rows]
 )
-def test_stretches_that_cannot_be_are_refused(numbers, says):
+def test_what_cannot_be_is_refused(part, wrong, says):
     with pytest.raises(LayoutError, match=says):
-        Interleave(*numbers)
+        RIGHT[part](**wrong)
+
+
+def test_axes_are_kept_as_entry_then_head_then_by_name():
+    axes = [Axis(name, 2, 8) for name in ("tap", "head", "dim", "entry")]
+    kept = region(axes=axes)
+    assert [axis.name for axis in kept.axes] == ["entry", "head", "dim", "tap"]
+    assert kept == region(axes=reversed(axes))
+
+
+def test_a_region_knows_its_bytes_and_its_end():
+    grid = region(offset=10, width=4, axes=[Axis("head", 3, 100), Axis("entry", 5, 7)])
+    assert grid.nbytes == 4 * 3 * 5
+    assert grid.end == 10 + 2 * 100 + 4 * 7 + 4
+    assert (grid.key, str(grid)) == (("target", 0, "k"), "target layer 0 k")
+    assert grid.axis("head") == Axis("head", 3, 100)
+    assert grid.axis("tap") is None
+
+
+@pytest.mark.parametrize(("given", "kept"), [("bf16", "bfloat16"), ("e4m3", "float8_e4m3fn")])
+def test_a_region_keeps_the_whole_name_of_its_dtype(given, kept):
+    assert region(dtype=given).dtype == kept
+
+
+def test_a_buffer_ends_with_its_last_item_and_not_with_its_last_stride():
+    assert buffer(base=1000, stride=64, nbytes=40, items=4).end == 1000 + 3 * 64 + 40
+
+
+def test_the_stride_of_a_single_item_means_nothing():
+    assert buffer(stride=1, nbytes=40, items=1).end == 40
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
@@ -284,38 +287,6 @@ def test_live_bytes_count_what_is_alive_and_no_padding():
 
 
 # whole layouts
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"version": 2}, r"layout version 2: this kvpool reads version 1"),
-        ({"total_kv_layers": -1}, r"total_kv_layers: 0 to 2\*\*63-1, got -1"),
-        ({"buffers": (buffer(), buffer(base=4096))}, r"buffer b: declared twice"),
-        ({"spaces": (Space("kv"), Space("kv"))}, r"space kv: declared twice"),
-        ({"regions": (region(), region(offset=32))}, r"region target layer 0 k: declared twice"),
-        ({"spaces": ()}, r"buffer b: space 'kv' is not declared \(declared: none\)"),
-        (
-            {"spaces": (Space("swa"), Space("ring"))},
-            r"buffer b: space 'kv' is not declared \(declared: swa, ring\)",
-        ),
-        ({"buffers": ()}, r"target layer 0 k: buffer 'b' is not declared"),
-        (
-            {"spaces": (Space("kv", reserved=4),)},
-            r"buffer b: 4 items, of which space kv reserves 4",
-        ),
-    ],
-)
-def test_a_layout_that_contradicts_itself_is_refused(wrong, says):
-    right = {
-        "version": VERSION,
-        "buffers": (buffer(),),
-        "regions": (region(),),
-        "spaces": (Space("kv"),),
-        "total_kv_layers": 1,
-    }
-    with pytest.raises(LayoutError, match=says):
-        PoolLayout(**{**right, **wrong})
 
 
 def test_regions_that_overlap_are_refused_with_both_ranges():
@@ -755,3 +726,48 @@ def test_layouts_that_differ_in_more_share_nothing():
     for other in (layout(region(role="v")), layout(region(), spaces=[Space("kv", reserved=2)])):
         with pytest.raises(ValueError, match="share regions and spaces that are equal"):
             other.share(one)
+
+
+# which bytes of a layout's memory are somebody else's
+
+SLOT = Space("s", "slot", reserved=0)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_range_with_a_foreign_byte_is_never_covered(data):
+    model = data.draw(models())
+    side = data.draw(sides(model, 2, data.draw(st.integers(1, 9))))
+    clear = side.described() | side.declared()
+    ends = data.draw(st.lists(st.tuples(*[st.integers(0, clear.size)] * 2), max_size=20))
+    starts, stops = (np.array(each, dtype=np.int64) for each in zip((0, 1), *map(sorted, ends)))
+    base = side.raw.ctypes.data
+    covered = side.layout.covers(base + starts, base + stops)
+    assert all(clear[a:b].all() for a, b in zip(starts[covered], stops[covered]))
+
+
+@pytest.mark.parametrize("build", CLASSES.values(), ids=list(CLASSES))
+def test_the_memory_of_a_pool_s_buffers_is_its_own(build):
+    layout = build(num_pages=9, device="meta").layout
+    for buffer in layout.buffers:
+        starts = buffer.base + np.arange(buffer.items) * buffer.item_stride
+        assert layout.covers(starts, starts + buffer.item_bytes).all()
+
+
+def test_pages_of_all_layers_are_one_stretch():
+    numbers = {"num_kv_heads": 2, "head_dim": 8, "dtype": "bf16", "num_pages": 9, "page_size": 4}
+    for placement in ("page", "stack"):
+        pool = MHAPool(layers=range(3), **numbers, placement=placement, device="meta")
+        end = np.array([9 * 6 * 4 * 2 * 8 * 2])
+        assert pool.layout.covers(0 * end, end) and not pool.layout.covers(0 * end, end + 1)
+
+
+def test_bytes_between_buffers_are_foreign_and_touching_buffers_have_none_between():
+    buffers = [
+        Buffer(f"b{n}", "s", base, 8, 8, 2, padding=True) for n, base in enumerate((0, 16, 33))
+    ]
+    layout = PoolLayout(tuple(buffers), (), (SLOT,), 0)
+    starts, ends = np.array([0, 31, 0, 33, 40, 5, 60]), np.array([32, 33, 34, 49, 50, 5, 60])
+    covered = layout.covers(starts, ends).tolist()
+    assert covered == [True, False, False, True, False, True, False]
+    assert not PoolLayout((), (), (), 0).covers(starts, ends).any()
