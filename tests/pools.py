@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from kvpool.pools.base import KVPool
 from kvpool.testing.pools import (
     CLASSES,
     COMMON as COMMON,
@@ -29,6 +31,9 @@ PACKED = {
     },
     **{name: build for name, build in POOLS.items() if name.endswith("mxfp8")},
 }
+every_class, every_packing = (
+    pytest.mark.parametrize("build", held.values(), ids=held) for held in (CLASSES, PACKED)
+)
 
 QUICK = {
     *("mha bf16", "mha hnd mxfp8", "mha fp8, one head", "mla fp8 stacked", "nsa bf16", "swa fp8"),
@@ -40,3 +45,8 @@ CONFORMING = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in POOLS
 ]
 """The kit's pools, to check on a device: all but `QUICK` only with --long."""
+
+
+def memory_of(pool: KVPool) -> np.ndarray:
+    """A copy of all its bytes."""
+    return pool._slab.numpy().copy()

@@ -26,7 +26,7 @@ from kvpool.layout import (
     Space,
     Span,
 )
-from tests.pools import CLASSES
+from tests.pools import every_class
 from tests.slices import models, sides
 
 TOO_BIG = 1 << 63
@@ -746,7 +746,7 @@ def test_a_range_with_a_foreign_byte_is_never_covered(data):
     assert all(clear[a:b].all() for a, b in zip(starts[covered], stops[covered]))
 
 
-@pytest.mark.parametrize("build", CLASSES.values(), ids=list(CLASSES))
+@every_class
 def test_the_memory_of_a_pool_s_buffers_is_its_own(build):
     layout = build(num_pages=9, device="meta").layout
     for buffer in layout.buffers:

@@ -19,9 +19,8 @@ from kvpool.layout.formats import BufferSpec
 from kvpool.pools.base import KVPool
 from kvpool.pools.budget import needed_items, pages_of_tokens
 from kvpool.pools.placement import MAX_GROUPS, groups_of
-from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, swa
+from tests.pools import CLASSES, dsv4, every_packing, hybrid, mla, swa
 
-every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
 BLOCKS = {"placement": "block", "num_pages": 40}
 
 
@@ -36,7 +35,7 @@ def stretches(layout: PoolLayout) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
-@every
+@every_packing
 def test_a_block_is_what_the_largest_group_needs_and_lists_lie_over_one_another(build):
     pool = build(**BLOCKS)
     pool.check_integrity()
@@ -54,7 +53,7 @@ def test_a_block_is_what_the_largest_group_needs_and_lists_lie_over_one_another(
     assert set(stretches(layout)) <= set(lists) and len(layout.slabs()) == 1
 
 
-@every
+@every_packing
 def test_regions_are_those_of_the_static_pool(build):
     static, blocks = build(device="meta").layout, build(**BLOCKS, device="meta").layout
     assert {r.key: r for r in static.regions} == {r.key: r for r in blocks.regions}

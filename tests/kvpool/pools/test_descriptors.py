@@ -7,9 +7,7 @@ import pytest
 from kvpool import MHA, Shard, StateType
 from kvpool.layout.formats import gated_delta_net
 from kvpool.pools.buf_infos import BufInfos
-from tests.pools import CLASSES, PACKED, dsv4, hybrid, hybrid_mla, hybrid_nsa, nsa, swa
-
-every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
+from tests.pools import PACKED, dsv4, every_class, hybrid, hybrid_mla, hybrid_nsa, nsa, swa
 
 SCALED = ("fp8", "mxfp8")
 
@@ -107,7 +105,7 @@ def test_every_kind_of_buffer_is_listed_once_in_order(name):
     assert (pool.total_kv_layers, pool.start_layer, pool.end_layer) == (4, 0, 4)
 
 
-@pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
+@every_class
 @pytest.mark.parametrize("placement", ["page", "block"])
 def test_lists_per_layer_are_refused_where_layers_lie_side_by_side(build, placement):
     pool = build(placement=placement, num_pages=40, device="meta")

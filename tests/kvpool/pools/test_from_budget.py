@@ -8,7 +8,7 @@ from hypothesis import example, given, settings, strategies as st
 from kvpool import Allocator, Space
 from kvpool.models.sizing import shares
 from kvpool.pools.budget import DoesNotFit, items_per_request
-from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, swa
+from tests.pools import CLASSES, PACKED, dsv4, every_packing, hybrid, mla, swa
 
 NUMBERS = ("num_pages", "num_window_pages", "num_slots")
 META = {"device": "meta"}
@@ -25,8 +25,6 @@ STAGES = {
     "windows only": swa.but(layers=[0, 2]),
     "no compressed layer": dsv4.but(layers=[0]),
 }
-
-every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
 
 
 def numbers(pool) -> dict[str, int]:
@@ -71,7 +69,7 @@ def test_any_budget_is_used_up(name, nbytes, placement, requests, chunk_tokens):
         assert nbytes < least == BUILDS[name].from_budget(least, **META, **more).nbytes
 
 
-@every
+@every_packing
 def test_the_least_budget_holds_one_page_and_a_byte_less_is_refused(build):
     with pytest.raises(ValueError, match="target: 1 bytes are too few for a page of") as refused:
         build.from_budget(1, **META)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
@@ -10,7 +9,6 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from kvpool.item import Cell, Repeat, Seq, item_regions
 from kvpool.layout import Interleave, Space
 from kvpool.layout.dtypes import dtype_name
 from tests import pools
+from tests.oracle import blank
 
 MARK = 0xA5  # no written value below has this byte by design, and zeroed memory has not either
 PAGES, PAGE, HEADS, DIM, V_DIM, LATENT, ROPE = 9, 4, 4, 8, 16, 16, 8  # of tests.pools
@@ -138,19 +137,6 @@ def test_a_rank_outside_its_group_is_refused(rank, size):
 # reads and writes that are refused; the kit has those that are not
 
 
-def slab_bytes(pool) -> np.ndarray:
-    """A copy of all bytes of a pool, read through its address."""
-    (slab,) = pool.layout.slabs()
-    return np.frombuffer(ctypes.string_at(slab.base, slab.nbytes), dtype=np.uint8).copy()
-
-
-def marked(pool) -> np.ndarray:
-    """Fills a pool with MARK and returns its bytes."""
-    (slab,) = pool.layout.slabs()
-    ctypes.memset(slab.base, MARK, slab.nbytes)
-    return slab_bytes(pool)
-
-
 def zeros(*shape) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.bfloat16)
 
@@ -186,13 +172,13 @@ def test_inference_mode_changes_nothing(built, viewed, written):
 @pytest.mark.parametrize("outside", [-1, PAGES * PAGE, 1 << 40])
 def test_a_location_outside_is_refused_and_nothing_is_written(build, values, outside):
     pool = build()
-    before = marked(pool)
+    blank(pool, MARK)
     says = rf"target layer 0 (k|latent): location {outside} of {PAGES * PAGE}"
     with pytest.raises(IndexError, match=says):
         pool.set_kv_buffer(0, [outside], *values)
     with pytest.raises(IndexError, match=says):
         pool.get_kv_buffer(0, [outside])
-    assert (slab_bytes(pool) == before).all()
+    assert (pools.memory_of(pool) == MARK).all()
 
 
 @pytest.mark.parametrize("locations", [[1.5], [True], [[1, 2]]])
@@ -225,14 +211,14 @@ def test_floats_for_a_format_that_is_not_known_are_refused(held, scale):
             yield BufferSpec("key", self.layers, "kv", Repeat("entry", self.page_size, row))
 
     pool = Keys(layers=[0], num_pages=3, page_size=4, dtype="bf16")
-    before = slab_bytes(pool)
+    before = pools.memory_of(pool)
     kinds = (getattr(torch, dtype_name(each)) for each in (held, scale))
     says = r"target layer 0 key: cannot quantise to {} with scales of {}.*Give values and".format(
         *kinds
     )
     with pytest.raises(ValueError, match=says):
         pool.write(0, [5], {"key": torch.ones(1, 16)})
-    assert (slab_bytes(pool) == before).all()
+    assert (pools.memory_of(pool) == before).all()
 
 
 def test_a_read_or_write_of_no_role_is_refused():

@@ -26,12 +26,12 @@ from kvpool import (
 from kvpool.item import Cell, Repeat, Seq
 from kvpool.layout.formats import Attention
 from tests.pools import (
-    CLASSES,
     KDA,
     MAMBA2,
-    PACKED,
     ROW,
     dsv4,
+    every_class,
+    every_packing,
     hybrid,
     hybrid_mla,
     hybrid_nsa,
@@ -44,8 +44,6 @@ from tests.pools import (
 LARGE = {"num_pages": 2, "num_window_pages": 2, "num_slots": 2, "device": "meta"}
 CONV_LAYOUTS = ("channels_first", "taps_first")
 PLACEMENTS = ("layer", "page")
-
-every = pytest.mark.parametrize("build", PACKED.values(), ids=PACKED.keys())
 
 
 def items(pool, layer=0) -> dict[str, int]:
@@ -158,7 +156,7 @@ def test_rings_of_pages_share_the_ids_of_the_window():
 # what every pool holds
 
 
-@every
+@every_packing
 def test_placements_differ_in_base_and_stride_only(build):
     one, two = (build(placement=p, device="meta").layout for p in PLACEMENTS)
     assert one.regions == two.regions and one.spaces == two.spaces
@@ -170,7 +168,7 @@ def test_placements_differ_in_base_and_stride_only(build):
         )
 
 
-@pytest.mark.parametrize("build", CLASSES.values(), ids=CLASSES.keys())
+@every_class
 @pytest.mark.parametrize("layers", [[0], [1], [2], [3], [0, 2], [1, 3], [2, 3], [0, 1]])
 def test_a_stage_holds_what_the_whole_model_has_in_its_layers(build, layers):
     """Stages without any full, linear or compressed layer among them."""
