@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from kvpool.integrations.transformers import pool_for
+from kvpool import Allocator
+from kvpool.integrations.transformers import PoolCache, pool_for
+from kvpool.layout import Pin
 from tests.kvpool.integrations.own_cache import same_as_transformers
-from tests.kvpool.models.tiny import tiny
+from tests.kvpool.models.tiny import own_cache, tiny
 
 PROMPT, CHUNKS, STEPS = 29, (11, 17, 1), 8
 
@@ -30,6 +32,27 @@ def pool_of(model: Any, page_size: int = 5, num_pages: int = 40, **common: Any) 
     sizes = {"num_pages": num_pages, "num_window_pages": 60, "num_slots": 6}
     common = {"page_size": page_size, "dtype": model.dtype, **sizes, **common}
     return pool_for(model.config, **common)
+
+
+def cache_of(model: Any, rows: int = 1, padding: Any = 0, **common: Any) -> PoolCache:
+    """A cache of a new pool of a model."""
+    pool = pool_of(model, **common)
+    return PoolCache.new(pool, Allocator(pool), rows, padding)
+
+
+def filled_with_nan(pool: Any) -> Any:
+    """All but the reserved items: what is read of them is seen in the logits."""
+    for buffer in pool.layout.buffers:
+        pool.item_bytes_view(buffer)[1:] = 0xFF
+    return pool
+
+
+def offered(cache: PoolCache) -> set[str]:
+    """A room that offers what the first request has now, until it is taken from the set."""
+    request, rooms = cache.requests[0], {"r"}
+    table, layout = request.address(), cache.pool.layout
+    request.pin(Pin("r", "offered", table, layout, True, lambda: bool(rooms)))
+    return rooms
 
 
 def prompt(rows: int, tokens: int = PROMPT) -> torch.Tensor:
@@ -121,3 +144,10 @@ def assert_same(model: Any, ours: Any, theirs: Any, logits: Any, expected: Any) 
         "a padding item is written"
     )
     ours.allocator.check_integrity()
+
+
+def assert_same_run(model: Any, ours: Any, ids: torch.Tensor, *padding: Any, **more: Any) -> None:
+    """Of a cache in which nothing is yet."""
+    theirs = own_cache(model)
+    expected = run(model, theirs, ids, *padding, **more)
+    assert_same(model, ours, theirs, run(model, ours, ids, *padding, **more), expected)

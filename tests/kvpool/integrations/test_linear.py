@@ -14,8 +14,17 @@ transformers = pytest.importorskip("transformers")
 
 from kvpool import Allocator, LinearState, OutOfPages, RequestPinned  # noqa: E402
 from kvpool.integrations.transformers import PoolCache  # noqa: E402
-from kvpool.layout import Pin  # noqa: E402
-from tests.kvpool.integrations.caches import argument_of, assert_same, model_of, pool_of, run  # noqa: E402
+from tests.kvpool.integrations.caches import (  # noqa: E402
+    argument_of,
+    assert_same,
+    assert_same_run,
+    cache_of,
+    model_of,
+    offered,
+    pool_of,
+    prompt,
+    run,
+)
 from tests.kvpool.models.tiny import changes, made, own_cache  # noqa: E402
 from tests.oracle import move  # noqa: E402
 
@@ -45,12 +54,7 @@ def linear_layers(pool: Any) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_cached_tensors_equal_transformers_own(family, chunks, dtype):
     model = model_of(family, dtype)
-    pool = pool_of(model)
-    ids = torch.randint(0, 128, (2, PROMPT), generator=torch.Generator().manual_seed(3))
-    theirs, ours = own_cache(model), PoolCache.new(pool, Allocator(pool), 2)
-    expected = run(model, theirs, ids, chunks=chunks, steps=STEPS)
-    logits = run(model, ours, ids, chunks=chunks, steps=STEPS)
-    assert_same(model, ours, theirs, logits, expected)
+    assert_same_run(model, cache_of(model, 2), prompt(2, PROMPT), chunks=chunks, steps=STEPS)
 
 
 # one of each kind of state; all with --long
@@ -61,8 +65,7 @@ TRIED = [pytest.param(name, marks=() if name in FEW else pytest.mark.long) for n
 def cached(family: str, tokens: int = 20, **more: Any) -> tuple[Any, PoolCache, Any]:
     """A model, the pool's cache after a prompt, and transformers' own."""
     model = model_of(family)
-    pool = pool_of(model, **more)
-    ours, theirs = PoolCache.new(pool, Allocator(pool)), own_cache(model)
+    ours, theirs = cache_of(model, **more), own_cache(model)
     for cache in (ours, theirs):
         run(model, cache, torch.arange(tokens)[None], chunks=(tokens,), steps=0)
     return model, ours, theirs
@@ -113,9 +116,7 @@ def test_a_token_that_has_no_page_changes_nothing(family):
 
 def test_a_token_over_a_state_that_a_room_offers_changes_nothing():
     model, ours, theirs = cached("mamba")
-    (request,), open_rooms, pool = ours.requests, {"r"}, ours.pool
-    pin = Pin("r", "offered", request.address(), pool.layout, True, lambda: bool(open_rooms))
-    request.pin(pin)
+    (request,), open_rooms, pool = ours.requests, offered(ours), ours.pool
     before = pool._slab.clone()
     with pytest.raises(RequestPinned, match="it would lose the state in slot 1 of space state"):
         run(model, ours, torch.tensor([[3]]), chunks=(1,), steps=0)
@@ -127,19 +128,16 @@ def test_a_token_over_a_state_that_a_room_offers_changes_nothing():
 def test_a_token_that_was_lost_is_told_of_from_then_on():
     """In a model of one state, no other is left to refuse the forward."""
     model = made("mamba", changes("mamba") | {"num_hidden_layers": 1})
-    pool = pool_of(model)
-    cache = PoolCache.new(pool, Allocator(pool))
+    cache = cache_of(model)
     run(model, cache, torch.arange(20)[None], chunks=(20,), steps=0)
-    (request,), open_rooms = cache.requests, {"r"}
-    address = request.address()
-    request.pin(Pin("r", "offered", address, pool.layout, True, lambda: bool(open_rooms)))
+    open_rooms = offered(cache)
     run(model, cache, torch.tensor([[3]]), chunks=(1,), steps=0)
     open_rooms.clear()
     for _ in range(2):
         with pytest.raises(RequestPinned):
             run(model, cache, torch.tensor([[3]]), chunks=(1,), steps=0)
     with pytest.raises(ValueError, match=r"did not finish. Free it"):
-        PoolCache(pool, cache.allocator, [request])
+        PoolCache(cache.pool, cache.allocator, cache.requests)
 
 
 def test_a_tensor_that_is_not_let_go_of_is_noticed(monkeypatch):
@@ -175,17 +173,15 @@ def test_a_tensor_that_outlives_its_request_is_not_written():
 
 
 def test_gradients_are_refused():
-    model = model_of("mamba")
-    pool = pool_of(model)
+    ours = cache_of(model := model_of("mamba"))
     with pytest.raises(ValueError, match=r"layer 0 conv: gradients are not supported"):
-        model(torch.arange(4)[None], cache_params=PoolCache.new(pool, Allocator(pool)))
-    assert not pool._slab.any()
+        model(torch.arange(4)[None], cache_params=ours)
+    assert not ours.pool._slab.any()
 
 
 @pytest.mark.parametrize("family", TRIED)
 def test_generate_gives_the_logits_of_transformers_own(family):
     model = model_of(family)
-    pool = pool_of(model)
     ids = torch.randint(1, 128, (2, 13), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0  # padded on the left
@@ -194,8 +190,7 @@ def test_generate_gives_the_logits_of_transformers_own(family):
         "output_logits": True, "return_dict_in_generate": True,
     }  # fmt: skip
     expected = model.generate(ids, **kwargs)
-    cache = {argument_of(model): PoolCache.new(pool, Allocator(pool), 2)}
-    seen = model.generate(ids, **cache, **kwargs)
+    seen = model.generate(ids, **{argument_of(model): cache_of(model, 2)}, **kwargs)
     assert all(torch.equal(a, b) for a, b in zip(seen.logits, expected.logits, strict=True))
 
 

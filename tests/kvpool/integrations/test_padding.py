@@ -18,6 +18,9 @@ from tests.kvpool.integrations.caches import (  # noqa: E402
     PROMPT,
     argument_of,
     assert_same,
+    assert_same_run,
+    cache_of,
+    filled_with_nan,
     model_of,
     pool_of,
     prompt,
@@ -62,32 +65,23 @@ def forward(model, cache, ids, inputs):
     return model(ids, use_cache=True, **{argument_of(model): cache}, **inputs).logits
 
 
-def filled_with_nan(pool):
-    """All but the reserved items: what is read of them is seen in the logits."""
-    for buffer in pool.layout.buffers:
-        pool.item_bytes_view(buffer)[1:] = 0xFF
-    return pool
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_prompts_padded_on_the_left_in_chunks(family):
     model, ids, padding = model_of(family), prompt(3), (4, 14, 28)  # 1st, 2nd and 3rd chunk
-    pool, theirs = filled_with_nan(pool_of(model)), transformers.DynamicCache(config=model.config)
-    ours = PoolCache.new(pool, Allocator(pool), 3, padding)
-    expected = run(model, theirs, ids, padding)
-    assert_same(model, ours, theirs, run(model, ours, ids, padding), expected)
+    ours = cache_of(model, 3, padding)
+    filled_with_nan(ours.pool)
+    assert_same_run(model, ours, ids, padding)
     assert [request.num_tokens for request in ours.requests] == [33, 23, 9]
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "qwen3_next"])
 def test_what_others_write_to_reserved_items_is_not_read(family):
     model, ids, padding = model_of(family), prompt(2), (0, 14)
-    pool = pool_of(model)
+    ours = cache_of(model, 2, padding)
+    pool = ours.pool
     for buffer in pool.layout.buffers:
         pool.item_bytes_view(buffer)[:] = 0xFF
-    ours = PoolCache.new(pool, Allocator(pool), 2, padding)
-    theirs = transformers.DynamicCache(config=model.config)
-    expected = run(model, theirs, ids, padding)
+    expected = run(model, own_cache(model), ids, padding)
     for a, b in zip(run(model, ours, ids, padding)[1:], expected[1:], strict=True):
         since = 3 if a.shape[1] > 1 else 0  # the second chunk begins at column 11
         assert torch.equal(a[:, since:], b[:, since:])
@@ -103,9 +97,8 @@ def test_what_others_write_to_reserved_items_is_not_read(family):
 )
 def test_padding_does_not_enter_a_linear_state(name, chunks):
     model, ids = model_of(name), prompt(2)
-    pool = filled_with_nan(pool_of(model))
-    theirs, padding = own_cache(model), (0, 13)
-    ours = PoolCache.new(pool, Allocator(pool), 2, padding)
+    theirs, ours = own_cache(model), cache_of(model, 2, (0, 13))
+    filled_with_nan(ours.pool)
     for size in chunks:
         since = min(max(13 - ours.get_seq_length(), 0), size)
         inputs, mine = ours.inputs(size), ids[:, :size]
@@ -132,7 +125,7 @@ def test_requests_of_any_lengths_go_on_together(family, placement):
         ids = prompt(3)[row : row + 1, :length]
         cache = PoolCache.new(pool, allocator)
         requests += cache.requests
-        alone.append(transformers.DynamicCache(config=model.config))
+        alone.append(own_cache(model))
         for each in (cache, alone[-1]) if length else ():
             run(model, each, ids, chunks=(length,), steps=0)
     theirs = joined(alone, lengths)
@@ -152,10 +145,8 @@ def test_generate_takes_a_batch_that_is_padded_on_the_left(family):
     model, ids = model_of(family), prompt(3)
     mask = torch.ones_like(ids)
     mask[0, :7], mask[2, :20] = 0, 0
-    pool = pool_of(model)
-    allocator = Allocator(pool)
     kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
-    ours = PoolCache.new(pool, allocator, 3, padding=(mask == 0).sum(1))
+    ours = cache_of(model, 3, (mask == 0).sum(1))
     given = model.generate(ids, past_key_values=ours, **kwargs)
     assert torch.equal(given, model.generate(ids, **kwargs))
     assert [request.num_tokens for request in ours.requests] == [27, 34, 14]
@@ -163,16 +154,14 @@ def test_generate_takes_a_batch_that_is_padded_on_the_left(family):
 
 def test_drafts_of_rows_of_different_lengths_are_taken_back():
     model = model_of("llama")
-    pool = pool_of(model)
-    ours = PoolCache.new(pool, Allocator(pool), 2, padding=[0, 14])
-    theirs = transformers.DynamicCache(config=model.config)
-    expected = run(model, theirs, prompt(2), (0, 14))
+    ours = cache_of(model, 2, [0, 14])
+    expected = run(model, own_cache(model), prompt(2), (0, 14))
     run(model, ours, prompt(2), (0, 14), steps=0)
-    before = pool._slab.clone()
+    before = ours.pool._slab.clone()
     forward(model, ours, prompt(2)[:, :4], ours.inputs(4))
     ours.crop(-4)
     assert [request.num_tokens for request in ours.requests] == [PROMPT, PROMPT - 14]
-    assert not torch.equal(pool._slab, before)
+    assert not torch.equal(ours.pool._slab, before)
     ids = expected[len(CHUNKS) - 1][:, -1:].argmax(-1)
     for step in expected[len(CHUNKS) :]:
         logits = forward(model, ours, ids, ours.inputs(1))
@@ -190,7 +179,7 @@ def test_a_draft_shares_the_padding_of_its_target():
     for chunk in prompt(2).split(11, dim=1):
         for cache, each in zip(ours, (model, small)):
             logits.append(forward(each, cache, chunk, cache.inputs(chunk.shape[1])))
-    theirs = transformers.DynamicCache(config=small.config)
+    theirs = own_cache(small)
     expected = run(small, theirs, prompt(2), (0, 13), chunks=(11, 11, 7), steps=0)
     assert_same(small, ours[1], theirs, logits[1::2], expected)
     assert [request.num_tokens for request in requests] == [29, 16]
@@ -198,15 +187,13 @@ def test_a_draft_shares_the_padding_of_its_target():
 
 def test_a_padded_batch_that_does_not_fit_changes_nothing():
     model = model_of("qwen3_next")
-    pool = pool_of(model, num_pages=8)  # 7 of 5 tokens, 9 are needed
-    allocator = Allocator(pool)
-    ours = PoolCache.new(pool, allocator, 2, padding=[0, 14])
+    ours = cache_of(model, 2, [0, 14], num_pages=8)  # 7 of 5 tokens, 9 are needed
     with pytest.raises(OutOfPages):
         run(model, ours, prompt(2), (0, 14), chunks=(PROMPT,), steps=0)
     assert [request.num_tokens for request in ours.requests] == [0, 0]
     assert ours.get_seq_length() == 0
-    assert not pool._slab.any()
-    allocator.check_integrity()
+    assert not ours.pool._slab.any()
+    ours.allocator.check_integrity()
 
 
 @pytest.mark.parametrize(
@@ -231,9 +218,8 @@ def test_padding_after_which_rows_do_not_end_together_is_refused(lengths, paddin
 
 
 def test_windows_that_a_model_compresses_by_columns_are_not_padded():
-    pool = pool_of(model_of("deepseek_v4"))
     with pytest.raises(ValueError, match=r"compresses windows of .* a batch of each length"):
-        PoolCache.new(pool, Allocator(pool), 2, padding=[0, 4])
+        cache_of(model_of("deepseek_v4"), 2, [0, 4])
 
 
 def test_blocks_that_a_model_selects_by_columns_are_not_padded():

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from kvpool import Allocator, PrefixCache  # noqa: E402
 from kvpool.integrations.transformers import PoolCache  # noqa: E402
 from tests.kvpool.integrations.caches import assert_same, model_of, pool_of, run  # noqa: E402
-from tests.kvpool.models.tiny import changes, made  # noqa: E402
+from tests.kvpool.models.tiny import changes, made, own_cache  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = ("llama", "gemma3_text", "qwen3_next", "deepseek_v3", "deepseek_v4")
@@ -56,7 +56,7 @@ def serve(model, pool, allocator, ids):
 
 def alone(model, ids):
     """The same with transformers' own cache, over all tokens: logits of each forward."""
-    cache = transformers.DynamicCache(config=model.config)
+    cache = own_cache(model)
     whole, rest = divmod(ids.shape[1], CHECKPOINT)
     chunks = (CHECKPOINT,) * whole + (rest,)
     return cache, run(model, cache, ids, chunks=chunks, steps=STEPS)
@@ -112,7 +112,7 @@ def test_rings_of_pages_are_reused_at_every_page_of_a_long_chunk():
     assert request.num_tokens == SHARED
     cache = PoolCache(pool, allocator, [request])
     logits = run(model, cache, second[:, SHARED:], chunks=(13,), steps=STEPS)
-    theirs = transformers.DynamicCache(config=model.config)
+    theirs = own_cache(model)
     expected = run(model, theirs, second, chunks=(SHARED, 13), steps=STEPS)
     # chunks of other lengths round otherwise
     torch.testing.assert_close(logits, expected[1:], rtol=0, atol=1e-5)

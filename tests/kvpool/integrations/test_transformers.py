@@ -23,19 +23,22 @@ from kvpool import (  # noqa: E402
     SWAPool,
 )
 from kvpool.integrations.transformers import PoolCache  # noqa: E402
-from kvpool.layout import Pin  # noqa: E402
 from kvpool.layout.formats import MHA  # noqa: E402
 from tests.kvpool.integrations.caches import (  # noqa: E402
     CHUNKS,
     PROMPT,
     STEPS,
     assert_same,
+    assert_same_run,
+    cache_of,
+    filled_with_nan,
     model_of,
+    offered,
     pool_of,
     prompt,
     run,
 )
-from tests.kvpool.models.tiny import changes, made  # noqa: E402
+from tests.kvpool.models.tiny import changes, made, own_cache  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = (
@@ -70,10 +73,7 @@ def test_logits_and_bytes_equal_dynamic_cache(family, padding, dtype):
     if padding and family == "deepseek_v4":
         padding = (0, 0)  # a compressed entry of padding and tokens has no meaning
     model, ids = model_of(family, dtype), prompt(1 if padding is None else 2)
-    pool, theirs = pool_of(model), transformers.DynamicCache(config=model.config)
-    ours = PoolCache.new(pool, Allocator(pool), ids.shape[0], padding or 0)
-    expected = run(model, theirs, ids, padding)
-    assert_same(model, ours, theirs, run(model, ours, ids, padding), expected)
+    assert_same_run(model, cache_of(model, len(ids), padding or 0), ids, padding)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 64])
@@ -90,24 +90,19 @@ def test_logits_and_bytes_equal_dynamic_cache(family, padding, dtype):
 )
 def test_neither_page_size_nor_order_nor_placement_changes_a_bit(family, common, page_size):
     model, ids = model_of(family, torch.bfloat16), prompt(2)
-    pool = pool_of(model, page_size, num_pages=250, **common)
-    for buffer in pool.layout.buffers:  # as from another kind of state, whose block it was
-        pool.item_bytes_view(buffer)[1:] = 0xFF
-    theirs = transformers.DynamicCache(config=model.config)
     padding = None if family == "deepseek_v4" else (3, 0)
-    ours = PoolCache.new(pool, Allocator(pool), 2, padding or 0)
-    expected = run(model, theirs, ids, padding)
-    assert_same(model, ours, theirs, run(model, ours, ids, padding), expected)
+    ours = cache_of(model, 2, padding or 0, page_size=page_size, num_pages=250, **common)
+    filled_with_nan(ours.pool)  # as from another kind of state, whose block it was
+    assert_same_run(model, ours, ids, padding)
 
 
 def test_rope_keys_lie_in_pairs_as_engines_have_them():
     """transformers has the halves of the rotated pairs apart."""
     model, ids = model_of("deepseek_v3"), prompt(1)
-    pool, theirs = pool_of(model), transformers.DynamicCache(config=model.config)
-    ours = PoolCache.new(pool, Allocator(pool))
+    ours, theirs = cache_of(model), own_cache(model)
     for cache in (ours, theirs):
         run(model, cache, ids, steps=0)
-    for layer in pool.layers:
+    for layer in ours.pool.layers:
         halves = theirs.layers[layer].values[0, 0].unflatten(-1, (2, -1))
         rope = held(ours, "rope", layer)[0]
         assert rope[:, 0::2].equal(halves[:, 0]) and rope[:, 1::2].equal(halves[:, 1])
@@ -120,7 +115,7 @@ def test_a_pool_whose_window_is_larger_gives_the_same_logits():
         full=MHA(2, 24), window_layers=[0, 2], window=13, layers=range(4), num_pages=40,
         num_window_pages=40, page_size=5, dtype="f32",
     )  # fmt: skip
-    expected = run(model, transformers.DynamicCache(config=model.config), ids)
+    expected = run(model, own_cache(model), ids)
     for a, b in zip(run(model, PoolCache.new(pool, Allocator(pool)), ids), expected, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -130,7 +125,7 @@ def test_batch_and_single_rows_share_a_pool():
     pool = pool_of(model)
     allocator = Allocator(pool)
     caches = [PoolCache.new(pool, allocator, 1) for _ in range(2)]
-    alone = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    alone = [own_cache(model) for _ in range(2)]
     for chunk in (slice(0, 13), slice(13, 29)):  # interleaved: pages of the rows alternate
         for row, (ours, theirs) in enumerate(zip(caches, alone)):
             part = ids[row : row + 1, chunk]
@@ -142,9 +137,7 @@ def test_batch_and_single_rows_share_a_pool():
 
 def test_inference_mode_and_no_grad_can_alternate():
     model, ids = model_of("llama"), prompt(1)
-    pool = pool_of(model)
-    ours = PoolCache.new(pool, Allocator(pool))
-    theirs = transformers.DynamicCache(config=model.config)
+    ours, theirs = cache_of(model), own_cache(model)
     for guard in (torch.inference_mode, torch.no_grad):
         with guard():
             a = model(ids, past_key_values=ours).logits
@@ -191,13 +184,12 @@ def verify(model: Any, cache: Any, drafts: int) -> None:
 @pytest.mark.parametrize("how", ["crop", "truncate"])
 def test_a_request_that_drafts_were_taken_back_of_is_one_that_never_had_them(family, how):
     model, ids = model_of(family, torch.bfloat16), prompt(2)
-    theirs = transformers.DynamicCache(config=model.config)
+    theirs = own_cache(model)
     # a compressor takes back what ends with a window, or in the one that is open
     v4 = family == "deepseek_v4"
     chunks = (12, 16, 1) if v4 else CHUNKS
     expected = run(model, theirs, ids, chunks=chunks)
-    pool = pool_of(model, **({"speculation": True} if v4 else {}))
-    ours = PoolCache.new(pool, Allocator(pool), 2)
+    ours = cache_of(model, 2, **({"speculation": True} if v4 else {}))
     logits = []
     for size in chunks:
         logits += run(model, ours, ids[:, :size], chunks=(size,), steps=0)
@@ -209,25 +201,23 @@ def test_a_request_that_drafts_were_taken_back_of_is_one_that_never_had_them(fam
             else:
                 tokens = ours.get_seq_length() - drafts
                 ours.allocator.truncate_batch(ours.requests, tokens)
-                ours = PoolCache(pool, ours.allocator, ours.requests)
+                ours = PoolCache(ours.pool, ours.allocator, ours.requests)
     logits += run(model, ours, logits[-1][:, -1:].argmax(-1), chunks=(1,), steps=STEPS - 1)
     assert_same(model, ours, theirs, logits, expected)
 
 
 def test_what_cannot_be_taken_back_is_refused_and_the_cache_goes_on():
-    pool = pool_of(model := model_of("qwen3_next"))
-    ours = PoolCache.new(pool, Allocator(pool), 2)
+    ours = cache_of(model := model_of("qwen3_next"), 2)
     run(model, ours, prompt(2), steps=0)
     with pytest.raises(ValueError, match="space state: a slot holds the state after 29 tokens"):
         ours.crop(-1)
     with pytest.raises(ValueError, match="crop: -29 to 0"):
         ours.crop(1)
-    theirs = transformers.DynamicCache(config=model.config)
+    theirs = own_cache(model)
     assert_same(model, ours, theirs, [], run(model, theirs, prompt(2), steps=0)[:0])
 
-    pool = pool_of(model := model_of("deepseek_v4"), speculation=True)
-    ours = PoolCache.new(pool, Allocator(pool), 1)
-    ratio = sorted({space.window_step for space in pool.layout.spaces if space.window})[-1]
+    ours = cache_of(model := model_of("deepseek_v4"), speculation=True)
+    ratio = sorted({space.window_step for space in ours.pool.layout.spaces if space.window})[-1]
     run(model, ours, prompt(1, 4 * ratio), chunks=(4 * ratio,), steps=0)
     with pytest.raises(ValueError, match=f"end inside a window of {ratio} that was compressed"):
         ours.crop(-1)
@@ -236,18 +226,16 @@ def test_what_cannot_be_taken_back_is_refused_and_the_cache_goes_on():
 
 def test_out_of_pages_leaves_all_rows_as_they_were():
     model, ids = model_of("llama"), prompt(2)
-    pool = pool_of(model, page_size=8, num_pages=8)  # 7 to give: 4 for row 0, 3 for row 1
-    allocator = Allocator(pool)
-    ours = PoolCache.new(pool, allocator, 2)
+    ours = cache_of(model, 2, page_size=8, num_pages=8)  # 7 to give: 4 for row 0, 3 for row 1
     run(model, ours, ids[:, :20], chunks=(20,), steps=0)
-    before = pool._slab.clone()
+    before = ours.pool._slab.clone()
     with pytest.raises(OutOfPages, match=r"kv: 2 more items of 8 tokens are needed, 1 of 7 are"):
         run(model, ours, ids[:, 20:], chunks=(9,), steps=0)
     assert [request.num_tokens for request in ours.requests] == [20, 20]
-    assert (ours.get_seq_length(), allocator.free_pages) == (20, 1)
-    assert torch.equal(pool._slab, before)
-    allocator.check_integrity()
-    theirs = transformers.DynamicCache(config=model.config)
+    assert (ours.get_seq_length(), ours.allocator.free_pages) == (20, 1)
+    assert torch.equal(ours.pool._slab, before)
+    ours.allocator.check_integrity()
+    theirs = own_cache(model)
     expected = run(model, theirs, ids[:, :24], chunks=(20, 4), steps=0)
     logits = run(model, ours, ids[:, 20:24], chunks=(4,), steps=0)
     assert_same(model, ours, theirs, logits, expected[1:])
@@ -256,19 +244,16 @@ def test_out_of_pages_leaves_all_rows_as_they_were():
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_forward_over_a_state_that_a_room_offers_is_refused_and_changes_nothing(tokens):
     model, ids = model_of("qwen3_next"), prompt(1)
-    pool, open_rooms = pool_of(model), {"r"}
-    ours = PoolCache.new(pool, Allocator(pool))
-    (request,) = ours.requests
+    ours = cache_of(model)
+    (request,), pool = ours.requests, ours.pool
     run(model, ours, ids[:, :20], chunks=(20,), steps=0)
-    before = pool._slab.clone()
-    address = request.address()
-    request.pin(Pin("r", "offered", address, pool.layout, True, lambda: bool(open_rooms)))
+    before, open_rooms = pool._slab.clone(), offered(ours)
     with pytest.raises(RequestPinned, match="it would lose the state in slot 1 of space state"):
         run(model, ours, ids[:, 20:], chunks=(tokens,), steps=0)
     assert request.num_tokens == ours.get_seq_length() == 20
     assert torch.equal(pool._slab, before)
     open_rooms.clear()
-    theirs = transformers.DynamicCache(config=model.config)
+    theirs = own_cache(model)
     expected = run(model, theirs, ids[:, : 20 + tokens], chunks=(20, tokens), steps=0)
     logits = run(model, ours, ids[:, 20 : 20 + tokens], chunks=(tokens,), steps=0)
     assert_same(model, ours, theirs, logits, expected[1:])
@@ -287,10 +272,8 @@ def test_a_forward_over_a_state_that_a_room_offers_is_refused_and_changes_nothin
 )
 def test_a_pool_that_does_not_fit_the_model_is_refused(common, sentence):
     model = model_of("llama")
-    pool = pool_of(model, **common)
-    ours = PoolCache.new(pool, Allocator(pool))
     with pytest.raises(ValueError, match=sentence):
-        run(model, ours, prompt(1), chunks=(PROMPT,), steps=0)
+        run(model, cache_of(model, **common), prompt(1), chunks=(PROMPT,), steps=0)
 
 
 def test_other_dims_other_rows_and_gradients_are_refused():
@@ -348,9 +331,7 @@ def test_requests_changed_behind_the_cache_are_noticed():
 
 
 def test_layers_of_one_forward_that_disagree_are_noticed():
-    pool = pool_of(model_of("llama"))
-    ours = PoolCache.new(pool, Allocator(pool))
-    states = torch.zeros(1, 2, 4, 24)
+    ours, states = cache_of(model_of("llama")), torch.zeros(1, 2, 4, 24)
     ours.update(states, states, 0)
     with pytest.raises(ValueError, match="layer 1 attention: 3 new tokens, other states 4"):
         ours.update(states[:, :, :3], states[:, :, :3], 1)
@@ -363,8 +344,7 @@ def test_layers_of_one_forward_that_disagree_are_noticed():
 
 
 def test_what_a_pool_cannot_do_is_refused_with_what_to_do_instead():
-    pool = pool_of(model_of("llama"))
-    ours = PoolCache.new(pool, Allocator(pool))
+    ours = cache_of(model_of("llama"))
     calls = {
         "reset": (),
         "reorder_cache": (torch.tensor([0]),),
@@ -400,15 +380,13 @@ def test_a_model_that_keeps_state_the_pool_does_not_hold_is_refused(family, kind
 
 def test_compressors_of_which_the_pool_holds_nothing_are_refused():
     model = model_of("deepseek_v4")
-    pool = pool_of(model, compress_ratios=(0, 0, 0, 0))
+    ours = cache_of(model, compress_ratios=(0, 0, 0, 0))
     with pytest.raises(ValueError, match="layer 1: the model has compressor states"):
-        run(model, PoolCache.new(pool, Allocator(pool)), prompt(1), chunks=(PROMPT,), steps=0)
+        run(model, ours, prompt(1), chunks=(PROMPT,), steps=0)
 
 
 def test_states_that_the_model_does_not_write_are_noticed():
-    model = model_of("deepseek_v3")
-    pool = pool_of(model_of("deepseek_v32"))
-    ours = PoolCache.new(pool, Allocator(pool))
+    model, ours = model_of("deepseek_v3"), cache_of(model_of("deepseek_v32"))
     run(model, ours, prompt(1)[:, :4], chunks=(4,), steps=0)
     with pytest.raises(RuntimeError, match=r"layer 0 indexer: 0 tokens, others 4.* no such state"):
         run(model, ours, prompt(1)[:, 4:], chunks=(1,), steps=0)
@@ -426,7 +404,7 @@ def test_a_draft_writes_the_tokens_of_its_target():
             run(each, cache, ids[:, chunk], chunks=(ids[:, chunk].shape[1],), steps=0)
     assert request.num_tokens == 29
     again = PoolCache(draft, allocator, [request])
-    theirs = transformers.DynamicCache(config=small.config)
+    theirs = own_cache(small)
     expected = run(small, theirs, ids, steps=2)
     with pytest.raises(ValueError, match="row 0: the request has 29 tokens, this cache wrote 28"):
         ours[1].batch.columns = 28
@@ -454,8 +432,9 @@ def test_tokens_that_a_draft_did_not_write_are_not_cached():
     small, late = late_draft("olmo")
     assert late.get_seq_length() == 0
     (logits,) = run(small, late, prompt(1), chunks=(PROMPT,), steps=0)
-    theirs = transformers.DynamicCache(config=small.config)
-    assert torch.equal(logits, run(small, theirs, prompt(1), chunks=(PROMPT,), steps=0)[0])
+    assert torch.equal(
+        logits, run(small, own_cache(small), prompt(1), chunks=(PROMPT,), steps=0)[0]
+    )
 
 
 def test_a_draft_that_comes_after_its_window_has_moved_is_refused():
@@ -485,9 +464,7 @@ def test_tokens_received_after_some_were_computed_count_as_cached():
 
 def test_a_forward_that_did_not_finish_cannot_be_continued():
     model, ids = model_of("qwen3_next"), prompt(1)
-    pool = pool_of(model)
-    allocator = Allocator(pool)
-    ours = PoolCache.new(pool, allocator)
+    ours = cache_of(model)
 
     def stop(*_):
         raise KeyboardInterrupt
@@ -499,30 +476,27 @@ def test_a_forward_that_did_not_finish_cannot_be_continued():
     with pytest.raises(RuntimeError, match="a forward did not finish"):
         run(model, ours, ids, chunks=(PROMPT,), steps=0)
     with pytest.raises(ValueError, match=r"did not finish. Free it"):
-        PoolCache(pool, allocator, ours.requests)
+        PoolCache(ours.pool, ours.allocator, ours.requests)
     with pytest.raises(ValueError, match=r"did not finish. Free it"):
-        allocator.fork(ours.requests[0], PROMPT)
+        ours.allocator.fork(ours.requests[0], PROMPT)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "deepseek_v4", "deepseek_v32"])
 def test_what_is_refused_is_refused_before_the_request_has_grown(family):
     model, ids = model_of(family), prompt(2)
-    pool = pool_of(model)
-    allocator = Allocator(pool)
-    ours = PoolCache.new(pool, allocator)
+    ours = cache_of(model)
     for each, rows in ((model, 2), (model_of(family, torch.bfloat16), 1)):
         with pytest.raises(ValueError, match="with a request for every row"):
             run(each, ours, ids[:rows], chunks=(PROMPT,), steps=0)
         assert (ours.requests[0].num_tokens, ours.get_seq_length()) == (0, 0)
-    assert not pool._slab.any()
+    assert not ours.pool._slab.any()
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
 def test_index_keys_are_not_rounded_unless_all_is(family):
     model = model_of(family)
-    pool = pool_of(model, index_packing="fp8")
     with pytest.raises(ValueError, match=r"index_key: stored as fp8.*index_packing='float32'"):
-        PoolCache.new(pool, Allocator(pool))
+        cache_of(model, index_packing="fp8")
 
 
 def test_a_pool_without_kinds_is_refused():
@@ -543,12 +517,8 @@ def test_a_pool_without_kinds_is_refused():
 def test_what_a_quantised_pool_rounds_stays_small_in_the_logits(family, packing):
     numbers = changes(family)
     model = made(family, numbers | {name: SMOOTH[name] for name in SMOOTH if name in numbers})
-    pool = pool_of(model, packing=packing)
-    ours = PoolCache.new(pool, Allocator(pool))
-    theirs = transformers.DynamicCache(config=model.config)
-    chunks = (11, 17, 1)
-    expected = run(model, theirs, prompt(1), steps=0, chunks=chunks)
-    logits = run(model, ours, prompt(1), steps=0, chunks=chunks)
+    expected = run(model, own_cache(model), prompt(1), steps=0)
+    logits = run(model, cache_of(model, packing=packing), prompt(1), steps=0)
     for a, b in zip(logits[1:], expected[1:], strict=True):
         error = float((a - b).abs().max() / b.abs().max())
         assert 0 < error < 0.15, f"{error:.1%}"
@@ -557,8 +527,7 @@ def test_what_a_quantised_pool_rounds_stays_small_in_the_logits(family, packing)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_generate_gives_the_tokens_of_dynamic_cache(family):
     model, ids = model_of(family), prompt(2)
-    pool = pool_of(model)
     kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     kwargs["attention_mask"] = torch.ones_like(ids)
-    ours = model.generate(ids, past_key_values=PoolCache.new(pool, Allocator(pool), 2), **kwargs)
+    ours = model.generate(ids, past_key_values=cache_of(model, 2), **kwargs)
     assert torch.equal(ours, model.generate(ids, **kwargs))
