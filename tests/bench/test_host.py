@@ -61,23 +61,16 @@ def times(calls, work):
     return lambda: [work() for _ in repeat(None, calls)]
 
 
-def dsv4(num_pages=2049):
-    """DeepSeek-V4 of 61 layers, without memory."""
-    return DSv4Pool(
-        compress_ratios=RATIOS,
-        layers=range(LAYERS),
-        page_size=V4_PAGE,
-        packing="fp8",
-        num_pages=num_pages,
-        num_window_pages=1024,
-        num_slots=257,
-        device="meta",
-    )
-
-
 def layout_of(kind, layers, total=LAYERS, **more):
     options = {"num_pages": 8192, "page_size": PAGE, "dtype": "bf16", "device": "meta", **more}
     return kind(layers=layers, total_kv_layers=total, **options).layout
+
+
+def dsv4():
+    """DeepSeek-V4 of 61 layers."""
+    sizes = {"page_size": V4_PAGE, "num_pages": 2049, "num_window_pages": 1024, "num_slots": 257}
+    kinds = {"compress_ratios": RATIOS, "packing": "fp8", "dtype": None}
+    return layout_of(DSv4Pool, range(LAYERS), **sizes, **kinds)
 
 
 def parsed(layout):
@@ -141,7 +134,7 @@ def test_new_plan(paired, sides, timed):
 
 @pytest.mark.parametrize(
     "sides",
-    [lambda: ([dsv4().layout], dsv4().layout), sharded, *(partial(deepseek, n) for n in (8, MANY))],
+    [lambda: ([dsv4()], dsv4()), sharded, *(partial(deepseek, n) for n in (8, MANY))],
     ids=["DSv4", "MLA from TP8 x PP2", "replicas, 8", f"replicas, {MANY}"],
 )
 def test_known_shape_beside_a_new_plan(paired, sides, timed):
@@ -172,7 +165,7 @@ def test_bind_dsv4(paired, timed):
         spans = {"kv": Span(ids["kv"]), "ring": Span([ring])}
         spans["swa"] = Span(window, tokens // 128 - 2)
         addresses.append(RequestAddress(tokens, spans))
-    bind(paired, dsv4().layout, dsv4().layout, addresses)
+    bind(paired, dsv4(), dsv4(), addresses)
 
 
 def page_ids(pages):

@@ -10,7 +10,7 @@ import pytest
 from tests.pictures.browser import browser, program
 
 HERE = program() is not None and find_spec("websockets") is not None
-collect_ignore = [] if HERE else ["test_map.py", "test_pictures.py"]
+collect_ignore = [] if HERE else ["test_pictures.py"]
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from disagg.cli.hand_off import Geometry, HandOff, read_side
 from disagg.cli.picture import page as explained
 from disagg.protocol.metrics import RoomMetrics
 from disagg.timeline import timeline
-from kvpool import HybridLinearPool, MHAPool, PoolLayout, Shard
+from kvpool import MHAPool, PoolLayout, Shard
 from kvpool.cli.describe import model_layout
 from kvpool.item import Cell, Repeat, Seq, Skip
 from kvpool.layout.formats import MHA, gated_delta_net
@@ -25,6 +25,7 @@ from kvpool.render.html import html
 from kvpool.render.svg import svg
 from tests import oracle
 from tests.kvpool.render.test_memory_map import layout_of
+from tests.kvpool.render.test_svg import hybrid
 
 TOKENS = 2000
 RATIOS = {
@@ -106,19 +107,10 @@ def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurem
     return case_of(group, name, bound).timed([(1e-3, ratio * 1e-3)])
 
 
-def hybrid() -> PoolLayout:
-    """Pages of attention, and states of linear attention, of a shard."""
-    return HybridLinearPool(
-        layers=range(8),
-        full=MHA(8, 128),
-        linear=gated_delta_net(16, 32, 128, 128, 4),
-        linear_layers=[0, 1, 2, 4, 5, 6],
-        dtype="bf16",
-        shard=Shard(1, 4),
-        num_slots=3,
-        num_pages=2,
-        page_size=64,
-    ).layout
+def of_a_shard() -> PoolLayout:
+    """Of a hybrid model with heads of usual sizes."""
+    linear = gated_delta_net(16, 32, 128, 128, 4)
+    return hybrid(MHA(8, 128), linear, shard=Shard(1, 4), num_pages=2).layout
 
 
 def long_names() -> PoolLayout:
@@ -143,8 +135,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "map.html": lambda: html(model("deepseek_v4"), "deepseek_v4, fp8"),
     "map-long.html": lambda: html(long_names(), "Names " + "that are long " * 20),
     "map-long.svg": lambda: svg(long_names(), "Names " + "that are long " * 20),
-    "map-states.html": lambda: html(hybrid(), "a hybrid model, rank 1 of 4"),
-    "map-states.svg": lambda: svg(hybrid(), "a hybrid model, rank 1 of 4"),
+    "map-states.html": lambda: html(of_a_shard(), "a hybrid model, rank 1 of 4"),
+    "map-states.svg": lambda: svg(of_a_shard(), "a hybrid model, rank 1 of 4"),
     "bench.html": lambda: chart_html(report().chart(), report().header()),
     "explain.html": lambda: explained(
         handing_over("llama_3_1_70b", Geometry(tp=8), Geometry(tp=4))

@@ -55,6 +55,14 @@ class Machine(RuleBasedStateMachine):
                 self.memory[name].append(view if region.axis("entry") else view[:, None])
         self.live: list[Any] = []
 
+    def bounds(self, name: str, tokens: int, reach: int) -> tuple[int, int]:
+        """Numbers of the items that `tokens` tokens need, of whose first `reach` all is alive."""
+        space = self.by_name[name]
+        if space.kind != "paged":
+            return 0, min(tokens, 1)
+        stop = -(-tokens // (space.entries_per_item * space.tokens_per_entry))
+        return min(start(space, reach) // space.entries_per_item, stop), stop
+
     def pick(self, number: int) -> Any:
         """One of the live requests."""
         return self.live[number % len(self.live)]

@@ -84,15 +84,6 @@ class Lives(Machine):
         held = {n for each in self.live for one in lists for n in each.ids[one].values()}
         return set(range(1, self.lists[name])) - held
 
-    def bounds(self, name: str, tokens: int, reach: int) -> tuple[int, int]:
-        """Item numbers that `tokens` tokens need, of whose first `reach` all is alive."""
-        space = self.by_name[name]
-        if space.kind != "paged":
-            return 0, min(tokens, 1)
-        per_item = space.entries_per_item * space.tokens_per_entry
-        stop = (tokens + per_item - 1) // per_item
-        return min(start(space, reach) // space.entries_per_item, stop), stop
-
     def write(self, held: Held, name: str, entry: int, location: int) -> None:
         self.count += 1
         size = self.spaces[name].ring or self.spaces[name].entries_per_item

@@ -134,9 +134,7 @@ def test_a_freed_request_is_not_pinned():
 @pytest.mark.parametrize("side", ["offered", "received"])
 @pytest.mark.parametrize("last", [True, False])
 def test_tokens_of_a_room_cannot_be_taken_back_and_later_ones_can(side, last):
-    alloc = Allocator(mla())
-    request = alloc.new_request()
-    alloc.extend(request, 9)
+    alloc, request = started(mla(), 9)
     Room(request, side, last=last)
     alloc.extend(request, 4)
     alloc.truncate(request, 10)
@@ -153,9 +151,7 @@ def test_tokens_of_a_room_cannot_be_taken_back_and_later_ones_can(side, last):
 
 
 def test_a_page_that_a_room_reads_is_not_replaced_by_a_copy():
-    alloc = Allocator(mla())
-    request = alloc.new_request()
-    alloc.extend(request, 5)
+    alloc, request = started(mla(), 5)
     Room(request)
     alloc.extend(request, 3)
     alloc.fork(request, 8)
@@ -164,9 +160,7 @@ def test_a_page_that_a_room_reads_is_not_replaced_by_a_copy():
 
 
 def test_a_block_table_from_before_a_truncation_is_refused():
-    alloc = Allocator(mla())
-    request = alloc.new_request()
-    alloc.extend(request, 9)
+    alloc, request = started(mla(), 9)
     old = request.address()
     alloc.truncate(request, 4)
     with pytest.raises(ValueError, match=r"of 9 tokens, .* lost the last 5 tokens.* anew"):

@@ -171,11 +171,12 @@ def test_a_cache_serves_one_allocator():
         Allocator(mla(device="meta"), prefix=cache)
 
 
-def hashes(salt, tokens):
+def hashes(salt, tokens, page=PAGE):
+    """Of the salt, and of each whole page."""
     found = [blake2b(salt.encode(), digest_size=32).digest()]
-    for at in range(0, len(tokens), PAGE):
-        page = b"".join(t.to_bytes(4, "little") for t in tokens[at : at + PAGE])
-        found.append(blake2b(found[-1] + page, digest_size=32).digest())
+    for at in range(0, len(tokens) - page + 1, page):
+        raw = b"".join(t.to_bytes(4, "little") for t in tokens[at : at + page])
+        found.append(blake2b(found[-1] + raw, digest_size=32).digest())
     return found
 
 
@@ -190,29 +191,17 @@ def test_events_are_what_vllm_publishes():
     same = {"block_size": PAGE, "lora_id": None, "medium": "GPU", "lora_name": None}
     same |= {"type": "BlockStored", "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     tokens = [*range(300, 308)], [*range(308, 312)], [*range(400, 404)]
+
+    def stored(pages, parent, ids, **more):
+        named = {"block_hashes": pages, "parent_block_hash": parent, "token_ids": ids}
+        return {**same, **named, **more}
+
     assert rank == 3
     assert events == [
-        {
-            **same,
-            "block_hashes": pages[:2],
-            "parent_block_hash": None,
-            "token_ids": tokens[0],
-            "extra_keys": [["lora"]] * 2,
-        },
-        {
-            **same,
-            "block_hashes": pages[2:],
-            "parent_block_hash": pages[1],
-            "token_ids": tokens[1],
-            "extra_keys": [["lora"]],
-        },
+        stored(pages[:2], None, tokens[0], extra_keys=[["lora"]] * 2),
+        stored(pages[2:], pages[1], tokens[1], extra_keys=[["lora"]]),
         {"type": "BlockRemoved", "block_hashes": pages[2:], "medium": "GPU", "group_idx": 0},
-        {
-            **same,
-            "block_hashes": hashes("", tokens[2])[1:],
-            "parent_block_hash": None,
-            "token_ids": tokens[2],
-        },
+        stored(hashes("", tokens[2])[1:], None, tokens[2]),
     ]
     alloc.prefix.clear()
     _, events, _ = msgspec.msgpack.decode(encode(alloc.prefix.take_events()))
@@ -246,10 +235,6 @@ def test_a_chain_has_the_keys_of_its_tokens_however_they_came(tokens, steps, pag
         chain.truncate(left)
         chain.append(token_ids(np.array(more, dtype=np.int64)))
         tokens = [*tokens[:left], *more]
-        expected, last = [], blake2b(b"", digest_size=32).digest()
-        for start in range(0, len(tokens) - page + 1, page):
-            raw = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + page])
-            last = blake2b(last + raw, digest_size=32).digest()
-            expected.append(last)
+        expected = hashes("", tokens, page)[1:]
         assert (chain.tokens.tolist(), chain.keys) == (tokens, expected)
         assert len({*expected}) == len(expected)

@@ -123,14 +123,6 @@ class Prefixes(Machine):
             held.update(item for _, items in self.pinned for item in items[other])
         return held
 
-    def bounds(self, name: str, tokens: int, reach: int) -> tuple[int, int]:
-        """Numbers of the items of a request that reads what is alive at `reach` tokens."""
-        space = self.by_name[name]
-        if space.kind != "paged":
-            return 0, min(tokens, 1)
-        stop = -(-tokens // self.lists[name].tokens)
-        return min(start(space, reach) // space.entries_per_item, stop), stop
-
     def needed(self, name: str, prefix: tuple[str, tuple[int, ...]]) -> list:
         """The prefixes that end with the items of which a request begins."""
         salt, tokens = prefix

@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import os
 import resource
-import subprocess
 import sys
 import textwrap
 
@@ -17,21 +16,10 @@ from kvpool import DeviceUnavailable, MLAPool
 from kvpool.device import Device, device_entries, get_device
 from kvpool.device.cpu import CompletedEvent, CPUDevice, MetaDevice
 from tests.kvpool.cli.plugins import package
+from tests.test_imports import run
 
 SHAPE = {"layers": (0,), "num_pages": 3, "page_size": 4, "dtype": "bf16"}
 OPERATIONS = ("store_rows", "load_rows", "copy_items", "copy_runs")
-
-
-def python(code, *path, **environment):
-    """Runs code in a new process, with more import paths."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, path), *sys.path])}
-        | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 @pytest.fixture
@@ -51,7 +39,8 @@ def vendor(tmp_path, monkeypatch):
     lines = ["[kvpool.devices]", "abacus = abacus:Abacus", "broken = no_such_module:Device"]
     package(tmp_path, "abacus", "\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    yield
     get_device.cache_clear()
     sys.modules.pop("abacus", None)
 
@@ -111,8 +100,7 @@ def test_the_error_for_an_unknown_device_lists_the_installed_ones(vendor):
 
 
 def test_devices_are_imported_on_first_use(vendor):
-    done = python(
-        """
+    code = """
         import sys
         import kvpool, kvpool.device, kvpool_cuda, kvpool_npu
         from kvpool.device import device_entries, get_device
@@ -121,10 +109,8 @@ def test_devices_are_imported_on_first_use(vendor):
         assert not {"abacus", "triton", "torch_npu"} & set(sys.modules)
         get_device("abacus:0")
         assert "abacus" in sys.modules
-        """,
-        vendor,
-    )
-    assert done.returncode == 0, done.stderr
+        """
+    run(textwrap.dedent(code))
 
 
 def test_a_vendors_broken_package_breaks_no_other_device(vendor):

@@ -21,9 +21,6 @@ def regions_of(template) -> dict[str, Region]:
     return {region.role: region for region in regions}
 
 
-# shards
-
-
 # templates of any shape, against a painting of every byte
 
 

@@ -11,13 +11,8 @@ from kvpool.models import declare
 
 CONFIGS = Path(__file__).parents[3] / "kvpool" / "models" / "configs"
 FEW = {"num_pages": 2, "num_window_pages": 2, "num_slots": 2, "device": "meta"}
-LLAMA = {
-    "model_type": "llama",
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def config_of(name: str, **changes: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import transformers
 from kvpool import IndexKey
 from kvpool.models import REFUSED, Declaration, declare
 from kvpool.models.families import DRAFTS
+from tests.kvpool.models.configs import FEW
 from tests.kvpool.models.tiny import TEXTS, TYPES, changes
 
 # not run: their models need an image, or a package for images
@@ -107,10 +108,9 @@ def _row(name: str) -> str:
     config = transformers.AutoConfig.for_model(name, **({} if name in AS_TEXT else changes(name)))
     if name in AS_TEXT:
         return f"| `{name}` | {_kinds(declare(config.to_dict()))} | | | | as its text type |"
-    few = {"num_pages": 2, "num_window_pages": 2, "num_slots": 2, "device": "meta"}
     declared = declare(config.to_dict())
     index = {"index_packing": "f32"} if IndexKey in declared.kinds else {}
-    pool = declared.build(dtype="f32", page_size=declared.page_size, **few, **index)
+    pool = declared.build(dtype="f32", page_size=declared.page_size, **FEW, **index)
     windows = once = 0
     for part in pool.specs:
         space = pool.layout.space_by_name[part.space]

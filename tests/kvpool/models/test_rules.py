@@ -65,16 +65,9 @@ def test_a_window_that_is_left_out_is_not_taken_for_none(model):
 
 @pytest.mark.parametrize("field", ["swa_num_key_value_heads", "swa_head_dim"])
 def test_heads_of_window_layers_are_not_guessed(field):
-    config = {
-        **LLAMA,
-        "model_type": "inkling_text",
-        "head_dim": 16,
-        "swa_num_key_value_heads": 4,
-        "swa_head_dim": 8,
-        "sliding_window_size": 9,
-        "conv_kernel_size": 4,
-        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
-    }
+    config = {**LLAMA, "model_type": "inkling_text", "head_dim": 16, "swa_num_key_value_heads": 4}
+    config |= {"swa_head_dim": 8, "sliding_window_size": 9, "conv_kernel_size": 4}
+    config["layer_types"] = ["hybrid_sliding", "hybrid"] * 2
     assert kept(config)[0][0] == State(MHA(4, 8), 8)
     with pytest.raises(ValueError, match=f"inkling_text config: {field} must be a whole number"):
         declare({**config, field: None})
@@ -281,18 +274,9 @@ def test_kv_heads_of_step_that_contradict_each_other_are_refused(changes, told):
 
 
 def test_the_letters_of_nemotron_h_are_its_layers():
-    config = {
-        **LLAMA,
-        "model_type": "nemotron_h",
-        "head_dim": 16,
-        "num_hidden_layers": 6,
-        "hybrid_override_pattern": "M-M*-E",
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "ssm_state_size": 16,
-        "conv_kernel": 4,
-    }
+    config = {**LLAMA, "model_type": "nemotron_h", "head_dim": 16, "num_hidden_layers": 6}
+    config |= {"hybrid_override_pattern": "M-M*-E", "mamba_num_heads": 8, "mamba_head_dim": 16}
+    config |= {"n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4}
     linear = (State(mamba2(8, 16, 2, 16, 4)),)
     assert kept(config) == {0: linear, 2: linear, 3: (State(MHA(2, 16)),)}
     assert declare(config).layers == tuple(range(6))

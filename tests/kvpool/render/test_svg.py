@@ -151,16 +151,10 @@ def test_an_item_of_astronomic_size_is_drawn_at_once():
 # which maps there are
 
 
-def hybrid():
-    return HybridLinearPool(
-        layers=range(8),
-        full=MHA(2, 64),
-        linear=gated_delta_net(4, 8, 16, 16, 4),
-        linear_layers=[0, 1, 2, 4, 5, 6],
-        dtype="bf16",
-        num_slots=3,
-        **COMMON,
-    )
+def hybrid(full=MHA(2, 64), linear=gated_delta_net(4, 8, 16, 16, 4), **more):
+    """Pages of attention, and states of linear attention."""
+    kinds = {"full": full, "linear": linear, "linear_layers": [0, 1, 2, 4, 5, 6], "dtype": "bf16"}
+    return HybridLinearPool(layers=range(8), num_slots=3, **kinds, **{**COMMON, **more})
 
 
 def test_layers_that_look_alike_are_one_map():
