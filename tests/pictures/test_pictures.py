@@ -58,16 +58,6 @@ def test_what_is_wrong_is_found(page, files):
     page.problems.clear()
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_words_stand_out_from_what_they_are_on(page, files, name):
-    for dark, paper in ((False, "#fff"), (True, "#15181c")):
-        page.open(files / name, 900, dark=dark)
-        script = "getComputedStyle(document.documentElement).getPropertyValue('--paper')"
-        assert page.run(script) == paper
-        contrasts = page.run(CONTRAST)
-        assert contrasts and not {words: c for words, c in contrasts.items() if c < 3.5}
-
-
 # an item: 64 rows of 512 latents, 16 bytes of scales, 128 bytes of rope
 CELL = "document.querySelector('rect[data-from=\"%d\"]').getBoundingClientRect()"
 
@@ -119,3 +109,13 @@ def test_a_byte_that_is_typed_in_is_looked_up(shown, byte, words):
         f"asked.value = {byte}; asked.dispatchEvent(new Event('input', {{ bubbles: true }})); }})()"
     )
     assert told(page) == words
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_words_stand_out_from_what_they_are_on(page, files, name):
+    for dark, paper in ((False, "#fff"), (True, "#15181c")):
+        page.open(files / name, 900, dark=dark)
+        script = "getComputedStyle(document.documentElement).getPropertyValue('--paper')"
+        assert page.run(script) == paper
+        contrasts = page.run(CONTRAST)
+        assert contrasts and not {words: c for words, c in contrasts.items() if c < 3.5}
