@@ -138,8 +138,7 @@ def overlaid(
             buffers.append(Buffer(name, space, base, stride, size, count, padding=padding))
             regions.extend(item_regions(template, owner="target", layer=layer, buffer=name))
     layers = 1 + max(layer for parts in groups.values() for layer, _ in parts)
-    layout = PoolLayout(tuple(buffers), tuple(regions), tuple(spaces), layers)
-    return State(layout, [slab], {r.key: _grid(layout, r, slab) for r in regions})
+    return over(PoolLayout(tuple(buffers), tuple(regions), tuple(spaces), layers), slab)
 
 
 def _grid(layout, region, slab):
@@ -294,24 +293,28 @@ def holds(holder, address: RequestAddress, salt: int = 0) -> bool:
 def _live_values(held: State, address: RequestAddress, positions: range, salt: int):
     """For each region a view, where in it the live entries of `positions` lie, and their values."""
     for region in held.layout.regions:
-        space, view = held.layout.space_of(region), held.views[region.key]
-        entries = (live_items if region.packing else live)(space, positions, address.num_tokens)
-        if not entries.size:
-            continue
-        if region.axis("entry") is None:
-            view = view[:, None]
-        at = entries
+        space, tokens = held.layout.space_of(region), address.num_tokens
+        entries = at = (live_items if region.packing else live)(space, positions, tokens)
         if space.interleave is not None:
-            place = packed(space, address.num_tokens)
+            place = packed(space, tokens)
             entries = np.array([e for e in entries.tolist() if e in place], dtype=np.int64)
             at = np.array([place[e] for e in entries.tolist()], dtype=np.int64)
-        inner = [np.arange(a.start, a.stop) for a in region.inner_axes]
-        what = values(region.key, [entries, *inner, np.arange(region.width)], salt)
-        span, size = address.spans[space.id_list], space.entries_per_item
-        if region.packing:
-            size = 1
-        item = at // size - span.first_item if space.kind == "paged" else np.zeros_like(at)
-        yield view, (span.ids[item], at % size % (space.ring or size)), what
+        if entries.size:
+            yield _spots(held, region, address, entries, at, salt)
+
+
+def _spots(held: State, region, address: RequestAddress, entries, at, salt: int = 0):
+    """A view of a region, where in it entries lie that are the `at`-th of this rank, and their
+    values.
+    """
+    space, view = held.layout.space_of(region), held.views[region.key]
+    if region.axis("entry") is None:
+        view = view[:, None]
+    inner = [np.arange(a.start, a.stop) for a in region.inner_axes]
+    what = values(region.key, [entries, *inner, np.arange(region.width)], salt)
+    span, size = address.spans[space.id_list], 1 if region.packing else space.entries_per_item
+    item = at // size - span.first_item if space.kind == "paged" else np.zeros_like(at)
+    return view, (span.ids[item], at % size % (space.ring or size)), what
 
 
 def fill(holder, address: RequestAddress, positions: range | None = None) -> None:
@@ -368,25 +371,18 @@ def _dead_tail(held: State, address: RequestAddress) -> list[np.ndarray]:
     """
     blank(held)
     for region in held.layout.regions:
-        space, view = held.layout.space_of(region), held.views[region.key]
-        size, tokens = space.entries_per_item, address.num_tokens
+        space, tokens = held.layout.space_of(region), address.num_tokens
+        size = space.entries_per_item
         entries = np.arange(tokens // space.tokens_per_entry + size)
         if space.interleave is not None:
-            rounds = (
-                size * space.tokens_per_entry + space.interleave.size
-            ) * space.interleave.ranks
-            entries = np.array(list(packed(space, tokens + rounds)))
+            stretch = size * space.tokens_per_entry + space.interleave.size
+            entries = np.array(list(packed(space, tokens + stretch * space.interleave.ranks)))
         closed = int((entries < tokens // space.tokens_per_entry).sum())
         if space.kind != "paged" or space.ring or region.packing or closed % size == 0:
             continue
-        entries = entries[closed : -(-closed // size) * size]
-        if region.axis("entry") is None:
-            view = view[:, None]
-        inner = [np.arange(a.start, a.stop) for a in region.inner_axes]
-        span = address.spans[space.id_list]
-        item = span.ids[closed // size - span.first_item]
-        steps = np.arange(closed % size, size)
-        view[item, steps] = values(region.key, [entries, *inner, np.arange(region.width)])
+        at = np.arange(closed, -(-closed // size) * size)
+        view, where, what = _spots(held, region, address, entries[at], at)
+        view[where] = what
     return [memory.copy() for memory in held.memory]
 
 

@@ -17,13 +17,7 @@ import pytest
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine, engine as engines
 from disagg.engines.local.host import Segment
-from disagg.engines.local.offer import (
-    Offer,
-    OfferServer,
-    close_all,
-    read_offer,
-    receive_files,
-)
+from disagg.engines.local.offer import Offer, OfferServer, close_all, read_offer, receive_files
 from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import (
     SIZE,

@@ -18,14 +18,7 @@ from disagg.engines.mooncake.engine import CALL_RUNS, POLLED_BYTES
 from disagg.engines.mooncake.package import choose, fetch, hasten, start
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
-from tests.disagg.engines.owners import (
-    Owner,
-    batch_of,
-    engine_of,
-    finish,
-    pattern,
-    read,
-)
+from tests.disagg.engines.owners import Owner, batch_of, engine_of, finish, pattern, read
 from tests.disagg.engines.peers import ENGINES
 from tests.processes import until
 
@@ -194,10 +187,7 @@ def test_parts_of_a_read_are_queued_and_their_arrays_copied(engine, memory, othe
 
 
 def test_a_run_across_registered_ranges_is_cut_at_their_edges(raw, memory):
-    with (
-        engine_of("mooncake", memory, chunk=3 << 20) as engine,
-        owner(chunk=(5 << 20) + 1) as peer,
-    ):
+    with engine_of("mooncake", memory, chunk=3 << 20) as engine, owner(chunk=(5 << 20) + 1) as peer:
         reader = engine.connect(peer.metadata)
         border = (5 << 20) + 1
         at, to = peer.base + border - 8, memory.ctypes.data

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, RoomError, create_engine
+from disagg import RoomError
 from disagg.digest.digest import differing, digests, pieces
 from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
 from kvpool import Allocator, MLAPool, RequestPinned
@@ -21,6 +21,7 @@ from kvpool.item import Cell
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.formats import Shard
 from kvpool.layout.pin import Pin
+from tests.disagg.runtime.sides import connected, succeeds
 from tests.oracle import assert_holds, blank, fill, hand_off, move, over, place, staged, write
 
 PAGES, HEADS, DIM = 32, 4, 6
@@ -235,34 +236,25 @@ def test_digests_of_items_that_are_not_alive_are_refused():
         digested(source, there, wrong)
 
 
-def endpoints(source, dest, **options):
-    prefill = PrefillEndpoint(source.layout, create_engine("local"))
-    return prefill, DecodeEndpoint(dest.layout, create_engine("local"), **options)
-
-
 @pytest.mark.parametrize(("start", "chunks"), [(0, (8, 11, 21, 22)), (8, (22,))])
 def test_endpoints_hand_over_packed_pages_and_compare_them(start, chunks):
     source, dest = cache(), cache()
     (there,), into = staged([source], dest, 22, prefix=start)
-    prefill, decode = endpoints(source, dest, verify="checksum")
-    with prefill, decode:
-        decode.connect([prefill.address], timeout=20)
+    with connected(source, dest, verify="checksum") as (prefill, decode):
         decode.receive("r", into, start=start)
         low = 0
         for high in chunks:
             chunk = RequestAddress(high, there.spans)
             prefill.send("r", chunk, tokens=range(low, high), last=high == 22)
             low = high
-        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
-        assert prefill.wait("r", 30) is KVPoll.Success
+        succeeds(decode, "r")
+        succeeds(prefill, "r")
     assert_holds(dest, into, range(start, 22), kept=range(start))
 
 
 def test_a_start_inside_a_packed_page_is_refused_and_says_where_to_start():
     source, dest = cache(), cache()
-    prefill, decode = endpoints(source, dest)
-    with prefill, decode:
-        decode.connect([prefill.address], timeout=20)
+    with connected(source, dest) as (_, decode):
         table = place(dest, 22)
         with pytest.raises(RoomError) as refused:
             decode.receive("r", table, start=9)
@@ -278,12 +270,10 @@ def test_a_start_inside_a_packed_page_is_refused_and_says_where_to_start():
 def test_a_start_inside_a_page_that_is_dead_is_taken():
     source, dest = cache(window=5), cache(window=5)
     (there,), into = staged([source], dest, 22)
-    prefill, decode = endpoints(source, dest)
-    with prefill, decode:
-        decode.connect([prefill.address], timeout=20)
+    with connected(source, dest) as (prefill, decode):
         decode.receive("r", into, start=9)
         prefill.send("r", there)
-        assert decode.wait("r", 30) is KVPoll.Success, decode.failure("r")
+        succeeds(decode, "r")
     assert_holds(dest, into)
 
 

@@ -22,16 +22,7 @@ from disagg.connectors.tensors import UnknownFormat
 from disagg.plan import plan
 from kvpool import Allocator, DSv4Pool
 from tests.engines.sglang import oracle, sides
-from tests.engines.sglang.pairings import (
-    MXFP8,
-    PAIRS,
-    RATIOS,
-    WINDOW,
-    heads_of,
-    replicas,
-    side,
-    tp,
-)
+from tests.engines.sglang.pairings import MXFP8, PAIRS, RATIOS, WINDOW, heads_of, replicas, side, tp
 from tests.engines.sglang.sides import described, hand_over, state_types
 
 TOKENS = 83

@@ -24,14 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.engines.vllm.engines import (
-    NIXL,
-    PREFILL,
-    Engine,
-    asked_at_once,
-    prompts,
-    side_channel,
-)
+from tests.engines.vllm.engines import NIXL, PREFILL, Engine, asked_at_once, prompts, side_channel
 from tests.engines.vllm.models import save
 
 REFERENCE = "NixlConnector"

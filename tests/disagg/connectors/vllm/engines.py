@@ -94,6 +94,12 @@ class WorkerSide:
         self.rank, self.worker = rank, ConnectorWorker(rank, groups, layers)
         self.sent, self.received, self.failed = set(), set(), set()
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.rank.close()
+
     def step(self, finished=("p",), **what):
         """One step of its engine, which has finished these requests before it."""
         step = Step(**what)

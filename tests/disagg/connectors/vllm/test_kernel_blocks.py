@@ -5,6 +5,7 @@ Tensors lie as vLLM's, on a CPU. Kernels write, two workers hand over, kernels r
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -93,27 +94,15 @@ class Side(engines.WorkerSide):
         self.described = engine_layout(
             engines.config(modules), engines.caches(BLOCKS, specs), memory.views, Platform()
         )
-        super().__init__(
-            self.described.layout,
-            self.described.groups,
-            self.described.layers,
-            produces=produces,
-            verify="checksum",
-        )
+        seen = self.described.layout, self.described.groups, self.described.layers
+        super().__init__(*seen, produces=produces, verify="checksum")
 
 
 @pytest.fixture
 def opened():
     """Makes sides, which are closed when the test has ended."""
-    held = []
-
-    def side(memory, *, produces):
-        held.append(Side(memory, produces=produces))
-        return held[-1]
-
-    yield side
-    for each in held:
-        each.rank.close()
+    with ExitStack() as stack:
+        yield lambda memory, produces: stack.enter_context(Side(memory, produces=produces))
 
 
 EARLY = [7, 2], [5, 4], [3]  # of the first 70 tokens

@@ -43,13 +43,7 @@ class Side(engines.WorkerSide):
 def opened():
     """Makes a side, which is closed when the test has ended."""
     with ExitStack() as stack:
-
-        def side(*args, **options):
-            made = Side(*args, **options)
-            stack.callback(made.rank.close)
-            return made
-
-        yield side
+        yield lambda *args, **options: stack.enter_context(Side(*args, **options))
 
 
 @pytest.fixture
