@@ -1,4 +1,6 @@
-"""Two engines of a test, prefill and decode."""
+"""Two engines of a test, prefill and decode, and what oracles in them have saved of each room,
+compared.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 LENGTHS = (300, 77, 16, 513)
 """Of the prompts that most tests hand over."""
@@ -31,3 +35,44 @@ class Pair:
         prefill = start("prefill", self.model, **common, **self.prefill)
         decode = start("decode", self.model, **common, **self.decode)
         return prefill.ready(), decode.ready()
+
+
+def compare(folder: Path, last: int | None = None) -> tuple[int, int, list[str]]:
+    """Tensors compared, bytes, and what differs, between both sides of every room.
+
+    A rank's file `{side}.{room}.{rank}.pt` has tensors by `name/part`, positions first, then heads;
+    a name has its layer's number, which is all that two engines' names share. `last`: where one
+    side holds more positions than these, its last ones are compared.
+    """
+    tensors, nbytes, wrong = 0, 0, []
+    for path in sorted(folder.glob("decode.*.0.pt")):
+        room = path.name.removeprefix("decode.").removesuffix(".0.pt")
+        ours, theirs = (_ranks(folder, side, room) for side in ("decode", "prefill"))
+        if not ours or ours.keys() != theirs.keys():
+            wrong.append(f"{room}: {sorted(ours)} and {sorted(theirs)}")
+        for key in ours.keys() & theirs.keys():
+            one, other = ours[key], theirs[key]
+            if last is not None and len(one) != len(other):
+                one, other = one[-last:], other[-last:]
+            tensors += 1
+            nbytes += one.numel() * one.element_size()
+            same = one.shape == other.shape and one.dtype == other.dtype
+            if not same or not torch.equal(_bytes(one), _bytes(other)) or not one.any():
+                wrong.append(f"{room} {key} {tuple(one.shape)} {tuple(other.shape)}")
+    return tensors, nbytes, wrong
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _ranks(folder: Path, side: str, room: str) -> dict[str, torch.Tensor]:
+    """By layer and part, the heads of all ranks side by side."""
+    parts = [torch.load(path) for path in sorted(folder.glob(f"{side}.{room}.?.pt"))]
+    joined = {}
+    for name in parts[0] if parts else ():
+        layer, _, part = name.rpartition("/")
+        (number,) = (each for each in layer.split(".") if each.isdecimal())
+        held = [each[name] for each in parts] if part in ("k", "v") else [parts[0][name]]
+        joined[f"{number}/{part}"] = torch.cat(held, 1) if len(held) > 1 else held[0]
+    return joined

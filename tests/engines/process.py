@@ -48,6 +48,12 @@ class Process:
         self.send(do="add", id=name, prompt=prompt, **more)
         return name
 
+    def generate(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
+        """All at once; `params`, if given, is a list."""
+        each = [{"params": one} for one in more.pop("params", ())] or [{}] * len(prompts)
+        names = [self.add(prompt, **one, **more) for prompt, one in zip(prompts, each)]
+        return [self.finished(name) for name in names]
+
     def finished(self, name: str, timeout: float = 120.0) -> dict[str, Any]:
         """The end of a request: `tokens`, `reason`, and what else its engine tells."""
         return self.event("finished", id=name, timeout=timeout)
@@ -72,6 +78,18 @@ class Process:
                 raise EngineFailed(f"{self.role} has ended.\n{self.tail()}")
             *lines, self._left = (self._left + data).split(b"\n")
             self._events.extend(json.loads(text) for text in lines)
+
+    def busy(self, **more: Any) -> Any:
+        """What it holds of requests, if anything."""
+        raise NotImplementedError
+
+    def idle(self, timeout: float = 60.0, **more: Any) -> None:
+        """Waits until it is not busy."""
+        until = time.monotonic() + timeout
+        while held := self.busy(**more):
+            if time.monotonic() > until:
+                raise EngineFailed(f"{self.role} holds {held}.\n{self.tail()}")
+            time.sleep(0.02)
 
     def ready(self, timeout: float = 300.0) -> Self:
         """Waits until it serves."""

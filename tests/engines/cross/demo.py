@@ -18,9 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.engines.cross.hand_over import from_sglang, from_vllm, vllm_engine
-from tests.engines.pair import LENGTHS
+from tests.engines.pair import LENGTHS, compare
 from tests.engines.process import EngineFailed
-from tests.engines.saved import compare
 from tests.engines.sglang.engines import Engine
 from tests.engines.vllm import models
 from tests.engines.vllm.engines import prompts

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.engines.cross.hand_over import from_sglang, from_vllm, vllm_engine
-from tests.engines.pair import EXACT, LENGTHS
+from tests.engines.pair import EXACT, LENGTHS, compare
 from tests.engines.process import EngineFailed, ending
-from tests.engines.saved import compare
 from tests.engines.sglang.engines import Engine
 from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
@@ -65,12 +64,7 @@ WAYS = {
     "SGLang's 2 ranks to vLLM": (Engine, SGLANG_TP, vllm_engine, {"block_size": 64}),
     "vLLM to SGLang's 2 ranks": (vllm_engine, {"block_size": 64}, Engine, SGLANG_TP),
     "windows, SGLang to vLLM": (Engine, {"page_size": 16}, vllm_engine, {"block_size": 64}),
-    "windows, vLLM to SGLang": (
-        vllm_engine,
-        {"block_size": 64, **WHOLE},
-        Engine,
-        {"page_size": 16},
-    ),
+    "windows, vLLM to SGLang": (vllm_engine, WHOLE, Engine, {"page_size": 16}),
 }
 ENGINES = {"vLLM to SGLang": ("local", "nixl"), "SGLang to vLLM": ("local", "mooncake")}
 

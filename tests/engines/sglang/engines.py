@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from disagg.connectors.sglang.bootstrap import BootstrapServer, join
 from tests.engines.launcher import ROOT, launcher
-from tests.engines.process import EngineFailed, Process
+from tests.engines.process import Process
 from tests.ports import free_port
 
 Role = Literal["single", "prefill", "decode"]
@@ -86,29 +86,19 @@ class Engine(Process):
             forks = launcher("tests.engines.sglang.engine", environ=ENVIRON)
             self.process = forks.fork(self.theirs, environment, self.log, given)
 
-    def generate(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
-        """All at once."""
-        names = [self.add(prompt, **more) for prompt in prompts]
-        return [self.finished(name) for name in names]
-
     def held(self) -> list[dict[str, int]]:
         """What each rank holds: `watched.counts`."""
         self.send(do="counts")
         found: list[dict[str, int]] = self.event("counts")["ranks"]
         return found
 
-    def idle(self, timeout: float = 60.0, cached: bool = False) -> None:
-        """Waits until all is free on every rank, or (`cached`) in its prefix cache."""
-        until = time.monotonic() + timeout
-        while busy := [rank for rank in self.held() if not _free(rank, cached)]:
-            if time.monotonic() > until:
-                raise EngineFailed(f"{self.role} holds {busy}.\n{self.tail()}")
-            time.sleep(0.05)
-
-
-def _free(rank: dict[str, int], cached: bool) -> bool:
-    tokens = rank["tokens"] - (rank["cached"] if cached else 0)
-    return not (tokens or rank["requests"] or rank["metadata"])
+    def busy(self, cached: bool = False) -> list[dict[str, int]]:
+        """Ranks that hold anything, or (`cached`) more than their prefix cache does."""
+        return [
+            rank
+            for rank in self.held()
+            if rank["tokens"] != cached * rank["cached"] or rank["requests"] or rank["metadata"]
+        ]
 
 
 def failure(answer: dict[str, Any]) -> str:

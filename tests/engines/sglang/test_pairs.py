@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines.pair import EXACT, LENGTHS, Pair
-from tests.engines.saved import compare
+from tests.engines.pair import EXACT, LENGTHS, Pair, compare
 from tests.engines.sglang.conftest import Answers
 from tests.engines.sglang.engines import Engine, asked, failure, handed_over
 from tests.engines.vllm.engines import prompts

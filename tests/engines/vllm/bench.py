@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.engines.vllm.engines import NIXL, PREFILL, Engine, asked_at_once, prompts, side_channel
+from tests.engines.vllm.engines import NIXL, Engine, asked_at_once, prefilled, prompts, side_channel
 from tests.engines.vllm.models import save
 
 REFERENCE = "NixlConnector"
@@ -60,11 +60,9 @@ def pair(connector: str, model: Path, logs: Path, most: int) -> Iterator[tuple[E
 
 def timed(prefill: Engine, decode: Engine, asked: list[list[int]]) -> tuple[float, float]:
     """Mean seconds to the first token, and tokens a second from request to end."""
-    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
+    params = prefilled(prefill, asked)
     began = time.monotonic()
-    names = [
-        decode.add(prompt, params=one["params"], tokens=16) for prompt, one in zip(asked, first)
-    ]
+    names = [decode.add(prompt, params=one, tokens=16) for prompt, one in zip(asked, params)]
     seconds = [decode.event("first", id=name, timeout=300)["seconds"] for name in names]
     for name in names:
         decode.finished(name, timeout=300)
@@ -79,8 +77,7 @@ def streamed(prefill: Engine, decode: Engine, asked: list[int], addresses: list[
     if addresses:
         (sent,), (name,) = asked_at_once(prefill, decode, [asked], 2, addresses)
     else:
-        first = prefill.generate([asked], tokens=1, params=[dict(PREFILL)])
-        name = decode.add(asked, tokens=2, params=first[0]["params"])
+        name = decode.add(asked, tokens=2, params=prefilled(prefill, [asked])[0])
     decode.event("first", id=name, timeout=300)
     seconds = time.monotonic() - began
     decode.finished(name)
@@ -106,9 +103,9 @@ def streams(model: Path, logs: Path, tokens: list[int], rounds: int, chunk: int)
         addresses = {}
         for stream, prefill in prefills.items():
             for decode in decodes.values():
-                first = prefill.ready().generate([[7, 8]], tokens=1, params=[dict(PREFILL)])
-                decode.ready().generate([[7, 8]], tokens=1, params=[first[0]["params"]])
-                addresses[stream] = first[0]["params"]["remote_addresses"]
+                params = prefilled(prefill.ready(), [[7, 8]])
+                decode.ready().generate([[7, 8]], tokens=1, params=params)
+                addresses[stream] = params[0]["remote_addresses"]
         for number, length, (name, there, here) in product(range(rounds), tokens, STREAMS):
             known = [] if name == APART else addresses[there]
             asked = prompts(length, seed=number)[0]

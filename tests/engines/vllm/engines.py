@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.engines.launcher import launcher
-from tests.engines.process import EngineFailed, Process
+from tests.engines.process import Process
 
 Role = Literal["single", "prefill", "decode"]
 KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -86,27 +86,12 @@ class Engine(Process):
             forks = launcher("tests.engines.vllm.engine", python)
             self.process = forks.fork(self.theirs, environment, self.log, given)
 
-    def generate(self, prompts: list[list[int]], **more: Any) -> list[dict[str, Any]]:
-        """All at once; `params`, if given, is a list."""
-        params = more.pop("params", [None] * len(prompts))
-        names = [self.add(prompt, params=one, **more) for prompt, one in zip(prompts, params)]
-        return [self.finished(name) for name in names]
-
-    def blocks(self) -> tuple[int, int]:
+    def busy(self) -> tuple[int, int] | None:
         """Blocks in use, and requests that are known."""
         self.send(do="blocks")
         found = self.event("blocks")
-        return found["total"] - 1 - found["free"], found["requests"]
-
-    def idle(self, timeout: float = 30.0) -> None:
-        """Waits until every block is free and no request is left."""
-        until = time.monotonic() + timeout
-        while (held := self.blocks()) != (0, 0):
-            if time.monotonic() > until:
-                raise EngineFailed(
-                    f"{self.role}: {held} blocks and requests are held.\n{self.tail()}"
-                )
-            time.sleep(0.02)
+        held = found["total"] - 1 - found["free"], found["requests"]
+        return held if any(held) else None
 
     def close(self) -> None:
         """Ends it in good order."""
@@ -139,11 +124,15 @@ def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
     return [[source.randrange(4, 500) for _ in range(length)] for length in lengths]
 
 
+def prefilled(prefill: Engine, asked: list[list[int]]) -> list[dict[str, Any]]:
+    """What a prefill's answers name."""
+    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
+    return [one["params"] for one in first]
+
+
 def handed_over(
     prefill: Engine, decode: Engine, asked: list[list[int]], tokens: int = 24
 ) -> list[list[int]]:
     """Tokens of prompts that one engine prefills and the other decodes."""
-    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
-    params = [one["params"] for one in first]
-    last = decode.generate(asked, tokens=tokens, params=params)
+    last = decode.generate(asked, tokens=tokens, params=prefilled(prefill, asked))
     return [one["tokens"][0] for one in last]

@@ -11,14 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
+from tests.engines.vllm.engines import KV_ROLE, Role
 from tests.ports import free_port
 
-Role = Literal["single", "prefill", "decode"]
-KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 CONNECTOR = {
     "kv_connector": "KvpoolConnector",
     "kv_connector_module_path": "disagg.connectors.vllm",

@@ -16,7 +16,7 @@ import pytest
 
 from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.vllm.conftest import Tokens
-from tests.engines.vllm.engines import PREFILL, Engine, prompts
+from tests.engines.vllm.engines import PREFILL, Engine, prefilled, prompts
 from tests.engines.vllm.models import save
 
 FAULTS = (
@@ -97,13 +97,11 @@ def run(world: World, fault: str, source: random.Random, wanted: Tokens) -> None
         victim = source.choice(names)
         prefill.send(do="abort", id=victim)
         alive = [at for at, name in enumerate(names) if name != victim]
-        params = {at: prefill.finished(names[at])["params"] for at in alive}
+        given = [prefill.finished(names[at])["params"] for at in alive]
         asked = [asked[at] for at in alive]
         wanted = [wanted[at] for at in alive]
-        given = [params[at] for at in alive]
     else:
-        done = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
-        given = [one["params"] for one in done]
+        given = prefilled(prefill, asked)
     if fault == "prefill killed before it is asked":
         prefill.kill()
     if fault == "lease out":

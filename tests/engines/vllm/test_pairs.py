@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines.pair import EXACT, LENGTHS, Pair
-from tests.engines.saved import compare
+from tests.engines.pair import EXACT, LENGTHS, Pair, compare
 from tests.engines.vllm.conftest import Tokens
-from tests.engines.vllm.engines import PREFILL, Engine, asked_at_once, handed_over, prompts
+from tests.engines.vllm.engines import Engine, asked_at_once, handed_over, prefilled, prompts
 
 Start = Callable[..., Engine]
 Expected = Callable[..., Tokens]
@@ -72,9 +71,9 @@ def test_decode_may_be_asked_while_prefill_computes(
     few = {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 96}
     prefill = start("prefill", "llama", extra={"stream": stream}, watch=tmp_path, **few, **EXACT)
     decode = start("decode", "llama", extra={"stream": decode_stream}, watch=tmp_path, **EXACT)
-    first = prefill.ready().generate([[7, 8]], tokens=1, params=[dict(PREFILL)])
-    decode.ready().generate([[7, 8]], tokens=1, params=[first[0]["params"]])
-    addresses = first[0]["params"]["remote_addresses"]
+    params = prefilled(prefill.ready(), [[7, 8]])
+    decode.ready().generate([[7, 8]], tokens=1, params=params)
+    addresses = params[0]["remote_addresses"]
     sent, asked = asked_at_once(prefill, decode, prompts(*LENGTHS), 24, addresses)
     got = [decode.finished(name)["tokens"][0] for name in asked]
     assert [prefill.finished(name)["reason"] for name in sent] == [["length"]] * len(sent)
@@ -92,14 +91,12 @@ def test_a_reader_that_leaves_while_prefill_computes_leaves_both_engines_whole(
     few = {"max_num_batched_tokens": 32, **EXACT}
     prefill = start("prefill", "llama", extra={"stream": "chunks"}, **few).ready()
     decode = start("decode", "llama", **EXACT).ready()
-    first = prefill.generate([[7, 8]], tokens=1, params=[dict(PREFILL)])
-    asked = prompts(*LENGTHS)
-    sent, read = asked_at_once(prefill, decode, asked, 24, first[0]["params"]["remote_addresses"])
+    params, asked = prefilled(prefill, [[7, 8]]), prompts(*LENGTHS)
+    sent, read = asked_at_once(prefill, decode, asked, 24, params[0]["remote_addresses"])
     for name in read:
         decode.send(do="abort", id=name)
     decode.idle()
     assert [prefill.finished(name)["reason"] for name in sent] == [["length"]] * len(sent)
-    params = [first[0]["params"]]
     assert decode.generate([[7, 8]], tokens=1, params=params)[0]["reason"] == ["length"]
     prefill.idle()
     assert handed_over(prefill, decode, asked) == expected("llama", **EXACT)
@@ -115,9 +112,9 @@ def test_layers_that_do_not_come_are_computed_or_fail_their_request(
     asked = prompts(*LENGTHS)
     right = expected("llama", **EXACT)
     assert handed_over(prefill.ready(), decode.ready(), asked[:1]) == right[:1]
-    first = prefill.generate(asked[1:], tokens=1, params=[dict(PREFILL) for _ in asked[1:]])
+    params = prefilled(prefill, asked[1:])
     prefill.kill()
-    got = decode.generate(asked[1:], params=[one["params"] for one in first])
+    got = decode.generate(asked[1:], params=params)
     if policy == "fail":
         assert [one["reason"] for one in got] == [["error"]] * len(got)
     else:
@@ -161,11 +158,10 @@ def test_short_repeated_and_mixed_up_prompts(start: Start, expected: Expected) -
     got = handed_over(prefill.ready(), decode.ready(), [[7], [8, 9]])
     assert got == [one["tokens"][0] for one in single.generate([[7], [8, 9]])]
     asked, right = prompts(*LENGTHS)[:1], expected("llama", **EXACT)[:1]
-    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL)])
-    twice = decode.generate(asked, tokens=24, n=2, params=[first[0]["params"]])
+    twice = decode.generate(asked, tokens=24, n=2, params=prefilled(prefill, asked))
     assert twice[0]["tokens"] == right * 2
-    other = prefill.generate(prompts(300, seed=9), tokens=1, params=[dict(PREFILL)])
-    assert decode.generate(asked, params=[other[0]["params"]])[0]["tokens"] == right
+    other = prefilled(prefill, prompts(300, seed=9))
+    assert decode.generate(asked, params=other)[0]["tokens"] == right
     assert "another prompt" in decode.tail(100_000)
     prefill.idle()
     decode.idle()
@@ -184,6 +180,7 @@ def test_preempted_requests_are_computed_again(start: Start) -> None:
     decode.idle()
 
 
+THETAS = "10000.0 on prefill, 500000.0 on decode"
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 
 
@@ -192,11 +189,7 @@ ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
     [
         ("gpt_oss", {}, "target layers 0, 2 swa.k: prefill offers no such region"),
         # weights, shapes and dtypes are the same: nothing else would tell
-        (
-            "llama",
-            {"hf_overrides": ROPE},
-            "rope_theta: 10000.0 on prefill, 500000.0 on decode. Run the same model",
-        ),
+        ("llama", {"hf_overrides": ROPE}, f"rope_theta: {THETAS}. Run the same model"),
     ],
 )
 def test_another_model_is_refused_by_name_on_both_sides(
@@ -204,8 +197,7 @@ def test_another_model_is_refused_by_name_on_both_sides(
 ) -> None:
     prefill, decode = start("prefill", "llama").ready(), start("decode", model, **options).ready()
     asked = prompts(40)
-    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL)])
-    got = decode.generate(asked, params=[first[0]["params"]])
+    got = decode.generate(asked, params=prefilled(prefill, asked))
     assert got[0]["reason"] == ["error"]
     for side in (prefill, decode):
         side.idle()

@@ -16,19 +16,13 @@ from kvpool.integrations.transformers import PoolCache
 from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.transformer import STEPS, Transformer
 from tests.engines.vllm.conftest import Tokens
-from tests.engines.vllm.engines import PREFILL, Engine, prompts
+from tests.engines.vllm.engines import Engine, prefilled, prompts
 
 Start = Callable[..., Engine]
 Expected = Callable[..., Tokens]
 Load = Callable[..., Transformer]
 FAMILIES = ["llama", "gpt_oss", "gemma3", "deepseek_v3"]
 PATIENCE = 60.0
-
-
-def prefilled(prefill: Engine, asked: list[list[int]]) -> list[dict[str, Any]]:
-    """What a prefill's answers name."""
-    first = prefill.generate(asked, tokens=1, params=[dict(PREFILL) for _ in asked])
-    return [one["params"] for one in first]
 
 
 @contextmanager
@@ -57,14 +51,9 @@ def offered(side: Transformer, asked: list[list[int]]) -> Iterator[list[dict[str
             cache = PoolCache.new(side.pool, side.allocator)
             side.logits(cache, prompt[:-1])
             endpoint.send(f"room {number}", cache.requests[0].address())
-            answers.append(
-                {
-                    "do_remote_prefill": True,
-                    "remote_request_id": f"room {number}",
-                    "remote_addresses": [endpoint.address],
-                    "remote_num_tokens": len(prompt) - 1,
-                }
-            )
+            named = {"remote_request_id": f"room {number}", "remote_addresses": [endpoint.address]}
+            tokens = {"do_remote_prefill": True, "remote_num_tokens": len(prompt) - 1}
+            answers.append({**named, **tokens})
         yield answers
         for answer in answers:
             room = answer["remote_request_id"]
@@ -119,10 +108,8 @@ def states(side: Transformer, *requests: Any) -> Iterator[tuple[str, torch.Tenso
     pool, where = side.pool, [side.allocator.locations(request) for request in requests]
     for layer, kind in enumerate(side.model.config.layer_types):
         if kind == "linear_attention":
-            names, pairs = (
-                ("conv", "temporal"),
-                [pool.get_linear_state(layer, at["state"][:1]) for at in where],
-            )
+            names = "conv", "temporal"
+            pairs = [pool.get_linear_state(layer, at["state"][:1]) for at in where]
         else:
             names, pairs = ("k", "v"), [pool.get_kv_buffer(layer, at["kv"]) for at in where]
         for name, here, there in zip(names, *pairs):
