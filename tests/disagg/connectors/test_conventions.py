@@ -12,27 +12,22 @@ import kvpool.models
 from disagg.connectors.conventions import SAMPLE_BYTES, conventions, weights_digest
 from disagg.protocol.conventions import checked_conventions, differences
 
+SIZES = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 8, "vocab_size": 512}
+SAME = {**SIZES, "rms_norm_eps": 1e-05}
+SCALING = {"factor": 8.0, "original_max_position_embeddings": 8192}
 LLAMA = {
     "model_type": "llama",
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-05,
-    "vocab_size": 512,
+    **SAME,
     "rope_theta": 500000.0,
     "torch_dtype": "bfloat16",
     "_name_or_path": "/models/llama",
     "transformers_version": "4.57.0",
-    "rope_scaling": {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+    "rope_scaling": {"type": "llama3", **SCALING},
 }
 NEWER = {
-    **{name: value for name, value in LLAMA.items() if name not in ("rope_theta", "rope_scaling")},
-    "rope_parameters": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 8192,
-    },
+    "model_type": "llama",
+    **SAME,
+    "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **SCALING},
     "torch_dtype": "float32",
     "_name_or_path": "/elsewhere",
     "transformers_version": "5.19.0",
@@ -46,8 +41,7 @@ def as_object(fields):
 
 
 def test_a_model_is_the_same_in_every_form_of_its_configuration():
-    names = ("hidden_size", "num_attention_heads", "head_dim", "rms_norm_eps", "vocab_size")
-    expected = {name: LLAMA[name] for name in names} | {
+    expected = SAME | {
         "model": "llama",
         "rope": "llama3",
         "rope_theta": 500000.0,

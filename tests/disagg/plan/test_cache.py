@@ -13,7 +13,7 @@ from disagg.plan.cache import PlanCache
 from kvpool import PoolLayout
 from kvpool.item import Cell, Repeat
 from tests.disagg.digest.test_digest import CASES, TOKENS, ranks
-from tests.disagg.plan.test_geometry import geometries
+from tests.disagg.plan.test_geometry import geometries, pools_of
 from tests.disagg.plan.test_plan import npu_style
 from tests.oracle import apply, assert_holds, built, staged
 from tests.pools import mha, mla
@@ -64,14 +64,8 @@ def test_restarts_of_any_two_pools_hit_with_an_equal_plan(case):
 @settings(max_examples=60)
 @given(geometries(layers=6, pp=3, page=20))
 def test_restarts_of_any_geometry_hit_with_an_equal_plan(geometry):
-    model, source, dest, where = geometry
     cache = PlanCache()
-    first, second = restarts(
-        lambda: (
-            [source.pool(model, *rank, 1) for rank in source.ranks()],
-            dest.pool(model, *where, 1),
-        )
-    )
+    first, second = restarts(lambda: pools_of(geometry, 1))
     cache.plan(layouts(first[0]), first[1].layout)
     assert same(hit(cache, *second), plan(layouts(second[0]), second[1].layout))
 

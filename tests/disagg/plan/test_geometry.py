@@ -10,19 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from disagg.plan import IncompleteTransfer, plan
-from kvpool import (
-    MHA,
-    HybridLinearPool,
-    MHAPool,
-    MLAPool,
-    RequestAddress,
-    Shard,
-    Span,
-    lightning,
-    mamba1,
-    mamba2,
-    short_conv,
-)
+from kvpool import MHA, HybridLinearPool, MHAPool, MLAPool, RequestAddress, Shard, Span
+from kvpool.layout.formats.linear import lightning, mamba1, mamba2, short_conv
 from tests.oracle import hand_off, pages_for, place
 
 DTYPES = ("uint8", "float8_e4m3fn", "bfloat16", "float32")
@@ -101,14 +90,18 @@ def geometries(draw, layers=40, heads=16, dim=8, pp=4, tp=8, page=64, **options)
     return model, source, dest, draw(st.sampled_from(dest.ranks()))
 
 
+def pools_of(geometry, tokens):
+    """Prefill's pools, and that of one decode rank."""
+    model, source, dest, where = geometry
+    pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
+    return pools, dest.pool(model, *where, tokens)
+
+
 @given(geometries(), st.integers(1, 300), st.data())
 def test_any_geometry_is_byte_exact(geometry, tokens, data):
-    model, source, dest, where = geometry
     prefix = data.draw(st.one_of(st.just(0), st.integers(0, tokens)), label="prefix")
     seed = data.draw(st.integers(0, 2**16), label="seed")
-    pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
-    into = dest.pool(model, *where, tokens)
-    hand_off(pools, into, tokens, prefix=prefix, seed=seed)
+    hand_off(*pools_of(geometry, tokens), tokens, prefix=prefix, seed=seed)
 
 
 @settings(max_examples=50)
@@ -119,9 +112,7 @@ def test_any_geometry_is_byte_exact(geometry, tokens, data):
     st.data(),
 )
 def test_an_id_outside_its_buffer_is_refused(geometry, tokens, who, data):
-    model, source, dest, where = geometry
-    pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
-    into = dest.pool(model, *where, tokens)
+    pools, into = pools_of(geometry, tokens)
     made = plan([pool.layout for pool in pools], into.layout)
     there, here = [place(pool, tokens) for pool in pools], place(into, tokens)
     items = into.num_pages if who == "destination" else pools[0].num_pages
@@ -143,16 +134,15 @@ def _with_id(address, wrong, data):
 @settings(max_examples=50)
 @given(geometries(layers=3, heads=4, dim=3, pp=2, tp=4, page=9), st.integers(1, 40), st.data())
 def test_a_position_that_the_source_lacks_is_refused(geometry, tokens, data):
-    model, source, dest, where = geometry
-    pools = [source.pool(model, *rank, tokens) for rank in source.ranks()]
-    into = dest.pool(model, *where, tokens)
+    pools, into = pools_of(geometry, tokens)
     made = plan([pool.layout for pool in pools], into.layout)
     held = data.draw(st.integers(0, tokens - 1), label="held")
     there = [place(pool, held) for pool in pools]
     with pytest.raises(IncompleteTransfer, match=f"space kv holds positions up to {held - 1}"):
         made.bind_all(there, place(into, tokens))
     short = [RequestAddress(tokens, address.spans) for address in there]
-    if -(-held // source.page) < -(-tokens // source.page):
+    page = pools[0].page_size
+    if -(-held // page) < -(-tokens // page):
         with pytest.raises(IncompleteTransfer, match="source: space kv needs items"):
             made.bind_all(short, place(into, tokens))
 

@@ -21,9 +21,11 @@ from disagg.connectors.sglang.states import POOLS as POOL_READERS, reader
 from disagg.connectors.tensors import UnknownFormat
 from disagg.plan import plan
 from kvpool import Allocator, DSv4Pool
+from kvpool.layout import PoolLayout, Space
 from tests.engines.sglang import oracle, sides
 from tests.engines.sglang.pairings import MXFP8, PAIRS, RATIOS, WINDOW, heads_of, replicas, side, tp
 from tests.engines.sglang.sides import described, hand_over, state_types
+from tests.kvpool.layout.test_engine_tensors import CALLS, forms
 
 TOKENS = 83
 
@@ -237,3 +239,40 @@ def test_of_sglangs_classes_those_that_are_known_and_no_others_are_taken():
     assert len(seen) > 30
     # the last is a pool of unified pools, each of which is refused
     assert taken == {*POOL_READERS} | {"UnifiedHybridLinearKVPool"}
+
+
+# docs/tensors.md: its calls, on these pools' tensors, give the regions that the connector reads
+
+ROWS = [  # state, pool, and its tensors in the order of the page's rows, by role where it says so
+    ("K and V", lambda: sides.mha(16), lambda pool: [pool.k_buffer, pool.v_buffer]),
+    ("K and V, hnd", lambda: sides.mha(16), lambda pool: [pool.k_buffer, pool.v_buffer]),
+    ("K and V, NPU", lambda: sides.npu_mha(), lambda pool: [[pool.k_buffer], [pool.v_buffer]]),
+    ("latent and rope", lambda: sides.dsa(fp8=False), lambda pool: [pool.kv_buffer]),
+    ("latent and rope, fp8", lambda: sides.dsa(), lambda pool: [pool.kv_buffer]),
+    ("index keys", lambda: sides.dsa(), lambda pool: [pool.index_k_with_scale_buffer]),
+]
+
+
+@pytest.mark.parametrize(("state", "make", "held"), ROWS, ids=[row[0] for row in ROWS])
+def test_a_row_of_the_page_describes_sglangs_own_tensors(state, make, held, monkeypatch):
+    if state.endswith("hnd"):
+        monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    pool = make()
+    known = described(side(pool, 1, 40), 8).layout
+    ((shape, _, call),) = forms()["SGLang", state]
+    pages = pool.size // pool.page_size + 1
+    sizes = {"N": pool.page_size, "B": pages, "T": pages * pool.page_size, "L": 4}
+    sizes |= {"H": getattr(pool, "head_num", 1), "D": getattr(pool, "head_dim", 1)}
+    parts = []
+    for role, buffers in zip("kv", held(pool)):
+        for layer, tensor in enumerate(buffers):
+            assert list(tensor.shape) == eval(shape, dict(sizes))
+            parts.append(eval(call, CALLS | sizes | {"t": tensor, "l": layer, "role": role}))
+    page = PoolLayout.of(*parts, spaces=[Space("kv", entries_per_item=pool.page_size)])
+    assert page.regions
+    for region in page.regions:
+        same = known.region_by_key[region.key]
+        ours, theirs = page.buffer_of(region), known.buffer_of(same)
+        assert ours.base + region.offset == theirs.base + same.offset
+        assert (ours.item_stride, ours.items) == (theirs.item_stride, theirs.items)
+        assert (region.axes, region.width) == (same.axes, same.width)
