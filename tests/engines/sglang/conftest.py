@@ -9,8 +9,6 @@ import pytest
 
 from tests.engines.sglang.engines import Engine
 
-Answers = list[dict[str, Any]]
-
 
 @pytest.fixture(scope="session")
 def engine() -> type[Engine]:

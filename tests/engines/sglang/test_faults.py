@@ -5,26 +5,21 @@ name, and by SGLang's own count everything comes back on the engines that live.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.engines.pair import LENGTHS
-from tests.engines.sglang.conftest import Answers
 from tests.engines.sglang.engines import Engine, asked, failure, handed_over
 from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
 
-Start = Callable[..., Engine]
 LONG = (2000, 1900, 16, 1800)
 ROOMY = {"max_total_tokens": 8192, "chunked_prefill_size": 512}
 
 
 @pytest.mark.parametrize("moved_by", ["local", "nixl", "mooncake"])
-def test_a_killed_prefill_fails_its_requests_and_another_takes_its_place(
-    moved_by: str, start: Start, expected: Callable[..., Answers]
-) -> None:
+def test_a_killed_prefill_fails_its_requests_and_another_takes_its_place(moved_by, start, expected):
     extra = {"engine": moved_by, "peer_timeout": 10}
     prefill = start("prefill", "llama", extra=extra, **ROOMY).ready()
     decode = start("decode", "llama", extra=extra, **ROOMY).ready()
@@ -43,7 +38,7 @@ def test_a_killed_prefill_fails_its_requests_and_another_takes_its_place(
     decode.idle()
 
 
-def test_a_killed_decode_frees_prefill(start: Start, expected: Callable[..., Answers]) -> None:
+def test_a_killed_decode_frees_prefill(start, expected):
     prefill = start("prefill", "llama", **ROOMY).ready()
     decode, other = (start("decode", "llama", **ROOMY).ready() for _ in range(2))
     first, _ = asked(prefill, decode, prompts(*LONG))
@@ -59,7 +54,7 @@ def test_a_killed_decode_frees_prefill(start: Start, expected: Callable[..., Ans
 
 @pytest.mark.parametrize("wait", [0.0, 0.3])
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
-def test_aborts_free_both_sides(side: str, wait: float, pair: tuple[Engine, Engine]) -> None:
+def test_aborts_free_both_sides(side, wait, pair):
     """One side is told by its client, the other by us."""
     prefill, decode = pair
     first, last = asked(prefill, decode, prompts(*LONG), tokens=4)
@@ -74,7 +69,7 @@ def test_aborts_free_both_sides(side: str, wait: float, pair: tuple[Engine, Engi
         engine.idle()
 
 
-def test_a_request_that_only_one_side_has_ends_in_time(pair: tuple[Engine, Engine]) -> None:
+def test_a_request_that_only_one_side_has_ends_in_time(pair):
     """`pair` waits two seconds for the other side, as SGLang's own timeouts say."""
     prefill, decode = pair
     (prompt,) = prompts(40)

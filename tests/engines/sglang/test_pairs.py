@@ -4,20 +4,14 @@ byte is equal, by an oracle that reads SGLang's own tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.engines.pair import EXACT, LENGTHS, Pair, compare
-from tests.engines.sglang.conftest import Answers
-from tests.engines.sglang.engines import Engine, asked, failure, handed_over
+from tests.engines.sglang.engines import asked, failure, handed_over
 from tests.engines.vllm.engines import prompts
-
-Start = Callable[..., Engine]
-Expected = Callable[..., Answers]
 
 
 def pages(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
@@ -40,9 +34,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_tokens_and_bytes_are_those_of_one_engine(
-    name: str, start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_tokens_and_bytes_are_those_of_one_engine(name, start, expected, tmp_path):
     pair = PAIRS[name]
     prefill, decode = pair.start(start, tmp_path)
     got = handed_over(prefill.ready(), decode.ready(), prompts(*LENGTHS), logprobs=True)
@@ -58,9 +50,7 @@ def test_tokens_and_bytes_are_those_of_one_engine(
     decode.idle()
 
 
-def test_noise_in_what_was_received_changes_the_tokens(
-    start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_noise_in_what_was_received_changes_the_tokens(start, expected, tmp_path):
     """The control: the prompts and models here can tell right state from wrong."""
     prefill = start("prefill", "llama", watch=tmp_path)
     decode = start("decode", "llama", watch=tmp_path, noise=True)
@@ -69,7 +59,7 @@ def test_noise_in_what_was_received_changes_the_tokens(
     assert all(one["tokens"] != right["tokens"] for one, right in zip(got[:2], expected("llama")))
 
 
-def test_decode_asks_only_for_what_it_lacks(start: Start, expected: Expected) -> None:
+def test_decode_asks_only_for_what_it_lacks(start, expected):
     """With a radix cache on both sides: the second time decode has all full pages."""
     cached = {"disable_radix_cache": False, "page_size": 16}
     prefill = start("prefill", "llama", **cached)
@@ -85,7 +75,7 @@ def test_decode_asks_only_for_what_it_lacks(start: Start, expected: Expected) ->
     assert read[1] == sum(n % 16 for n in LENGTHS) * token
 
 
-def test_another_model_is_refused_by_name_on_both_sides(start: Start) -> None:
+def test_another_model_is_refused_by_name_on_both_sides(start):
     prefill, decode = start("prefill", "llama").ready(), start("decode", "gemma3").ready()
     first, last = asked(prefill, decode, prompts(40))
     assert "target layer" in failure(decode.finished(last[0]))
@@ -95,7 +85,7 @@ def test_another_model_is_refused_by_name_on_both_sides(start: Start) -> None:
 
 
 @pytest.mark.parametrize("extra", [{"engine": "none"}, {"speed": 11}])
-def test_a_wrong_setting_ends_the_start(extra: dict[str, Any], start: Start) -> None:
+def test_a_wrong_setting_ends_the_start(extra, start):
     engine = start("prefill", "llama", extra=extra)
     assert engine.ended()
     assert next(iter(extra)) in engine.tail()

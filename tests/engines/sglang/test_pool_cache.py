@@ -5,26 +5,19 @@ tokens are those of one SGLang engine and of plain transformers (float32, greedy
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.connectors.source import FIRST_TOKEN
 from kvpool.integrations.transformers import PoolCache
 from tests.engines.pair import EXACT, LENGTHS
-from tests.engines.sglang.conftest import Answers
-from tests.engines.sglang.engines import Engine, addresses, bootstrap
-from tests.engines.transformer import STEPS, Transformer
+from tests.engines.sglang.engines import addresses, bootstrap
+from tests.engines.transformer import STEPS
 from tests.engines.vllm.engines import prompts
 
 PATIENCE = 60.0
-Start = Callable[..., Engine]
-Expected = Callable[..., Answers]
-Load = Callable[..., Transformer]
 
 
-def test_transformers_decodes_what_sglang_has_prefilled(
-    start: Start, expected: Expected, transformer: Load
-) -> None:
+def test_transformers_decodes_what_sglang_has_prefilled(start, expected, transformer):
     side, asked, got = transformer("llama"), prompts(*LENGTHS), []
     prefill = start("prefill", "llama", **EXACT).ready()
     where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.port, "tokens": 1}
@@ -45,9 +38,7 @@ def test_transformers_decodes_what_sglang_has_prefilled(
     assert got == [one["tokens"] for one in expected("llama", **EXACT)]
 
 
-def test_sglang_decodes_what_transformers_has_prefilled(
-    start: Start, expected: Expected, transformer: Load
-) -> None:
+def test_sglang_decodes_what_transformers_has_prefilled(start, expected, transformer):
     side, asked = transformer("llama"), prompts(*LENGTHS)
     decode = start("decode", "llama", page_size=32, **EXACT).ready()
     with (

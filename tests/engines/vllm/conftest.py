@@ -8,8 +8,6 @@ import pytest
 
 from tests.engines.vllm.engines import Engine
 
-Tokens = list[list[int]]
-
 
 @pytest.fixture(scope="session")
 def engine() -> type[Engine]:

@@ -34,6 +34,18 @@ def side_channel(role: Role) -> dict[str, str]:
     return {"VLLM_NIXL_SIDE_CHANNEL_PORT": "15600" if role == "prefill" else "15700"}
 
 
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 64 << 20,
+    "max_num_seqs": 8,
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
+"""vLLM's, of engines and servers."""
+
+
 class Engine(Process):
     """A process of `tests.engines.vllm.engine`. `extra` is the connector's config, `watch` a folder
     for what `watched.WatchedConnector` sees, `policy` what vLLM does with a request whose state did
@@ -55,18 +67,8 @@ class Engine(Process):
         python: str = sys.executable,
         **arguments: Any,
     ) -> None:
-        given: dict[str, Any] = {
-            "model": str(model),
-            "dtype": "bfloat16",
-            "enforce_eager": True,
-            "max_model_len": 1024,
-            "kv_cache_memory_bytes": 64 << 20,
-            "max_num_seqs": 8,
-            "max_num_batched_tokens": 1024,
-            "enable_prefix_caching": False,
-            "seed": 0,
-            "disable_log_stats": True,
-        }
+        given = {"model": str(model), "max_num_batched_tokens": 1024, **ARGUMENTS}
+        given["disable_log_stats"] = True
         if role != "single":
             module = "disagg.connectors.vllm" if watch is None else "tests.engines.vllm.watched"
             name = "KvpoolConnector" if watch is None else "WatchedConnector"

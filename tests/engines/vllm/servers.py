@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from tests.engines.vllm.engines import KV_ROLE, Role
+from tests.engines.vllm.engines import ARGUMENTS, KV_ROLE, Role
 from tests.ports import free_port
 
 CONNECTOR = {
@@ -29,16 +29,10 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-ARGUMENTS: dict[str, Any] = {
-    "dtype": "bfloat16",
+SERVED = {
+    **ARGUMENTS,
     "disable_uvicorn_access_log": True,
-    "enforce_eager": True,
-    "max_model_len": 1024,
-    "kv_cache_memory_bytes": 64 << 20,
-    "max_num_seqs": 8,
     "max_num_batched_tokens": 256,
-    "enable_prefix_caching": False,
-    "seed": 0,
     "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
 }
 
@@ -158,7 +152,7 @@ def api_server(
     vLLM's `--kv-transfer-config`; other arguments are vLLM's.
     """
     given = ["--model", str(model), "--served-model-name", model.name]
-    for name, value in (ARGUMENTS | arguments).items():
+    for name, value in (SERVED | arguments).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             given.append(f"--{flag}" if value else f"--no-{flag}")

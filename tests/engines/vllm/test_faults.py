@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from tests.engines.pair import EXACT, LENGTHS
-from tests.engines.vllm.conftest import Tokens
 from tests.engines.vllm.engines import PREFILL, Engine, prefilled, prompts
 from tests.engines.vllm.models import save
 
@@ -74,9 +73,7 @@ def world(
 
 
 @pytest.mark.parametrize(("world", "seed"), CASES, indirect=["world"])
-def test_every_request_ends_and_every_block_comes_back(
-    seed: int, world: World, expected: Callable[..., Tokens]
-) -> None:
+def test_every_request_ends_and_every_block_comes_back(seed, world, expected):
     wanted = expected("llama", **EXACT)
     world.revive()
     try:
@@ -87,7 +84,7 @@ def test_every_request_ends_and_every_block_comes_back(
         raise
 
 
-def run(world: World, fault: str, source: random.Random, wanted: Tokens) -> None:
+def run(world: World, fault: str, source: random.Random, wanted: list[list[int]]) -> None:
     """One fault among four requests."""
     asked = prompts(*LENGTHS)
     prefill, decode = world.prefill, world.decode

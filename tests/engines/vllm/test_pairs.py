@@ -4,18 +4,12 @@ byte is equal, by an oracle that reads vLLM's own tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engines.pair import EXACT, LENGTHS, Pair, compare
-from tests.engines.vllm.conftest import Tokens
-from tests.engines.vllm.engines import Engine, asked_at_once, handed_over, prefilled, prompts
-
-Start = Callable[..., Engine]
-Expected = Callable[..., Tokens]
+from tests.engines.vllm.engines import asked_at_once, handed_over, prefilled, prompts
 
 
 def blocks(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
@@ -46,9 +40,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_tokens_and_bytes_are_those_of_one_engine(
-    name: str, start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_tokens_and_bytes_are_those_of_one_engine(name, start, expected, tmp_path):
     pair = PAIRS[name]
     prefill, decode = pair.start(start, tmp_path)
     asked = prompts(*LENGTHS)
@@ -65,8 +57,8 @@ def test_tokens_and_bytes_are_those_of_one_engine(
     ("stream", "decode_stream"), [("chunks", None), ("chunks", "layers"), ("layers", "layers")]
 )
 def test_decode_may_be_asked_while_prefill_computes(
-    stream: str, decode_stream: str | None, start: Start, expected: Expected, tmp_path: Path
-) -> None:
+    stream, decode_stream, start, expected, tmp_path
+):
     """Prompts are computed in chunks of at most 128 tokens, some of several requests."""
     few = {"max_num_batched_tokens": 128, "long_prefill_token_threshold": 96}
     prefill = start("prefill", "llama", extra={"stream": stream}, watch=tmp_path, **few, **EXACT)
@@ -85,9 +77,7 @@ def test_decode_may_be_asked_while_prefill_computes(
     decode.idle()
 
 
-def test_a_reader_that_leaves_while_prefill_computes_leaves_both_engines_whole(
-    start: Start, expected: Expected
-) -> None:
+def test_a_reader_that_leaves_while_prefill_computes_leaves_both_engines_whole(start, expected):
     few = {"max_num_batched_tokens": 32, **EXACT}
     prefill = start("prefill", "llama", extra={"stream": "chunks"}, **few).ready()
     decode = start("decode", "llama", **EXACT).ready()
@@ -103,9 +93,7 @@ def test_a_reader_that_leaves_while_prefill_computes_leaves_both_engines_whole(
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_layers_that_do_not_come_are_computed_or_fail_their_request(
-    policy: str, start: Start, expected: Expected
-) -> None:
+def test_layers_that_do_not_come_are_computed_or_fail_their_request(policy, start, expected):
     """Decode waits for them in its forward pass; prefill is killed before they are read."""
     prefill = start("prefill", "llama", extra={"stream": "layers"}, **EXACT)
     decode = start("decode", "llama", extra={"stream": "layers"}, policy=policy, **EXACT)
@@ -122,9 +110,7 @@ def test_layers_that_do_not_come_are_computed_or_fail_their_request(
     decode.idle()
 
 
-def test_noise_in_what_was_received_changes_the_tokens(
-    start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_noise_in_what_was_received_changes_the_tokens(start, expected, tmp_path):
     """The control: the prompts and models here can tell right state from wrong."""
     prefill = start("prefill", "llama", watch=tmp_path)
     decode = start("decode", "llama", watch=tmp_path, noise=True)
@@ -133,7 +119,7 @@ def test_noise_in_what_was_received_changes_the_tokens(
     assert all(one != other for one, other in zip(got[:2], expected("llama")))
 
 
-def test_decode_asks_only_for_what_it_lacks(start: Start, expected: Expected) -> None:
+def test_decode_asks_only_for_what_it_lacks(start, expected):
     """With prefix caching on both sides, and with a prompt that decode has whole."""
     prefill = start("prefill", "llama", enable_prefix_caching=True, block_size=32)
     decode = start("decode", "llama", enable_prefix_caching=True, block_size=32)
@@ -149,7 +135,7 @@ def test_decode_asks_only_for_what_it_lacks(start: Start, expected: Expected) ->
     decode.idle()
 
 
-def test_short_repeated_and_mixed_up_prompts(start: Start, expected: Expected) -> None:
+def test_short_repeated_and_mixed_up_prompts(start, expected):
     """A prompt of one token, two sequences of a prompt, and a proxy that mixes requests up, or two
     tokenizers: decode computes the prompt itself.
     """
@@ -167,7 +153,7 @@ def test_short_repeated_and_mixed_up_prompts(start: Start, expected: Expected) -
     decode.idle()
 
 
-def test_preempted_requests_are_computed_again(start: Start) -> None:
+def test_preempted_requests_are_computed_again(start):
     """Decode has blocks for about one and a half of these requests at their end."""
     few = {"num_gpu_blocks_override": 18, "max_model_len": 512, "block_size": 32}
     prefill = start("prefill", "llama", block_size=32, **EXACT)
@@ -192,9 +178,7 @@ ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
         ("llama", {"hf_overrides": ROPE}, f"rope_theta: {THETAS}. Run the same model"),
     ],
 )
-def test_another_model_is_refused_by_name_on_both_sides(
-    model: str, options: dict[str, Any], words: str, start: Start
-) -> None:
+def test_another_model_is_refused_by_name_on_both_sides(model, options, words, start):
     prefill, decode = start("prefill", "llama").ready(), start("decode", model, **options).ready()
     asked = prompts(40)
     got = decode.generate(asked, params=prefilled(prefill, asked))
@@ -207,7 +191,7 @@ def test_another_model_is_refused_by_name_on_both_sides(
 
 
 @pytest.mark.parametrize("extra", [{"engine": "none"}, {"speed": 11}])
-def test_a_wrong_setting_ends_the_start(extra: dict[str, Any], start: Start) -> None:
+def test_a_wrong_setting_ends_the_start(extra, start):
     engine = start("prefill", "llama", extra=extra)
     assert engine.ended(120)
     assert next(iter(extra)) in engine.tail()

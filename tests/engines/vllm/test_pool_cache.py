@@ -4,7 +4,7 @@ tokens are those of one vLLM engine and of plain transformers (float32, greedy).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,8 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from kvpool.integrations.transformers import PoolCache
 from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.transformer import STEPS, Transformer
-from tests.engines.vllm.conftest import Tokens
-from tests.engines.vllm.engines import Engine, prefilled, prompts
+from tests.engines.vllm.engines import prefilled, prompts
 
-Start = Callable[..., Engine]
-Expected = Callable[..., Tokens]
-Load = Callable[..., Transformer]
 FAMILIES = ["llama", "gpt_oss", "gemma3", "deepseek_v3"]
 PATIENCE = 60.0
 
@@ -61,9 +57,7 @@ def offered(side: Transformer, asked: list[list[int]]) -> Iterator[list[dict[str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_either_decodes_what_the_other_has_prefilled(
-    family: str, start: Start, expected: Expected, transformer: Load
-) -> None:
+def test_either_decodes_what_the_other_has_prefilled(family, start, expected, transformer):
     side, asked, got = transformer(family), prompts(*LENGTHS), []
     right = expected(family, **EXACT)
     assert right == [side.alone(prompt) for prompt in asked]
@@ -82,9 +76,7 @@ def test_either_decodes_what_the_other_has_prefilled(
     decode.idle()
 
 
-def test_a_delta_nets_state_arrives_as_transformers_computes_it(
-    start: Start, transformer: Load
-) -> None:
+def test_a_delta_nets_state_arrives_as_transformers_computes_it(start, transformer):
     """vLLM has delta nets in bfloat16 only on a CPU, where the two do not round alike: states are
     close, and those of another order are not. No token is decoded: PoolCache needs transformers
     5.23 for that, vLLM 0.32 comes with 5.19.
@@ -121,9 +113,7 @@ def far(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def test_vllm_goes_on_from_a_delta_nets_state_of_transformers(
-    start: Start, expected: Expected, transformer: Load
-) -> None:
+def test_vllm_goes_on_from_a_delta_nets_state_of_transformers(start, expected, transformer):
     side, asked = transformer("qwen3_next", "bfloat16"), prompts(*LENGTHS)
     decode = start("decode", "qwen3_next").ready()
     with offered(side, asked) as params:
@@ -132,7 +122,7 @@ def test_vllm_goes_on_from_a_delta_nets_state_of_transformers(
     assert [one[:1] for one in got] == [one[:1] for one in expected("qwen3_next")]
 
 
-def test_latents_and_rope_keys_are_those_of_transformers(start: Start, transformer: Load) -> None:
+def test_latents_and_rope_keys_are_those_of_transformers(start, transformer):
     """The tokens of this model hardly depend on rope keys. In layer 0 those of one token repeated
     differ by their rotation only. vLLM 0.32's CPU kernel takes a tensor's rows for as wide as a key
     (64): they are 704 here (query 128, latent 512, key 64), so the key of position p is rotated as
