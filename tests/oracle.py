@@ -323,6 +323,13 @@ def fill(holder, address: RequestAddress, positions: range | None = None) -> Non
     write(holder, address, range(address.num_tokens) if positions is None else positions)
 
 
+def filled(holder, tokens: int, seed: int | None = 0) -> RequestAddress:
+    """The block table of a request that a source holds."""
+    address = place(holder, tokens, seed)
+    fill(holder, address)
+    return address
+
+
 def blank(holder, byte: int = DEST) -> None:
     """Sets every byte of a holder's memory."""
     for memory in state(holder).memory:

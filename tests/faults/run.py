@@ -64,10 +64,17 @@ class Run:
     def ask_for(
         self, link: str | None = None, sink: str | None = None, name: str | None = None
     ) -> Room:
-        pick, shape = self.random, self.world.shape
+        pick, shape, course = self.random, self.world.shape, self.course()
+        sinks = ["d0", "d1"] if shape.readers == 2 else [sink or pick.choice(("d0", "d1"))]
+        room = self.world.order(link or pick.choice([*shape.links()]), sinks, course, name)
+        self.rooms.append(room)
+        return room
+
+    def course(self) -> Course:
+        pick = self.random
         tokens = pick.choice((1, 7, 40, 100, 160, MOST_TOKENS - 1))
         stops = sorted({pick.randrange(tokens) for _ in range(pick.randrange(4))} - {0})
-        course = Course(
+        return Course(
             tokens=tokens,
             salt=pick.randrange(16),
             stops=tuple(stops),
@@ -76,10 +83,6 @@ class Run:
             offered=pick.choice((0.0, 0.0, 0.01, 0.03)),
             wanted=pick.choice((0.0, 0.0, 0.01, 0.03)),
         )
-        sinks = ["d0", "d1"] if shape.readers == 2 else [sink or pick.choice(("d0", "d1"))]
-        room = self.world.order(link or pick.choice([*shape.links()]), sinks, course, name)
-        self.rooms.append(room)
-        return room
 
     def wave(self) -> None:
         """Several requests at once, at least one of them the victim's."""
@@ -235,13 +238,7 @@ class Run:
                     self.outcome.quarantine.append(room.back[who] - room.ended[who][0])
             self.outcome.succeeded += room.succeeded()
             self.outcome.failed += not room.succeeded()
-        for name in self.world.peers:
-            audit = self.world.ask(name, "audit")
-            leases = audit["leases"].leased.values(), audit["leases"].quarantined.values()
-            if audit["problems"] or audit["orders"] or any(map(any, leases)):
-                raise Violation(f"{name}: {audit}")
-            if any(every != free for every, free in audit["items"].values()):
-                raise Violation(f"{name} has lost pages: {audit['items']}")
+        self.world.check_pages()
 
 
 def unexpected(what: str, *rooms: Room) -> Violation:

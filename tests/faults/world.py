@@ -36,18 +36,11 @@ class Late(Violation):
     """Something did not happen in time, which a starved machine can also cause."""
 
 
-@dataclass(eq=False)
-class Peer:
+class Peer(Child):
     """A process and its pipe."""
 
-    process: Any
-    pipe: Any
-    generation: str = ""
+    generation = ""
     """The endpoint's, once it is up."""
-
-    @property
-    def pid(self) -> int:
-        return int(self.process.pid)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -153,7 +146,7 @@ class World:
         if number == signal.SIGKILL:
             self.mortal.add(victim)
         self.tripped = None
-        pid = 0 if victim == holder else self.peers[victim].pid
+        pid = 0 if victim == holder else self.peers[victim].process.pid
         self.tell(holder, "trip", point, count, pid, number)
 
     def ask(self, name: str, question: str) -> Any:
@@ -204,16 +197,17 @@ class World:
         return [pair for pair, room in rooms.items() if not room.succeeded()]
 
     def check_pages(self) -> None:
-        """No page is lost, and no other request's byte has changed."""
+        """No page is lost or held, and no other request's byte has changed."""
         for name in self.peers:
             audit = self.ask(name, "audit")
             lost = any(every != free for every, free in audit["items"].values())
-            if audit["problems"] or audit["orders"] or lost:
+            held = [*audit["leases"].leased.values(), *audit["leases"].quarantined.values()]
+            if audit["problems"] or audit["orders"] or lost or any(held):
                 raise Violation(f"{name}: {audit}")
 
     def signal(self, name: str, number: int) -> None:
         """Signals a process; SIGCONT waits until it has stopped."""
-        pid = self.peers[name].pid
+        pid = self.peers[name].process.pid
         if number == signal.SIGKILL:
             self.mortal.add(name)
         elif number == signal.SIGCONT and not self.until(lambda: stands_still(pid), PATIENCE):
@@ -288,8 +282,7 @@ class World:
             keys=self._keys,
             make=self._engines.get(name),
         )
-        child = Child(main, setup, self._kind)
-        self.peers[name] = Peer(child.process, child.pipe)
+        self.peers[name] = Peer(main, setup, self._kind)
 
     def _settled(self, decode: str) -> bool:
         generations = {

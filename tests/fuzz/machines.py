@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 
 from disagg import DecodeEndpoint, Engine, Group, KVPoll, PrefillEndpoint, TransferError, UsageError
@@ -24,6 +25,8 @@ from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
 from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from kvpool.layout import PoolLayout, RequestAddress
+from tests.disagg.protocol import pair
+from tests.disagg.stepping import Clock
 from tests.fuzz import build, planning, samples
 from tests.fuzz.build import Choices, pick
 from tests.fuzz.guard import Finding
@@ -41,23 +44,9 @@ LAYERS = [
 AUXES = b"\x81\xa1x\x07", b"\x81\xa1x\x08", b"\x81\xa2ab\x91\x07", b"\xc1"
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @lru_cache
 def hello(layout: PoolLayout, generation: str) -> messages.Hello:
-    return messages.Hello(
-        protocol=messages.PROTOCOL,
-        generation=generation,
-        engine="local",
-        layout=layout.to_msgpack(),
-        metadata=b"",
-        timeout=1.0,
-    )
+    return msgspec.structs.replace(pair.hello(generation, layout), timeout=1.0)
 
 
 def sent(kind: type[Any], choices: Choices, **fields: Any) -> Any:

@@ -23,7 +23,7 @@ from disagg.protocol.peers.prefill_peers import MAX_PEERS
 from disagg.protocol.prefill import MAX_REQUESTED, PrefillMachine
 from disagg.protocol.verification import Verification, differences
 from kvpool.layout import LayoutError, PoolLayout
-from tests.disagg.protocol.pair import Pair
+from tests.disagg.protocol.pair import Pair, asks
 from tests.fuzz import build, machines, planning, samples, wide
 from tests.fuzz.guard import guarded
 from tests.fuzz.targets import TARGETS
@@ -32,6 +32,7 @@ MOST = 1 << 16
 KEPT = 24 << 20
 DOCUMENTS = [name for name, target in TARGETS.items() if target.mutate]
 KINDS = build.message_types()
+HELLO = machines.hello(samples.LAYOUTS[0], "d")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -70,20 +71,16 @@ def flood(pairs):
 
 
 def request(room, attempt="a"):
-    return messages.ReadRequest(
-        generation="g1", room=room, attempt=attempt, start=0, num_tokens=5, readers=1
-    )
+    return asks(generation="g1", room=room, attempt=attempt, num_tokens=5)
 
 
 def test_a_hundred_thousand_hellos_leave_no_more_peers_than_allowed():
-    hello = machines.hello(samples.LAYOUTS[0], "d")
-    rooms = flood((b"%d" % number, hello) for number in range(100_000))
+    rooms = flood((b"%d" % number, HELLO) for number in range(100_000))
     assert len(rooms.peers.alive) == MAX_PEERS
 
 
 def test_a_peer_opens_no_more_rooms_than_allowed():
-    hello = machines.hello(samples.LAYOUTS[0], "d")
-    rooms = flood([(b"a", hello), *((b"a", request(n)) for n in range(MAX_REQUESTED + 5000))])
+    rooms = flood([(b"a", HELLO), *((b"a", request(n)) for n in range(MAX_REQUESTED + 5000))])
     assert len(rooms.open_rooms()) == MAX_REQUESTED
 
 
@@ -243,12 +240,10 @@ def test_metadata_that_is_not_text_is_a_transfer_error(host):
 
 
 def test_reasons_of_a_peer_are_kept_shortened():
-    hello = machines.hello(samples.LAYOUTS[0], "d")
-
     def flooding():
         for number in range(200):
             peer = b"%d" % number
-            yield peer, hello
+            yield peer, HELLO
             yield peer, request(number, f"{number}")
             long = "y" * (messages.MAX_TEXT - 3) + str(number)
             yield peer, messages.Abort(generation="g1", room=number, attempt="a", reason=long)
@@ -260,11 +255,10 @@ def test_reasons_of_a_peer_are_kept_shortened():
 
 def test_many_peers_together_open_no_more_rooms_than_allowed(monkeypatch):
     monkeypatch.setattr("disagg.protocol.prefill.MAX_UNSENT", 5000)
-    hello = machines.hello(samples.LAYOUTS[0], "d")
 
     def flooding():
         for peer in range(4):
-            yield b"%d" % peer, hello
+            yield b"%d" % peer, HELLO
             for number in range(2000):
                 yield b"%d" % peer, request(f"{peer}.{number}")
 

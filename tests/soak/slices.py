@@ -19,7 +19,7 @@ from tests import pools
 from tests.faults.orders import Course, Shape, hybrid, mha
 from tests.faults.run import Outcome, Run
 from tests.faults.stock import MOST_TOKENS
-from tests.faults.world import Late, Room, World
+from tests.faults.world import Late, World
 from tests.faults.worlds import KINDS
 from tests.soak.child import CHECKPOINT, DOCUMENTS, SoakChild
 
@@ -96,13 +96,11 @@ FAMILIES = {
 class SoakRun(Run):
     """A round: requests of a few documents, whose lengths meet page ends and checkpoints."""
 
-    def ask_for(
-        self, link: str | None = None, sink: str | None = None, name: str | None = None
-    ) -> Room:
-        pick, links = self.random, [*self.world.shape.links()]
+    def course(self) -> Course:
+        pick = self.random
         tokens = pick.choice((1, 40, CHECKPOINT, 2 * CHECKPOINT, 200, MOST_TOKENS - 1))
         stops = {pick.randrange(1, tokens) for _ in range(pick.randrange(4)) if tokens > 1}
-        course = Course(
+        return Course(
             tokens=tokens,
             salt=pick.randrange(len(DOCUMENTS)),
             stops=tuple(sorted(stops)),
@@ -111,9 +109,6 @@ class SoakRun(Run):
             offered=pick.choice((0.0, 0.01)),
             wanted=pick.choice((0.0, 0.01)),
         )
-        sinks = [sink or pick.choice(("d0", "d1"))]
-        self.rooms.append(self.world.order(link or pick.choice(links), sinks, course, name))
-        return self.rooms[-1]
 
     def quiet(self) -> None:
         for _ in range(4):
@@ -218,6 +213,6 @@ class Slice:
             leases = audit["leases"]
             items = sum(every - free for every, free in audit["items"].values())
             items += sum(leases.leased.values()) + sum(leases.quarantined.values())
-            entry = sample(world.peers[name].pid, items)
+            entry = sample(world.peers[name].process.pid, items)
             self.samples.setdefault(name, []).append(entry)
             self.prefix["hits"] += audit["prefix"].hits

@@ -217,15 +217,11 @@ def in_place(monkeypatch):
     return put
 
 
-def nothing_here(scope):
-    return [Row("graphs", "not here", "none")]
-
-
 def test_an_error_of_a_section_is_a_row_and_the_others_run(in_place, tmp_path):
     def broken(scope):
         raise RuntimeError("no\nbus")
 
-    in_place(ipc=broken, graphs=nothing_here)
+    in_place(ipc=broken, graphs=lambda scope: [Row("graphs", "not here", "none")])
     done = CliRunner().invoke(app, ["--out", str(tmp_path)])
     assert done.exit_code == 1
     assert "  FAIL section ipc: RuntimeError: no bus\n" in done.output

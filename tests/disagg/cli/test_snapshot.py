@@ -21,8 +21,7 @@ APP.command()(snapshot)
 @pytest.fixture
 def file(tmp_path):
     pool = hybrid(shard=Shard(1, 2), model="tiny [x]")
-    address = oracle.place(pool, 21)
-    oracle.fill(pool, address)
+    address = oracle.filled(pool, 21)
     save(tmp_path / "a", pool.layout, address, request="chat-7", conventions={"vocab_size": 128})
     return tmp_path / "a"
 

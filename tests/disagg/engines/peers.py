@@ -19,8 +19,7 @@ def serve(pipe, engine, kind, arguments, tokens, seed) -> None:
     from tests import oracle
 
     pool = getattr(kvpool, kind)(**arguments)
-    address = oracle.place(pool, tokens, seed)
-    oracle.fill(pool, address)
+    address = oracle.filled(pool, tokens, seed)
     with PrefillEndpoint(pool.layout, create_engine(engine)) as endpoint:
         pipe.send(endpoint.address)
         while order := pipe.recv():

@@ -547,7 +547,8 @@ def check_bytes(pool, address, positions: range, sources) -> None:
             offered = layout.region_by_key.get(region.key)
             if offered is None:
                 continue
-            common = [_common(axis, offered.axis(axis.name)) for axis in axes]
+            pairs = [(axis, offered.axis(axis.name)) for axis in axes]
+            common = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs]
             steps = [*map(np.array, common), np.arange(region.width)]
             cut = (
                 slice(None),
@@ -555,7 +556,3 @@ def check_bytes(pool, address, positions: range, sources) -> None:
             )
             right[cut] |= (stored[cut] == oracle.values(region.key, [entries, *steps], salt)).all()
         assert right.all(), f"{region} of {positions} is not what was there"
-
-
-def _common(axis, offered) -> range:
-    return range(max(axis.start, offered.start), min(axis.stop, offered.stop))

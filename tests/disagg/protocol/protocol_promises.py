@@ -112,7 +112,9 @@ def settle(world: World) -> None:
     for node in reversed(world.able()):
         for name in list(node.machine.open_rooms()):
             late = world.network or isinstance(node, Decode)  # a want may come after its abort
-            assert late or not waited_for(node, name), f"{name!r} was aborted and goes on"
+            room = node.machine.rooms()[name]
+            # nobody wants it who is not done with it
+            assert late or not room.requests.keys() - room.done, f"{name!r} was aborted and goes on"
             node.abort(name)
         go(world, 3)
     for node in world.able():
@@ -143,12 +145,6 @@ def may_wait(node: Node, name) -> bool:
         return all(conn is not None and not conn.lost and conn.decode.alive for conn in conns)
     ranks = [node.world.prefills[address] for address in room.link.addresses]
     return all(rank.alive for rank in ranks) and not room.whole
-
-
-def waited_for(node: Prefill, name) -> bool:
-    """Whether somebody wants a room and is not done with it."""
-    room = node.machine.rooms()[name]
-    return bool(room.requests.keys() - room.done)
 
 
 def forget(node: Node) -> None:

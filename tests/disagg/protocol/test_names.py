@@ -122,16 +122,8 @@ def test_a_reason_reaches_failures_and_logs_of_either_side_as_one_line(caplog):
     pair = Pair()
     pair.ask()
     (request,) = pair.prefill.rooms()["r"].requests.values()
-    forged = msgspec.msgpack.encode(
-        {
-            "type": "abort",
-            "generation": request.generation,
-            "room": "r",
-            "attempt": request.attempt,
-            "reason": FORGED,
-        }
-    )
-    pair.tell(pair.decode, Received(0, codec.decode(forged)))
+    about = {"room": "r", "generation": request.generation, "attempt": request.attempt}
+    pair.tell(pair.decode, Received(0, sent("Abort", **about, reason=FORGED)))
     assert pair.decode.poll("r") is KVPoll.Failed
     assert pair.decode.failure("r").reason == HARMLESS
     pair.tell(pair.prefill, Received(b"x", sent("Refuse", reasons=[FORGED])))

@@ -423,13 +423,10 @@ def case(network, examples: int):
     return kind
 
 
-def at_length(network, examples: int):
-    return pytest.mark.long(pytest.mark.timeout(3600)(case(network, examples)))
-
-
 for _name, (_network, _examples, _more) in NETWORKS.items():
     globals()[f"Test{_name}"] = case(_network, _examples)
-    globals()[f"Test{_name}AtLength"] = at_length(_network, _more)
+    _longer = pytest.mark.timeout(3600)(case(_network, _more))
+    globals()[f"Test{_name}AtLength"] = pytest.mark.long(_longer)
 
 
 @pytest.fixture

@@ -48,8 +48,7 @@ def joined(prefill=None, **options):
 
 def _serve(pipe, engine, bind, lie, options):
     source = pool()
-    offered = oracle.place(source, TOKENS)
-    oracle.fill(source, offered)
+    offered = oracle.filled(source, TOKENS)
     made, layout = create_engine(engine), source.layout
     if lie is not None:
         made, layout = lie(made, layout)
@@ -166,10 +165,17 @@ def moves(prefill, given, decode, dest, into, room="r", link=None):
 
 def request(source, dest, tokens=TOKENS):
     """Block tables of both sides: the source holds a request, the destination is blank."""
-    given, into = oracle.place(source, tokens), oracle.place(dest, tokens, 9)
-    oracle.fill(source, given)
     oracle.blank(dest)
-    return given, into
+    return oracle.filled(source, tokens), oracle.place(dest, tokens, 9)
+
+
+def items_of(pool, address):
+    """Where the items of a block table lie."""
+    return [
+        range(b.base + item * b.item_stride, b.base + (item + 1) * b.item_stride)
+        for b in pool.layout.buffers
+        for item in address.spans[b.space].ids.tolist()
+    ]
 
 
 def settle(link, *endpoints):

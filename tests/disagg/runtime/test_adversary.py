@@ -13,10 +13,11 @@ import pytest
 
 from disagg import KVPoll
 from disagg.protocol.codec import decode as decode_message, encode
-from disagg.protocol.messages import Hello, ReadRequest
+from disagg.protocol.messages import Hello
 from kvpool.layout import PoolLayout
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
+from tests.disagg.protocol.pair import asks
 from tests.disagg.runtime.sides import TOKENS, PrefillProcess, decode_side, pool, prefill_process
 from tests.processes import Child
 from tests.streams import dial
@@ -122,7 +123,9 @@ def test_a_stranger_without_a_layout_learns_nothing_and_disturbs_nobody(engine):
     with prefill_process(engine=engine) as prefill, decode_side(engine) as side:
         decode = side[0]
         empty = PoolLayout((), (), (), 0, generation="stranger")
-        hello = replace_hello(decode.machine.hello, empty)
+        hello = msgspec.structs.replace(
+            decode.machine.hello, layout=empty.to_msgpack(), generation="stranger", metadata=b""
+        )
         with dial(prefill.address) as stranger:
             stranger.send(encode(hello))
             answer = decode_message(stranger.receive())
@@ -130,23 +133,9 @@ def test_a_stranger_without_a_layout_learns_nothing_and_disturbs_nobody(engine):
             told = encode(answer)
             for engine_word in (b"socket", b"ranges", b"hostname"):
                 assert engine_word not in told
-            request = ReadRequest(
-                generation="guessed",
-                room="good",
-                attempt="attempt",
-                start=0,
-                num_tokens=TOKENS,
-                readers=1,
-            )
-            stranger.send(encode(request))
+            stranger.send(encode(asks(generation="guessed", room="good", num_tokens=TOKENS)))
             assert type(decode_message(stranger.receive())).__name__ == "UnknownPeer"
             prefill.hands_over("good", side, decode.connect([prefill.address], timeout=30))
-
-
-def replace_hello(hello, layout):
-    return msgspec.structs.replace(
-        hello, layout=layout.to_msgpack(), generation=layout.generation, metadata=b""
-    )
 
 
 def test_a_thousand_strangers_leave_room_for_a_decode():

@@ -216,8 +216,7 @@ def without_heads(draw, dest, table, tokens):
 def one_to_one(build):
     """A prefill and a decode of one rank each, and their pools."""
     source, dest = build(), build()
-    given_table = oracle.place(source, TOKENS, 1)
-    oracle.fill(source, given_table)
+    given_table = oracle.filled(source, TOKENS, 1)
     oracle.blank(dest)
     return source, dest, given_table
 
@@ -356,8 +355,7 @@ def receiving(build):
 
 def received(source, prefill, decode, request, tokens, start=0):
     """Receives `tokens` tokens into a request that has room for more; returns how many came."""
-    table = oracle.place(source, tokens, 3)
-    oracle.fill(source, table)
+    table = oracle.filled(source, tokens, 3)
     decode.receive("r", request.address(), start=start, at_most=True)
     prefill.send("r", table)
     succeeds(decode, "r")

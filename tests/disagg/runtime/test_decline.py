@@ -22,10 +22,7 @@ def engine():
 
 
 def given_of(engine):
-    source, _ = engine.pools
-    given = oracle.place(source, TOKENS)
-    oracle.fill(source, given)
-    return given
+    return oracle.filled(engine.pools[0], TOKENS)
 
 
 @pytest.mark.parametrize("when", ["before", "after", "between two chunks"])

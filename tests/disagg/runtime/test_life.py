@@ -36,6 +36,7 @@ from tests.disagg.runtime.sides import (
     arrives,
     decode_side,
     endpoints,
+    items_of,
     joined,
     moves,
     pool,
@@ -426,9 +427,7 @@ def test_digests_agree_over_other_ranks_pages_and_orders_and_name_what_differs(w
         decode.connect([each.address for each in prefill], timeout=20)
         decode.receive("r", address)
         for each, source in zip(prefill, ranks):
-            given = oracle.place(source, TOKENS, 3)
-            oracle.fill(source, given)
-            each.send("r", given, tokens=range(40), last=False)
+            each.send("r", oracle.filled(source, TOKENS, 3), tokens=range(40), last=False)
         until(decode, lambda: decode.metrics("r").bytes_moved == 40 * dest.bytes_per_token)
         if wrong:
             page = int(address.spans["kv"].ids[2])
@@ -451,11 +450,13 @@ def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
     with joined() as (prefill, given, decode, dest, address):
         bad = oracle.elsewhere(dest, address)
         read, wrong = decode.engine.read, items_of(dest, bad)
-        decode.engine.read = lambda peer, batch: (
-            _raise(TransferError("injected"))
-            if any(pointer in item for pointer in batch.dst.tolist() for item in wrong)
-            else read(peer, batch)
-        )
+
+        def faulty(peer, batch):
+            if any(pointer in item for pointer in batch.dst.tolist() for item in wrong):
+                raise TransferError("injected")
+            return read(peer, batch)
+
+        decode.engine.read = faulty
         decode.receive("bad", bad)
         decode.receive("good", address)
         for room in ("bad", "good"):
@@ -463,21 +464,6 @@ def test_a_failed_read_is_one_rooms_and_the_next_goes_on():
         assert decode.wait("bad", 20) is KVPoll.Failed
         assert "injected" in str(decode.failure("bad"))
         succeeds(decode, "good")
-
-
-def items_of(pool, address):
-    """Where the items of a block table lie."""
-    return [
-        range(
-            buffer.base + item * buffer.item_stride, buffer.base + (item + 1) * buffer.item_stride
-        )
-        for buffer in pool.layout.buffers
-        for item in address.spans[buffer.space].ids.tolist()
-    ]
-
-
-def _raise(error):
-    raise error
 
 
 def test_what_real_endpoints_count_is_served():

@@ -18,7 +18,7 @@ from kvpool.layout import Interleave, Space
 from kvpool.layout.formats import Shard
 from tests.disagg.runtime.sides import arrives, endpoints, hand_over
 from tests.disagg.waiting import until
-from tests.oracle import blank, built, fill, merged, packed, place, state
+from tests.oracle import blank, built, filled, merged, packed, place, state
 from tests.pools import hybrid, mha, mla, swa
 
 POSITIONS, LAYERS, ITEMS = 101, 2, 40
@@ -40,14 +40,6 @@ def interleaved(size, rank, ranks, page=8):
     return built([*parts, (0, "index", ITEMS, keys)], spaces)
 
 
-def filled(holders):
-    """Block tables of sources, which hold a request."""
-    tables = [place(each, POSITIONS, seed) for seed, each in enumerate(holders)]
-    for each, table in zip(holders, tables):
-        fill(each, table)
-    return tables
-
-
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize(
     ("sources", "dests", "cuts"),
@@ -66,7 +58,7 @@ def test_equal_ranks_read_from_their_like_and_wait_for_all():
     """Nothing of it is read from rank 0, which must say all the same that it has computed it."""
     theirs = [interleaved(4, rank, 2) for rank in range(2)]
     dest = interleaved(4, 1, 2)
-    tables = filled(theirs)
+    tables = [filled(each, POSITIONS, seed) for seed, each in enumerate(theirs)]
     blank(dest)
     with ExitStack() as stack:
         prefills = endpoints(stack, PrefillEndpoint, theirs)
@@ -85,7 +77,8 @@ def test_a_digest_names_the_position_in_the_request():
     """A byte of decode's memory that changes after it was read from rank 1 of 2."""
     theirs = [interleaved(8, rank, 2) for rank in range(2)]
     dest = interleaved(1, 2, 3)
-    tables, table = filled(theirs), place(dest, POSITIONS, 9)
+    tables = [filled(each, POSITIONS, seed) for seed, each in enumerate(theirs)]
+    table = place(dest, POSITIONS, 9)
     position = 59  # of prefill's rank 1 (56 to 63), and of decode's rank 2 of 3
     with ExitStack() as stack:
         prefills = endpoints(stack, PrefillEndpoint, theirs)

@@ -13,7 +13,7 @@ from disagg.runtime.reads import lane
 from kvpool import MHAPool, RequestAddress, Span
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
-from tests.disagg.runtime.sides import request
+from tests.disagg.runtime.sides import items_of, request
 from tests.disagg.stepping import stepped
 
 TOKENS = 150
@@ -136,14 +136,6 @@ def table(page, tokens):
     return RequestAddress(tokens, {"kv": Span([1 + page])})
 
 
-def memory_of(pool, page):
-    """Where the items of a page lie."""
-    return [
-        range(b.base + (1 + page) * b.item_stride, b.base + (2 + page) * b.item_stride)
-        for b in pool.layout.buffers
-    ]
-
-
 @pytest.fixture
 def both():
     with stepped(decode_engine=Reads()) as pair:
@@ -217,7 +209,7 @@ def test_rooms_that_are_ready_together_are_one_read(both):
 
 def test_one_of_them_that_fails_is_the_only_one(both):
     pair, engine, _, dest = both
-    engine.wrong = memory_of(dest, ROOMS - 2)
+    engine.wrong = items_of(dest, table(ROOMS - 2, 16))
     tables = begin(pair)
     assert states(pair) == all_but(2)
     assert "injected" in pair.decode.failure(2).reason and not pair.decode.reading(2)
@@ -228,7 +220,7 @@ def test_one_of_them_that_fails_is_the_only_one(both):
 
 def test_where_no_fence_is_sure_all_fail_with_what_failed_first(both):
     pair, engine, _, dest = both
-    engine.wrong, fence = memory_of(dest, ROOMS - 2), engine.fence
+    engine.wrong, fence = items_of(dest, table(ROOMS - 2, 16)), engine.fence
 
     def unsure(peer, timeout=None):
         raise TransferError("it cannot be told whether bytes still land")
@@ -246,7 +238,7 @@ def test_where_no_fence_is_sure_all_fail_with_what_failed_first(both):
 def test_where_a_fence_takes_too_long_all_fail_and_keep_their_pages_until_it_is_passed():
     with stepped(decode_engine=Reads(), decode_read_timeout=2.0) as pair:
         engine = pair.decode.engine
-        engine.wrong, fence = memory_of(pair.pools[1], ROOMS - 2), engine.fence
+        engine.wrong, fence = items_of(pair.pools[1], table(ROOMS - 2, 16)), engine.fence
         engine.fence = lambda peer, timeout=None: False
         begin(pair)
         pair.step(20)

@@ -13,6 +13,7 @@ from disagg import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint, cr
 from disagg.plan import IncompatibleLayouts
 from disagg.protocol import codec, messages
 from tests import oracle
+from tests.disagg.protocol import pair
 from tests.disagg.stepping import stepped
 from tests.disagg.waiting import until
 from tests.pools import mla
@@ -226,14 +227,6 @@ WRONG = [
 def test_what_cannot_be_sent_is_the_callers_error_and_malformed_of_a_peer(given, why):
     with pytest.raises(ValueError, match=why):
         DecodeEndpoint(mla().layout, create_engine("local"), conventions=given)
-    hello = messages.Hello(
-        protocol=messages.PROTOCOL,
-        generation="g",
-        engine="local",
-        layout=b"",
-        metadata=b"",
-        timeout=10.0,
-    )
-    fields = msgspec.msgpack.decode(codec.encode(hello)) | {"conventions": given}
+    fields = msgspec.msgpack.decode(codec.encode(pair.hello("g"))) | {"conventions": given}
     with pytest.raises(messages.WireError, match="malformed"):
         codec.decode(msgspec.msgpack.encode(fields))

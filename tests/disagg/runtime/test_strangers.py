@@ -80,12 +80,8 @@ def test_whatever_strangers_say_first_the_others_are_served(data, options):
 # users
 
 
-def as_user(target, *args):
-    """A process of another user that runs `target(pipe, *args)`."""
-    return Child(_demoted, target, *args)
-
-
-def _demoted(pipe, target, *args):
+def demoted(pipe, target, *args):
+    """As another user it runs `target(pipe, *args)`."""
     os.setgroups([])
     os.setresgid(OTHER_USER, OTHER_USER, OTHER_USER)
     os.setresuid(OTHER_USER, OTHER_USER, OTHER_USER)
@@ -157,7 +153,7 @@ def decode():
 @pytest.mark.root
 def test_another_user_gets_no_answer_and_is_named(open_prefill, decode, caplog):
     hello = encode(decode.machine.hello)
-    with as_user(say_and_listen, open_prefill.address, hello) as stranger:
+    with Child(demoted, say_and_listen, open_prefill.address, hello) as stranger:
         assert stranger.answer() is None
     assert not open_prefill.machine.peers.alive
     assert f"it is user {OTHER_USER}'s, and this process is user 0's" in caplog.text
@@ -166,7 +162,7 @@ def test_another_user_gets_no_answer_and_is_named(open_prefill, decode, caplog):
 
 @pytest.mark.root
 def test_silent_connections_of_another_user_are_closed_and_keep_no_decode_out(open_prefill, decode):
-    with as_user(stay_silent, open_prefill.address, 300) as stranger:
+    with Child(demoted, stay_silent, open_prefill.address, 300) as stranger:
         assert stranger.answer() == 0
         decode.connect([open_prefill.address], timeout=20)
 
@@ -176,7 +172,7 @@ def test_with_insecure_another_user_is_answered_over_tcp(decode):
     source, hello = pool(), encode(decode.machine.hello)
     with (
         PrefillEndpoint(source.layout, create_engine("local"), LOOPBACK, insecure=True) as prefill,
-        as_user(say_and_listen, prefill.address, hello) as stranger,
+        Child(demoted, say_and_listen, prefill.address, hello) as stranger,
     ):
         assert b"hello" in stranger.answer()
 
@@ -186,7 +182,7 @@ def test_another_user_that_takes_a_dead_prefills_place_is_told_nothing(open_fold
     source, bind = pool(), f"ipc://{open_folder / 'p'}"
     with PrefillEndpoint(source.layout, create_engine("local"), bind) as prefill:
         link = decode.connect([prefill.address], timeout=20)
-    with as_user(squat, bind.removeprefix("ipc://")) as squatter:
+    with Child(demoted, squat, bind.removeprefix("ipc://")) as squatter:
         assert squatter.answer() == "there"
         assert not any(squatter.answer() for _ in range(3))
         until(decode, lambda: f"it is user {OTHER_USER}'s" in str(link.lost))

@@ -29,12 +29,6 @@ ROOM = {"num_pages": 12, "num_window_pages": 16}
 TORCH = {"float8_e8m0fnu": torch.uint8}  # of which not all readers of safetensors know
 
 
-def filled(pool, tokens=21, seed=1):
-    address = oracle.place(pool, tokens, seed)
-    oracle.fill(pool, address)
-    return address
-
-
 def live(space, tokens):
     """Entries of a request that are alive, those of a ring by where they lie in it."""
     entries = oracle.live(space, range(tokens), tokens)
@@ -47,7 +41,7 @@ def live(space, tokens):
 @pytest.mark.parametrize("name", CLASSES)
 def test_safetensors_reads_each_region_as_a_tensor_of_live_entries(name, packing, tmp_path):
     pool, tokens = CLASSES[name](packing=packing, **ROOM), 21
-    save(tmp_path / "a", pool.layout, filled(pool, tokens))
+    save(tmp_path / "a", pool.layout, oracle.filled(pool, tokens))
     found = safetensors.load_file(tmp_path / "a")
     assert len(found) == len(pool.layout.regions)
     for region in pool.layout.regions:
@@ -101,7 +95,7 @@ def test_files_of_this_version_are_read():
 def test_a_header_says_what_the_file_holds(tmp_path):
     pool = hybrid(**ROOM)
     agreed = {"vocab_size": 128, "rope_theta": 1e4, "model": "qwen3_next"}
-    save(tmp_path / "a", pool.layout, filled(pool), request="chat-7", conventions=agreed)
+    save(tmp_path / "a", pool.layout, oracle.filled(pool, 21), request="chat-7", conventions=agreed)
     header = inspect(tmp_path / "a")
     assert isinstance(header, Header)
     assert (header.tokens, header.request, header.conventions) == (21, "chat-7", agreed)
@@ -159,7 +153,7 @@ def test_a_save_that_fails_leaves_what_was_there(call, before, tmp_path, monkeyp
             return real(*args)
         raise Full(errno.ENOSPC, "no space left on device")
 
-    address = filled(pool)
+    address = oracle.filled(pool, 21)
     monkeypatch.setattr(os, call, fails)
     with pytest.raises(Full):
         save(path, pool.layout, address)
@@ -182,7 +176,7 @@ save(sys.argv[1], pool.layout, address)
 
 def test_a_save_that_is_killed_leaves_what_was_there(tmp_path):
     pool, path = mla(), tmp_path / "a"
-    save(path, pool.layout, filled(pool, 9))
+    save(path, pool.layout, oracle.filled(pool, 9))
     before = path.read_bytes()
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=120)
     assert done.returncode == -signal.SIGKILL
@@ -193,7 +187,7 @@ def test_a_save_that_is_killed_leaves_what_was_there(tmp_path):
 
 def test_a_request_that_is_written_to_while_it_is_saved_is_refused_at_load(tmp_path, monkeypatch):
     pool = mla()
-    address, real = filled(pool, 13), os.pwrite
+    address, real = oracle.filled(pool, 13), os.pwrite
 
     def writes(*args):
         oracle.blank(pool, 7)

@@ -34,8 +34,7 @@ COVERED = ("kvpool_snapshot", "tokens", "request", "conventions", "layout", "dig
 def sound(build=mla):
     """A file's header as an object, and its data."""
     pool = build()
-    address = oracle.place(pool, TOKENS, 1)
-    oracle.fill(pool, address)
+    address = oracle.filled(pool, TOKENS, 1)
     with saved([pool], [address], conventions={"vocab_size": 7}) as (path,):
         data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
@@ -285,9 +284,7 @@ def test_what_is_no_file_is_refused(tmp_path):
 
 def test_damage_in_the_last_file_leaves_the_pool_untouched():
     halves = [hybrid(shard=Shard(rank, 2)) for rank in range(2)]
-    addresses = [oracle.place(half, TOKENS, seed) for seed, half in enumerate(halves)]
-    for half, address in zip(halves, addresses):
-        oracle.fill(half, address)
+    addresses = [oracle.filled(half, TOKENS, seed) for seed, half in enumerate(halves)]
     dest = hybrid()
     oracle.blank(dest)
     into = oracle.place(dest, TOKENS, 5)
@@ -359,8 +356,7 @@ def test_whenever_a_file_fails_the_error_says_whether_items_were_written(
     fails, tmp_path, monkeypatch
 ):
     pool, real, reads, says = mla(), os.preadv, [], []
-    address = oracle.place(pool, TOKENS)
-    oracle.fill(pool, address)
+    address = oracle.filled(pool, TOKENS)
     save(path := tmp_path / "a", pool.layout, address)
     whole, at = path.read_bytes(), 0
 

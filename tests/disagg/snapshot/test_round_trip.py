@@ -22,13 +22,6 @@ from tests.disagg.snapshot.folders import saved
 from tests.disagg.test_matrix import MANY, SHAPES, TOKENS
 from tests.pools import CLASSES, PACKED, dsv4, hybrid, mha, mla, swa
 
-
-def filled(holder, tokens, seed):
-    address = oracle.place(holder, tokens, seed)
-    oracle.fill(holder, address)
-    return address
-
-
 USUAL = {*CLASSES, "mha mxfp8", "hybrid nsa fp8", "dsv4 fp8"}
 EVERY = {**CLASSES, **PACKED}
 CASES = [
@@ -43,7 +36,7 @@ CASES += [
 def test_every_pool_and_every_shape(name, shape):
     sources, dests = SHAPES[shape](EVERY[name].but(**MANY))
     holders = [oracle.merged(*(build() for build in builds)) for builds in sources]
-    addresses = [filled(holder, TOKENS, seed) for seed, holder in enumerate(holders, 1)]
+    addresses = [oracle.filled(holder, TOKENS, seed) for seed, holder in enumerate(holders, 1)]
     with saved(holders, addresses) as paths:
         for seed, builds in enumerate(dests, 90):
             dest = oracle.merged(*(build() for build in builds))
@@ -59,7 +52,7 @@ def test_any_geometry_and_any_part_of_a_request(geometry, tokens, data):
     model, source, dest, where = geometry
     holders = [source.pool(model, *rank, tokens) for rank in source.ranks()]
     into = dest.pool(model, *where, tokens)
-    addresses = [filled(holder, tokens, seed) for seed, holder in enumerate(holders, 1)]
+    addresses = [oracle.filled(holder, tokens, seed) for seed, holder in enumerate(holders, 1)]
     of_file = data.draw(st.integers(1, tokens), label="saved")
     count = data.draw(st.integers(1, of_file), label="loaded")
     start = data.draw(st.one_of(st.just(0), st.integers(0, count)), label="start")
@@ -77,7 +70,7 @@ def test_ranks_that_share_out_positions(tokens):
     side = Side(tp=2, cp=3, size=4, window_size=2, page=8)
     ranks = side.ranks()
     holders = [side.state("mha", 9, tokens, *rank) for rank in ranks]
-    addresses = [filled(holder, tokens, seed) for seed, holder in enumerate(holders, 1)]
+    addresses = [oracle.filled(holder, tokens, seed) for seed, holder in enumerate(holders, 1)]
     with saved(holders, addresses) as paths:
         other = Side(cp=2, size=6, page=5, heads_first=True)
         for rank in other.ranks():
@@ -101,7 +94,7 @@ def test_packed_items_beside_others_of_their_space(tokens):
         return pool, oracle.over(replace(pool.layout, regions=packed), pool._slab.numpy())
 
     (_pool, source), (_other, dest) = state(), state(placement="page")
-    address = filled(source, tokens, 1)
+    address = oracle.filled(source, tokens, 1)
     oracle.blank(dest)
     into = oracle.place(dest, tokens, 2)
     with saved([source], [address]) as paths:
@@ -126,7 +119,7 @@ def test_the_state_of_a_prefix_is_loaded_or_refused(build, says):
     """Slots and rings hold that of the last token, a file what is alive of a window."""
     pool, dest = (build(num_pages=12, num_window_pages=16) for _ in range(2))
     tokens, prefix = 21, 16
-    address, into = filled(pool, tokens, 1), oracle.place(dest, prefix, 2)
+    address, into = oracle.filled(pool, tokens, 1), oracle.place(dest, prefix, 2)
     oracle.blank(dest)
     with saved([pool], [address]) as paths:
         if says is None:
@@ -146,7 +139,7 @@ def test_what_a_pool_has_beside_the_files_is_named_by_the_caller():
     both = oracle.merged(mla(), mha(owner="draft", layers=[4]))
     into = oracle.place(both, 13, 3)
     oracle.blank(both)
-    with saved([target], [filled(target, 13, 1)]) as paths:
+    with saved([target], [oracle.filled(target, 13, 1)]) as paths:
         with pytest.raises(IncompatibleLayouts, match="draft layer 4 k"):
             load(paths, both.layout, into)
         load(paths, both.layout, into, allow_missing={"draft"})
@@ -157,7 +150,7 @@ def test_what_a_pool_has_beside_the_files_is_named_by_the_caller():
 @pytest.mark.parametrize("build", [mha, swa, hybrid, dsv4], ids=["mha", "swa", "hybrid", "dsv4"])
 def test_memory_of_a_device_goes_through_its_copies(build):
     pools = [build(num_window_pages=16, placement=each) for each in ("layer", "page")]
-    address, into = filled(pools[0], 21, 1), oracle.place(pools[1], 21, 2)
+    address, into = oracle.filled(pools[0], 21, 1), oracle.place(pools[1], 21, 2)
     oracle.blank(pools[1])
     source, dest = (
         replace(oracle.state(pool), layout=there(pool.layout, "shm:0")) for pool in pools
@@ -177,7 +170,7 @@ def test_requests_larger_than_the_staging_buffer(native, monkeypatch):
     monkeypatch.setattr("disagg.snapshot.files.MAX_SPAN", 50)
     for build in (mha, hybrid, dsv4):
         halves = [build(shard=Shard(rank, 2)) for rank in range(2)]
-        addresses = [filled(half, 21, seed) for seed, half in enumerate(halves, 1)]
+        addresses = [oracle.filled(half, 21, seed) for seed, half in enumerate(halves, 1)]
         with saved(halves, addresses) as paths:
             dest = build(page_size=8)
             oracle.blank(dest)
@@ -214,7 +207,7 @@ def test_a_request_is_pinned_while_it_is_saved_and_loaded():
 
 def test_memory_that_cannot_be_copied_is_refused(tmp_path):
     pool = mla()
-    address = filled(pool, 9, 1)
+    address = oracle.filled(pool, 9, 1)
     meta = mla(device="meta")
     with pytest.raises(DeviceUnavailable, match="no memory to save or load"):
         save(tmp_path / "a", meta.layout, oracle.place(meta, 9))
@@ -244,7 +237,7 @@ def test_tokens_that_the_block_table_lacks_are_refused(tokens, tmp_path):
 @pytest.mark.parametrize("tokens", [range(8), range(0, 9, 2), range(-1, 9), range(10, 9)])
 def test_positions_that_do_not_end_with_the_block_table_are_refused(tokens, tmp_path):
     pool = mla()
-    save(tmp_path / "a", pool.layout, filled(pool, 9, 1))
+    save(tmp_path / "a", pool.layout, oracle.filled(pool, 9, 1))
     with pytest.raises(ValueError, match="a range that ends with the block table's 9 tokens"):
         load(tmp_path / "a", pool.layout, oracle.place(pool, 9), tokens=tokens)
     with pytest.raises(ValueError, match="at least one file"):
