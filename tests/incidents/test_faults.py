@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from contextlib import contextmanager
 
@@ -113,8 +114,11 @@ def test_a_peer_that_dies_silently_is_noticed_and_fails_only_its_own_rooms(begin
         when, state, reason = room.ended[other]
         assert state is KVPoll.Failed
         assert when - at < BOUND
-        noticed = "decode was silent" if how is signal.SIGSTOP else "decode: its connection "
-        assert (noticed if other == "p0" else "rank 0 of prefill (tcp:") in reason
+        # the kernel frees a killed process's memory before it closes its connections
+        noticed = (
+            r"decode(: its connection | was silent)" if other == "p0" else r"rank 0 of prefill"
+        )
+        assert re.search(noticed, reason), reason
         world.until(lambda: other in room.back, BOUND)
         # reads from a stopped peer may land while it may continue
         quarantined = world.ask(other, "audit")["leases"].quarantined
