@@ -137,13 +137,13 @@ class Band:
         parts = (_cells(region, start, end, smallest) for region in self.regions)
         cells = [*islice(merge(*parts, key=attrgetter("start")), MAX_BOXES)]
         boxes: list[Box] = []
-        at = start
+        reached = start
         for box in sorted(cells, key=attrgetter("start")):  # steps of one region may interlock
-            boxes += [Box(at, box.start, None)] if at < box.start else []
+            boxes += [Box(reached, box.start, None)] if reached < box.start else []
             boxes.append(box)
-            at = box.end
+            reached = box.end
         words = "too many cells to be drawn" if len(cells) == MAX_BOXES else ""
-        return boxes + ([Box(at, end, None, words)] if at < end else [])
+        return boxes + ([Box(reached, end, None, words)] if reached < end else [])
 
 
 def _cells(region: Region, start: int, end: int, smallest: float) -> Iterator[Box]:
@@ -207,7 +207,7 @@ class ItemMap:
     def bands(self) -> Iterator[Band]:
         """All bytes of the item, cut where no region lies on both sides."""
         groups: list[list[Region]] = []
-        reach = at = 0
+        reach = drawn = 0
         for region in sorted(self.regions, key=lambda region: region.offset):
             if not groups or region.offset >= reach:
                 groups.append([])
@@ -215,13 +215,13 @@ class ItemMap:
             reach = max(reach, region.end)
         limits = [*(regions[0].offset for regions in groups[1:]), self.item_bytes]
         for regions, limit in zip(groups, limits):
-            if at < regions[0].offset:
-                yield _gap(at, regions[0].offset)
+            if drawn < regions[0].offset:
+                yield _gap(drawn, regions[0].offset)
             band = _band(regions, limit)
             yield band
-            at = band.end
-        if at < self.item_bytes:
-            yield _gap(at, self.item_bytes)
+            drawn = band.end
+        if drawn < self.item_bytes:
+            yield _gap(drawn, self.item_bytes)
 
 
 def _gap(start: int, end: int) -> Band:

@@ -132,7 +132,7 @@ class OpenMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandOff:
+class HandOffSetup:
     """What both sides open: an engine, pools of a family for requests of up to `tokens` tokens, and
     the bytes of decode's staging buffers. A `checked` one compares digests, and needs the buffers.
     """
@@ -188,8 +188,8 @@ def handoff_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
         for chunk in sorted({tokens, min(tokens, sizes.handoff_chunk)}, reverse=True):
             name = f"{engine}, {family}, {tokens:,} token{'s' * (tokens > 1)}"
             name += f" in chunks of {chunk:,}" if chunk < tokens else ""
-            hand_off = HandOff(engine=engine, family=family, tokens=most)
-            yield hand_off.case(name, tokens, chunk)
+            setup = HandOffSetup(engine=engine, family=family, tokens=most)
+            yield setup.case(name, tokens, chunk)
 
 
 def trial_cases(engine: str, tokens: int) -> Iterator[BenchCase]:
@@ -201,14 +201,14 @@ def trial_cases(engine: str, tokens: int) -> Iterator[BenchCase]:
         ("small runs", HEADS_APART, 0),
         ("small runs, staged", HEADS_APART, STAGING_BYTES),
     ):
-        hand_off = HandOff(
+        setup = HandOffSetup(
             engine=engine,
             family=family,
             tokens=tokens + SPARE_TOKENS,
             staging=staging,
             checked=True,
         )
-        yield hand_off.case(f"{engine}, {runs}", tokens, tokens)
+        yield setup.case(f"{engine}, {runs}", tokens, tokens)
 
 
 class OpenHandOffs:
@@ -216,14 +216,14 @@ class OpenHandOffs:
     model, and a bare engine on each side.
     """
 
-    def __init__(self, other: OtherProcess, device: Device, hand_off: HandOff) -> None:
-        name, family, tokens = hand_off.engine, hand_off.family, hand_off.tokens
+    def __init__(self, other: OtherProcess, device: Device, setup: HandOffSetup) -> None:
+        name, family, tokens = setup.engine, setup.family, setup.tokens
         self._other, self._rooms, self._spent = other, 0, 0.0
         self._pool = pool = pool_of(family, tokens, device.name, decode=True)
         self._truth = random_pool(family, tokens, device.name)
         with ExitStack() as stack:
             metadata, address, layout = served(other, "serve_pool", name, family, tokens)
-            self._decode = stack.enter_context(hand_off.endpoint(pool.layout))
+            self._decode = stack.enter_context(setup.endpoint(pool.layout))
             self._reader = BareReader(name, pool.layout.slabs(), metadata)
             stack.callback(self._reader.close)
             self._decode.connect([address], timeout=READER_TIMEOUT)

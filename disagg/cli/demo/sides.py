@@ -133,7 +133,8 @@ class DecodeSide:
     def connect(self) -> TransferPlan:
         """The plan, after prefill has answered."""
         link = self.endpoint.connect([self._other.answer(START_TIMEOUT)], CONNECT_TIMEOUT)
-        assert link.plan is not None
+        if link.plan is None:
+            raise RuntimeError("prefill: the handshake has ended without a plan.")
         return link.plan
 
     def decode(self, number: int) -> DecodedPrompt:

@@ -229,14 +229,16 @@ def work_replays(device: Device, name: str, capture: Callable[[Work], Work]) -> 
         reference.write(1, locations.cpu(), {role: row.cpu() for role, row in values.items()})
         reference.copy_items("kv", src.cpu(), dst.cpu())
         replay()
-        where = f"pool {name}, replay {number} of {REPLAYS}"
+        subject = f"pool {name}, replay {number} of {REPLAYS}"
         for role, read in zip(roles, reads):
             if not torch.equal(read.cpu(), reference.read(role, 1, locations.cpu())):
-                fail(f"{where}: {role} is not what was written.")
+                fail(f"{subject}: {role} is not what was written.")
         for buffer, expected in zip(pool.layout.buffers, reference.layout.buffers):
             items = pool.item_bytes_view(buffer).cpu()
             if not torch.equal(items, reference.item_bytes_view(expected)):
-                fail(f"{where}: items of buffer {buffer.name} are not what was written and copied.")
+                fail(
+                    f"{subject}: items of buffer {buffer.name} are not what was written and copied."
+                )
 
 
 class Mapper:
