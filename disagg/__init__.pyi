@@ -30,8 +30,7 @@ from .protocol.metrics import (
 )
 from .protocol.peers.link import Link as Link
 from .protocol.peers.liveness import Leases as Leases
-from .protocol.rooms.rooms import Ended as Ended
-from .protocol.status import Failure as Failure, KVPoll as KVPoll, Phase as Phase
+from .protocol.status import Ended as Ended, Failure as Failure, KVPoll as KVPoll, Phase as Phase
 from .runtime.decode_endpoint import DecodeEndpoint as DecodeEndpoint
 from .runtime.prefill_endpoint import PrefillEndpoint as PrefillEndpoint
 from .runtime.socket_transport import SocketTransport as SocketTransport

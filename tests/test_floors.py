@@ -29,8 +29,8 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"protocol"},
         {"runtime", "snapshot", "timeline"},
         {"testing"},
-        {"connectors", "cli", "prometheus"},
-        {"exporter", "disagg"},
+        {"connectors", "cli", "exporter"},
+        {"disagg"},
     ),
 }
 BANNED = {  # by imported package: where

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from disagg.protocol.conventions import MAX_CONVENTION, Convention
+from disagg.protocol.messages import MAX_CONVENTION, Convention
 from kvpool.layout.sentences import is_printable
 
 FIELDS = (

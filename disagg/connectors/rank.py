@@ -20,11 +20,9 @@ from disagg.engines.base import create_engine
 from disagg.errors import UnknownRoom, UsageError
 from disagg.host.signals import deferred_signals
 from disagg.protocol.codec import Aux
-from disagg.protocol.conventions import Convention
-from disagg.protocol.messages import Room, room_name
+from disagg.protocol.messages import Convention, Room, room_name
 from disagg.protocol.peers.link import Link
-from disagg.protocol.rooms.rooms import Ended
-from disagg.protocol.status import Failure, KVPoll
+from disagg.protocol.status import Ended, Failure, KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
 from kvpool.device import Event, get_device

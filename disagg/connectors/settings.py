@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from disagg.protocol.conventions import Convention, checked_conventions
+from disagg.protocol.messages import Convention, checked_conventions
 from disagg.runtime.options import STEPPED_PEER_TIMEOUT, Options, check_values
 from disagg.runtime.sockets.tls import TLSFiles
 from kvpool.layout.sentences import nearest

@@ -34,7 +34,7 @@ class DecodeMachine(Machine[DecodeRoom]):
 
     side = "decode"
     peers: DecodePeers
-    _rooms: DecodeRooms
+    rooms: DecodeRooms
 
     def __init__(
         self,
@@ -63,21 +63,21 @@ class DecodeMachine(Machine[DecodeRoom]):
             case events.Tick():
                 for failed in self.peers.tick(now):
                     self._fail_link(failed)
-                for name, reason in self._rooms.stuck(now):
+                for name, reason in self.rooms.stuck(now):
                     self._fail(name, Failure("decode", reason, "timeout"))
             case events.Received(int(number), message):
                 if rank := self.peers.by_number.get(number):
                     self._receive(rank, message)
             case events.ReadBegun(read, begun, seconds, shares):
-                room = self.room(read.room)
+                room = self.rooms.known(read.room)
                 room.reads[read] = begun
                 room.metrics.bound(shares, seconds)
             case events.ReadMoved(read, nbytes, seconds):
-                self.room(read.room).metrics.moved(nbytes, seconds)
+                self.rooms.known(read.room).metrics.moved(nbytes, seconds)
             case events.ReadEnded(read, problem):
                 self._end_read(read, problem)
             case events.ReadFailed(read, problem):
-                if self._rooms.current(read.room, read.attempt):
+                if self.rooms.current(read.room, read.attempt):
                     self._fail(read.room, Failure("decode", problem, "read"))
             case events.RequestRoom():
                 self._request(event)
@@ -90,7 +90,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             case events.EngineConnected(link, source):
                 link.unconnected.discard(source)
             case events.DigestComputed(Verification() as check, values, problem):
-                if of_check := self._rooms.current(check.room, check.attempt):
+                if of_check := self.rooms.current(check.room, check.attempt):
                     failure = self._comparisons.computed(of_check, check, values, problem, now)
                     self._compared(check.room, of_check, failure)
             case events.ConnectLink(link):
@@ -118,7 +118,7 @@ class DecodeMachine(Machine[DecodeRoom]):
         return replace(snapshot, plans={"hit": plans.hits, "miss": plans.misses})
 
     def _succeeded(self, name: Room, what: str) -> DecodeRoom:
-        room = self.room(name)
+        room = self.rooms.known(name)
         if room.phase is not Phase.SUCCESS:
             raise RoomError(f"room {name!r}: {what} once it has succeeded.")
         return room
@@ -126,7 +126,7 @@ class DecodeMachine(Machine[DecodeRoom]):
     def _request(self, request: events.RequestRoom) -> None:
         name, link = request.room, request.link
         self.peers.check(link)
-        earlier = self._rooms.by_name.get(name)
+        earlier = self.rooms.by_name.get(name)
         if request.declined and earlier and earlier.declined and earlier.link is link:
             return
         room = DecodeRoom(
@@ -140,7 +140,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             declined=request.declined,
             at_most=request.at_most,
         )
-        self._rooms.add(name, room)
+        self.rooms.add(name, room)
         if link.refusal is not None:
             self._fail(name, Failure("decode", link.refusal, "refused"))
         elif link.lost is not None:
@@ -151,7 +151,7 @@ class DecodeMachine(Machine[DecodeRoom]):
     def _receive(self, rank: PrefillRank, message: Message) -> None:
         if not self.peers.listens_to(rank):
             return
-        self.peers.liveness.heard(rank.number, self._now)
+        self.peers.liveness[rank.number] = self._now
         if isinstance(message, Hello | messages.Refuse | messages.UnknownPeer | messages.Pong):
             self._link_changed(self.peers.receive(rank, message, self._now))
             return
@@ -161,7 +161,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             return
         if rank.hello is None or rank.hello.generation != message.generation:
             return  # of an earlier generation: nothing here waits for it
-        source, room = rank.source, self._rooms.current(message.room, message.attempt)
+        source, room = rank.source, self.rooms.current(message.room, message.attempt)
         if room is None or room.link is not rank.link or source not in room.offered:
             if isinstance(message, messages.ChunkReady):  # prefill still holds pages for it
                 reason = "decode no longer asks for this room."
@@ -180,7 +180,7 @@ class DecodeMachine(Machine[DecodeRoom]):
                 self._fail(message.room, aborted, except_rank=source)
 
     def _end_read(self, read: Read, problem: str | None) -> None:
-        room = self._rooms.end_read(read, self._now)
+        room = self.rooms.end_read(read, self._now)
         if room is not None and problem is not None:
             self._fail(read.room, Failure("decode", problem, "read"))
         elif room is not None:
@@ -188,15 +188,15 @@ class DecodeMachine(Machine[DecodeRoom]):
 
     def _link_changed(self, change: LinkChange | None) -> None:
         if isinstance(change, Link):
-            for name in self._rooms.of_link(change):
-                self._ask(name, self.room(name))
+            for name in self.rooms.of_link(change):
+                self._ask(name, self.rooms.known(name))
         elif change is not None:
             self._fail_link(change)
 
     def _fail_link(self, failed: LinkFailed) -> None:
         """Its rooms fail; after a refusal every rank knows."""
-        for name in self._rooms.of_link(failed.link):
-            if not failed.asked or self.room(name).phase is not Phase.HANDSHAKE:
+        for name in self.rooms.of_link(failed.link):
+            if not failed.asked or self.rooms.known(name).phase is not Phase.HANDSHAKE:
                 tell = failed.link.refusal is None
                 self._fail(name, failed.failure, failed.except_rank, tell=tell)
 
@@ -210,7 +210,7 @@ class DecodeMachine(Machine[DecodeRoom]):
                 start=room.start,
                 num_tokens=room.address.num_tokens,
                 readers=room.link.asks[rank.source],
-                timeout=self._rooms.offer_timeout,
+                timeout=self.rooms.offer_timeout,
             )
             self.peers.send(rank, request)
 
@@ -274,7 +274,7 @@ class DecodeMachine(Machine[DecodeRoom]):
         """Ends a room. Of the ranks that were asked, before that of all ranks, all but
         `except_rank` are told: their pages wait.
         """
-        room = self.room(name)
+        room = self.rooms.known(name)
         asked = room.phase is not Phase.HANDSHAKE
         room.failure = failure
         room.move(RoomEvent.FAILED)
@@ -294,6 +294,6 @@ class DecodeMachine(Machine[DecodeRoom]):
                 self.peers.send(rank, abort)
 
     def _end(self, name: Room, room: DecodeRoom) -> None:
-        self._rooms.end(name, self._now)
+        self.rooms.end(name, self._now)
         room.metrics.total_seconds = self._now - room.opened_at
         self._record_end(name, room, room.metrics)

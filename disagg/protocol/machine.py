@@ -10,53 +10,35 @@ from disagg.protocol.events import AbortAll, AbortRoom, Effects, ForgetRoom, Roo
 from disagg.protocol.messages import Hello, Room
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.peers.decode_peers import DecodePeers
-from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.peers.prefill_peers import PrefillPeers
-from disagg.protocol.rooms.rooms import R, Rooms
-from disagg.protocol.status import Failure, KVPoll, Side
+from disagg.protocol.status import Failure, KVPoll, R, Rooms, Side
 
 
 class Machine(ABC, Generic[R]):
-    """One side's rooms, and what is asked about them. Calls about a room raise UnknownRoom."""
+    """One side's rooms. Calls about a room raise UnknownRoom."""
 
     side: ClassVar[Side]
     peers: DecodePeers | PrefillPeers
 
     def __init__(self, hello: Hello, rooms: Rooms[R], now: float) -> None:
-        self.hello, self._rooms, self._now = hello, rooms, now
+        self.hello, self.rooms, self._now = hello, rooms, now
         self._effects, self.ended, self.totals = Effects(), rooms.ended, Totals()
 
     def poll(self, name: Room) -> KVPoll:
         """The room's state."""
-        return self._rooms.known(name).phase.poll
+        return self.rooms.known(name).phase.poll
 
     def failure(self, name: Room) -> Failure | None:
         """Why the room failed, if it did."""
-        return self._rooms.known(name).failure
-
-    def room(self, name: Room) -> R:
-        """All that is known of a room."""
-        return self._rooms.known(name)
-
-    def rooms(self) -> Mapping[Room, R]:
-        """All rooms that are not forgotten."""
-        return self._rooms.by_name
-
-    def open_rooms(self) -> set[Room]:
-        """Rooms that have not ended."""
-        return self._rooms.open
-
-    def leases(self) -> Leases:
-        """Items that must not be reused, of open rooms and of reads that may still write."""
-        return self._rooms.leases()
+        return self.rooms.known(name).failure
 
     def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
         """Numbers now, and since the machine was made."""
         return Snapshot(
             totals=self.totals.copy(),
-            open_rooms=len(self._rooms.open),
+            open_rooms=len(self.rooms.open),
             peers=self.peers.live(),
-            leases=self.leases(),
+            leases=self.rooms.leases(),
             engine=engine,
             telemetry=telemetry,
         )
@@ -68,9 +50,9 @@ class Machine(ABC, Generic[R]):
                 if not self.poll(name).ended:
                     self._fail(name, Failure(self.side, reason, "abort"))
             case ForgetRoom(name):
-                self._rooms.forget(name, self._now)
+                self.rooms.forget(name, self._now)
             case AbortAll(reason, closing):
-                for name in list(self._rooms.open):
+                for name in list(self.rooms.open):
                     self._fail(name, Failure(self.side, reason, "abort"))
                 if closing:
                     self.peers.notify_shutdown()

@@ -7,20 +7,22 @@ checked against layouts where they are used. docs/protocol.md has every field.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from operator import index
 from typing import Annotated, Any, SupportsIndex, TypeVar
 
+import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from disagg.errors import RoomError, WireError
-from disagg.protocol.conventions import Conventions
 from disagg.protocol.rooms.offered import LayerRange
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.layout.sentences import PRINTABLE, is_name, one_line
-from kvpool.layout.types import MAX_PARTS, MAX_REASON, Name
+from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON, Name
 
 # Raise it with any change to the fields, tag or meaning of a message, and to how digests are
 # computed: two endpoints of different numbers refuse each other, so no change needs to be read by
@@ -36,6 +38,8 @@ PROTOCOL = 7
 MAX_TEXT = 1 << 16
 MAX_ROOM_NAME = 256
 MIN_TIMEOUT, MAX_TIMEOUT = 0.05, 86_400.0
+MAX_CONVENTIONS = 64
+MAX_CONVENTION = 256
 
 Position = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -45,7 +49,14 @@ Room = (
     Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     | Annotated[str, Meta(min_length=1, max_length=MAX_ROOM_NAME, pattern=PRINTABLE)]
 )
-
+Convention = (
+    Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    | Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+    | Annotated[str, Meta(max_length=MAX_CONVENTION, pattern=PRINTABLE)]
+)
+"""What bytes mean beside their layout: a number or short text, which each side says of its own
+state, by name, and the handshake compares.
+"""
 
 OfRoom = TypeVar("OfRoom", bound="_OfRoom")
 
@@ -77,7 +88,7 @@ class Hello(Struct, frozen=True, kw_only=True, tag="hello", forbid_unknown_field
     """The engine's; empty from decode, whose memory no peer reads."""
     timeout: Seconds
     """Seconds of silence after which it takes the other side for dead."""
-    conventions: Conventions = {}
+    conventions: Annotated[dict[Name, Convention], Meta(max_length=MAX_CONVENTIONS)] = {}
 
 
 class Ping(_OfGeneration, frozen=True, tag="ping"):
@@ -249,3 +260,34 @@ def handshake_problems(own: Hello, peer: Hello) -> list[str]:
     if own.engine != peer.engine:
         return [f"engine {own.engine!r} here, {peer.engine!r} there. Use the same on both sides."]
     return []
+
+
+def checked_conventions(conventions: Mapping[str, Convention]) -> dict[str, Convention]:
+    """What a caller says of its bytes, as it is sent; raises ValueError for what cannot be."""
+    if not isinstance(conventions, Mapping):
+        raise ValueError(f"conventions={conventions!r}: names, each with a number or a short text.")
+    for name, value in conventions.items():
+        if not is_name(name, MAX_NAME):
+            raise ValueError(f"conventions: name {name!r}: 1 to {MAX_NAME} printable characters.")
+        try:
+            msgspec.convert(value, Convention)
+        except msgspec.ValidationError:
+            raise ValueError(
+                f"conventions: {name}={value!r}: a number, or a text of at most {MAX_CONVENTION} "
+                "printable characters."
+            ) from None
+    if len(conventions) > MAX_CONVENTIONS:
+        raise ValueError(
+            f"conventions: {len(conventions)} names, at most {MAX_CONVENTIONS} are sent."
+        )
+    return dict(conventions)
+
+
+def differences(prefill: Mapping[str, Convention], decode: Mapping[str, Convention]) -> list[str]:
+    """Why prefill's bytes do not mean the same to decode: names that the sides set differently."""
+    return [
+        f"{name}: {value!r} on prefill, {decode[name]!r} on decode. Run the same model with the "
+        "same settings on both sides."
+        for name, value in sorted(prefill.items())
+        if name in decode and decode[name] != value
+    ]

@@ -13,11 +13,10 @@ from msgspec.structs import replace
 from disagg.errors import RoomError
 from disagg.protocol import events, messages
 from disagg.protocol.codec import encode, pack_aux
-from disagg.protocol.latest import Latest
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import RoomMetrics
-from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
+from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, Latest
 from disagg.protocol.peers.prefill_peers import LostPeer, PrefillPeers
 from disagg.protocol.rooms.block_tables import BlockTables
 from disagg.protocol.rooms.offered import layers_by_owner
@@ -44,7 +43,7 @@ class PrefillMachine(Machine[PrefillRoom]):
 
     side = "prefill"
     peers: PrefillPeers
-    _rooms: PrefillRooms
+    rooms: PrefillRooms
 
     def __init__(
         self, hello: Hello, layout: PoolLayout, lease: float | None = None, *, now: float
@@ -77,7 +76,7 @@ class PrefillMachine(Machine[PrefillRoom]):
             case events.OfferChunk():
                 self._offer(event)
             case events.RejectRoom(name):
-                self._rooms.at(name, now)
+                self.rooms.at(name, now)
                 self._handle_common(event)
             case _:
                 self._handle_common(event)
@@ -85,22 +84,12 @@ class PrefillMachine(Machine[PrefillRoom]):
 
     def computed(self, name: Room) -> int:
         """Positions of a room of which all layers were offered so far."""
-        room = self._rooms.by_name.get(name)
+        room = self.rooms.by_name.get(name)
         return room.offered.stop if room else 0
-
-    @property
-    def computing(self) -> bool:
-        """Whether a device computes what was sent."""
-        return bool(self._rooms.unpublished)
-
-    @property
-    def read(self) -> bool:
-        """Whether a decode may be reading a room."""
-        return bool(self._rooms.read)
 
     def _offer(self, chunk: events.OfferChunk) -> None:
         name, tokens = chunk.room, chunk.tokens
-        room = self._rooms.by_name.get(name) or self._rooms.new(self._now)
+        room = self.rooms.by_name.get(name) or self.rooms.new(self._now)
         if problem := room.chunk_problem(chunk):
             raise RoomError(f"room {name!r}: {problem}")
         self._block_tables.check(name, chunk.address, tokens, last=chunk.last)
@@ -117,10 +106,10 @@ class PrefillMachine(Machine[PrefillRoom]):
             layers=chunk.layers,
         )
         encode(ready)  # what cannot be sent is refused before anything is kept
-        room = self._rooms.at(name, self._now)
-        if self._rooms.forgotten.pop(name) and room.phase is Phase.HANDSHAKE:
+        room = self.rooms.at(name, self._now)
+        if self.rooms.forgotten.pop(name) and room.phase is Phase.HANDSHAKE:
             room.doubtful = True
-        self._rooms.unsent.discard(name)
+        self.rooms.unsent.discard(name)
         room.offered.take(tokens, chunk.layers, chunk.last)
         room.chunks.append(ready)
         room.addresses.append(chunk.address)
@@ -134,16 +123,16 @@ class PrefillMachine(Machine[PrefillRoom]):
 
     def _tick(self) -> None:
         """Publishes chunks that are computed by now; gives up silent peers, and ends leases."""
-        for name in list(self._rooms.unpublished):
-            self._publish_ready_chunks(name, self._rooms.by_name[name])
+        for name in list(self.rooms.unpublished):
+            self._publish_ready_chunks(name, self.rooms.by_name[name])
         if self._now < self._next_check:
             return
         pause = min(self.hello.timeout, self._lease)
         self._next_check = self._now + pause / CHECKS_PER_TIMEOUT
         for lost in self.peers.find_dead(self._now):
             self._lose(lost)
-        for name in list(self._rooms.open):
-            room = self._rooms.by_name[name]
+        for name in list(self.rooms.open):
+            room = self.rooms.by_name[name]
             if self._now < room.ends_at:
                 continue
             if room.chunks:
@@ -169,7 +158,7 @@ class PrefillMachine(Machine[PrefillRoom]):
             self._requested(peer, received)
             return
         name = received.room
-        room = self._rooms.by_name.get(name)
+        room = self.rooms.by_name.get(name)
         request = room.requests.get(peer) if room else None
         if request is None or request.attempt != received.attempt:
             room = None  # it was not asked for, or is an earlier one of that name
@@ -178,12 +167,12 @@ class PrefillMachine(Machine[PrefillRoom]):
         elif isinstance(received, messages.DigestRequest):
             if problem := self._digests.asked(peer, received, room):
                 self._lose(self.peers.refuse(peer, problem))
-        elif room is not None and name in self._rooms.open:
+        elif room is not None and name in self.rooms.open:
             self._fail(name, Failure("decode", received.reason, "abort"), except_peer=peer)
 
     def _requested(self, peer: bytes, request: messages.ReadRequest) -> None:
         name, decode = request.room, self.peers.alive[peer]
-        room = self._rooms.by_name.get(name)
+        room = self.rooms.by_name.get(name)
         attempt = peer, name, request.attempt
         if attempt in self._ended_attempts or (room and room.requests.get(peer) == request):
             return  # a duplicate; today's pages must not vouch for those that were read then
@@ -192,7 +181,7 @@ class PrefillMachine(Machine[PrefillRoom]):
             self._ended_attempts[attempt] = None
             self._effects.send(peer, request.answer(messages.Abort, reason=problem))
             return
-        room = self._rooms.at(name, self._now)
+        room = self.rooms.at(name, self._now)
         room.ask(peer, request, decode.generation)
         decode.rooms.add(name)
         room.move(RoomEvent.ASKED)
@@ -203,29 +192,29 @@ class PrefillMachine(Machine[PrefillRoom]):
             room.ends_at = self._now + room.patience
         for chunk in room.chunks[: len(room.chunks) - len(room.unpublished)]:
             self._effects.send(peer, replace(chunk, attempt=request.attempt))
-            self._rooms.read.add(name)
+            self.rooms.read.add(name)
 
     def _dropped(self, drop: messages.DropRoom) -> None:
         """Ends a room that a decode will not ask for, unless all its readers have."""
-        room = self._rooms.by_name.get(drop.room)
+        room = self.rooms.by_name.get(drop.room)
         asked_by_all = room is not None and 0 < room.readers == len(room.requests)
-        if room is None or (drop.room in self._rooms.open and not asked_by_all):
-            self._rooms.at(drop.room, self._now)
+        if room is None or (drop.room in self.rooms.open and not asked_by_all):
+            self.rooms.at(drop.room, self._now)
             self._fail(drop.room, Failure("decode", drop.reason, "abort"))
 
     def _reject_reason(self, peer: bytes, request: messages.ReadRequest) -> str | None:
         """Why a decode may not read a room."""
-        room, decode = self._rooms.by_name.get(request.room), self.peers.alive[peer]
+        room, decode = self.rooms.by_name.get(request.room), self.peers.alive[peer]
         if room is not None and room.notice is not None:
             return room.notice.tell(decode.generation, request.readers)
-        forgotten = self._rooms.forgotten.untold(request, decode.generation, self._now)
+        forgotten = self.rooms.forgotten.untold(request, decode.generation, self._now)
         if forgotten is not None:
             return forgotten
         if len(decode.rooms) >= MAX_REQUESTED:
             return f"a decode may ask for at most {MAX_REQUESTED} rooms at once."
         if room is not None:
             return room.reject_reason(peer, request)
-        if len(self._rooms.unsent) >= MAX_UNSENT:
+        if len(self.rooms.unsent) >= MAX_UNSENT:
             return f"{MAX_UNSENT} rooms are asked for of which nothing is computed."
         return None
 
@@ -233,7 +222,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         leased = room is not None and room.failure is None and room.whole
         if room is not None and leased:
             room.done.add(peer)
-            if room.readers == len(room.done) and done.room in self._rooms.open:
+            if room.readers == len(room.done) and done.room in self.rooms.open:
                 room.move(RoomEvent.ALL_DONE)
                 self._close(done.room, room)
         self._effects.send(peer, done.answer(messages.ReleaseAck, leased=leased))
@@ -243,13 +232,13 @@ class PrefillMachine(Machine[PrefillRoom]):
         if lost is None:
             return
         for name in list(lost.rooms):
-            room = self._rooms.by_name.get(name)
+            room = self.rooms.by_name.get(name)
             reads = room and lost.peer in room.requests and lost.peer not in room.done
-            if room and reads and name in self._rooms.open:
+            if room and reads and name in self.rooms.open:
                 self._fail(name, lost.failure, except_peer=lost.peer)
 
     def _fail(self, name: Room, failure: Failure, except_peer: bytes | None = None) -> None:
-        room = self._rooms.known(name)
+        room = self.rooms.known(name)
         room.failure = failure
         room.move(RoomEvent.FAILED)
         room.notice = FailureNotice(
@@ -261,7 +250,7 @@ class PrefillMachine(Machine[PrefillRoom]):
                 self._effects.send(peer, request.answer(messages.Abort, reason=failure.reason))
 
     def _close(self, name: Room, room: PrefillRoom) -> None:
-        self._rooms.end(name, room, self._now)
+        self.rooms.end(name, room, self._now)
         seconds = self._now - room.opened_at
         numbers = RoomMetrics(chunks=len(room.chunks), total_seconds=seconds)
         self._record_end(name, room, numbers)
@@ -285,11 +274,11 @@ class PrefillMachine(Machine[PrefillRoom]):
             room.unpublished.pop(0)
             for peer, request in room.requests.items():
                 self._effects.send(peer, replace(ready, attempt=request.attempt))
-                self._rooms.read.add(name)
+                self.rooms.read.add(name)
         if room.unpublished:
-            self._rooms.unpublished.add(name)
+            self.rooms.unpublished.add(name)
         else:
-            self._rooms.unpublished.discard(name)
+            self.rooms.unpublished.discard(name)
 
     def _lease_of(self, room: PrefillRoom) -> float:
         """Seconds; those after which a silent peer is dead where none may ask any more."""

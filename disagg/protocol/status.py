@@ -1,4 +1,5 @@
-"""What callers see of a room, why rooms fail, and the phases of a room.
+"""What callers see of a room, why rooms fail, the phases of a room, and what both sides' rooms have
+in common.
 
 A room is one request's hand-off: vLLM's and NIXL's request id, SGLang's bootstrap_room. Each side
 keeps a phase of its own. `TRANSITIONS` has every event that may happen to a room, by side and phase
@@ -11,7 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+
+from disagg.errors import UnknownRoom
+from disagg.protocol.messages import Room
+from disagg.protocol.peers.liveness import Leases
 
 
 class KVPoll(IntEnum):
@@ -167,3 +172,62 @@ class PhasedRoom(ABC):
                 f"{event.name} cannot happen to a room of {self.side} in {self.phase.name}."
             )
         self.phase = phase
+
+
+R = TypeVar("R", bound=PhasedRoom)
+
+
+class Ended(NamedTuple):
+    """A room that has ended, whose pages may be reused: `Success`, or `Failed` with the reason."""
+
+    room: Room
+    state: KVPoll
+    failure: Failure | None
+
+
+class EndedRooms(dict[Room, Ended]):
+    """Rooms that have ended since they were taken last and were not forgotten meanwhile, for a
+    caller that asks once a step and not for every room.
+    """
+
+    def add(self, name: Room, failure: Failure | None) -> None:
+        """A room's pages are free: it has succeeded, or failed."""
+        self[name] = Ended(name, KVPoll.Failed if failure else KVPoll.Success, failure)
+
+    def take(self) -> list[Ended]:
+        """The rooms, in the order in which they ended; the next call gives none of them."""
+        taken = list(self.values())
+        self.clear()
+        return taken
+
+    def give_back(self, taken: list[Ended]) -> None:
+        """Undoes a `take` of which the caller has seen nothing."""
+        later = self.take()
+        self.update({ended.room: ended for ended in (*taken, *later)})
+
+
+class Rooms(ABC, Generic[R]):
+    """The rooms of one endpoint that are not forgotten."""
+
+    unknown: ClassVar[str]
+    """Why a name may be unknown, and what makes it known."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[Room, R] = {}
+        self.open: set[Room] = set()
+        self.ended = EndedRooms()
+
+    def known(self, name: Room) -> R:
+        """The room of that name; raises UnknownRoom."""
+        room = self.by_name.get(name)
+        if room is None:
+            raise UnknownRoom(f"room {name!r} is not known here: {self.unknown}")
+        return room
+
+    @abstractmethod
+    def leases(self) -> Leases:
+        """Items that must not be reused."""
+
+    @abstractmethod
+    def forget(self, name: Room, now: float) -> None:
+        """Drops an ended room; raises RoomError if it has not ended."""

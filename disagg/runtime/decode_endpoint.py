@@ -255,7 +255,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """Whether a read may still write to the room's pages."""
         self.driver.turn_for_caller()
         with self._loop.lock:
-            return self.machine.room(room_name(room)).reading
+            return self.machine.rooms.known(room_name(room)).reading
 
     def aux(self, room: Room) -> Aux:
         """The values that prefill sent along. Raises RoomError before the room has succeeded."""
@@ -270,14 +270,14 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     def metrics(self, room: Room) -> RoomMetrics:
         """What has been moved so far, and what that took."""
         with self._loop.lock:
-            return self.machine.room(room_name(room)).metrics.copy()
+            return self.machine.rooms.known(room_name(room)).metrics.copy()
 
     def _layer_ready(self, name: Room, layer: int, owner: str) -> bool:
         if layer not in self._layers.get(owner, ()):
             layers = layer_names(self._layers)
             raise RoomError(f"room {name!r}: {owner} layer {layer} is not here, but {layers}.")
         with self._loop.lock:
-            return self.machine.room(name).layer_ready(owner, layer)
+            return self.machine.rooms.known(name).layer_ready(owner, layer)
 
     def _only_link(self, name: Room) -> Link:
         links = self.machine.peers.links

@@ -25,7 +25,7 @@ from disagg.protocol import events
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
-from disagg.protocol.rooms.rooms import Ended
+from disagg.protocol.status import Ended
 from disagg.runtime.event_loop import EventLoop
 from disagg.runtime.waiters import Waiters
 
@@ -247,9 +247,9 @@ class Driver:
         if loop.reader.waits:
             return READ_PAUSE_SECONDS
         if isinstance(loop.machine, PrefillMachine):
-            if loop.machine.read:
+            if loop.machine.rooms.read:
                 return self._pace
-            if loop.machine.computing:
+            if loop.machine.rooms.unpublished:  # a device computes what was sent
                 return READ_PAUSE_SECONDS
         return self._idle
 

@@ -30,16 +30,14 @@ from disagg.host.exits import (
 )
 from disagg.host.signals import deferred_signals
 from disagg.protocol import events
-from disagg.protocol.conventions import checked_conventions
 from disagg.protocol.decode import DecodeMachine
-from disagg.protocol.messages import PROTOCOL, Hello, Room, room_name
+from disagg.protocol.messages import PROTOCOL, Hello, Room, checked_conventions, room_name
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.decode_rooms import DecodeRoom
 from disagg.protocol.rooms.prefill_rooms import PrefillRoom
-from disagg.protocol.rooms.rooms import Ended
-from disagg.protocol.status import Failure, KVPoll
+from disagg.protocol.status import Ended, Failure, KVPoll
 from disagg.runtime.driver import Driver
 from disagg.runtime.event_loop import EventLoop
 from disagg.runtime.options import Options, check_options, open_transport
@@ -169,7 +167,7 @@ class Endpoint(Generic[M]):
     def leases(self) -> Leases:
         """Items that must not be reused now; of decode's also those in quarantine."""
         with self._loop.lock:
-            return self.machine.leases()
+            return self.machine.rooms.leases()
 
     def snapshot(self) -> Snapshot:
         """Numbers now, and since the endpoint was made, for `disagg.exporter`."""
@@ -274,7 +272,7 @@ class Endpoint(Generic[M]):
         except BaseException:
             holder.unpin(pin)
             raise
-        room = self.machine.rooms().get(name)
+        room = self.machine.rooms.by_name.get(name)
         chunks = len(room.addresses) if isinstance(room, PrefillRoom) else 0
         called = True
 
@@ -288,7 +286,7 @@ class Endpoint(Generic[M]):
                 if not holds():
                     raise TimeoutError(
                         f"room {name!r} is {self.machine.poll(name)} after {timeout:g} s: it waits "
-                        f"for {self.machine.room(name).waits_for}."
+                        f"for {self.machine.rooms.known(name).waits_for}."
                     )
         return self.machine.poll(name)
 

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from disagg.engines.base import engine_names
-from disagg.protocol.conventions import Convention
-from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Seconds
+from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Convention, Seconds
 from disagg.runtime.socket_transport import SocketTransport
 from disagg.runtime.sockets.address import Address
 from disagg.runtime.sockets.tls import Side, TLSFiles, open_keys, open_tls_files

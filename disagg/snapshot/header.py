@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.errors import PeerError
-from disagg.protocol.conventions import Convention, checked_conventions
+from disagg.protocol.messages import Convention, checked_conventions
 from disagg.snapshot.portable import data_bytes, live_pieces, portable
 from kvpool.layout import Key, LayoutError, PoolLayout
 from kvpool.layout.dtypes import ITEMSIZE

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from disagg.digest.digest import digests
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
-from disagg.protocol.conventions import Convention, checked_conventions
+from disagg.protocol.messages import Convention, checked_conventions
 from disagg.snapshot.copies import MAX_GAP, Staging, batches, windows
 from disagg.snapshot.files import SnapshotFile, replacing, write
 from disagg.snapshot.header import MAX_TOKENS, Header, SnapshotRefused, checked_request

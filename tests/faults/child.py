@@ -283,7 +283,7 @@ class FaultyChild:
                     self._attempts[message.attempt] = order
         elif isinstance(message, ReadDone):
             order = self._attempts[message.attempt]
-            room = self.endpoint.machine.rooms().get(message.room)
+            room = self.endpoint.machine.rooms.by_name.get(message.room)
             # a room that has failed meanwhile may have lost its pages to another request
             alive = room and room.attempt == message.attempt and room.failure is None
             self.say("done", order.number, self._wrong(order) if alive else 0)

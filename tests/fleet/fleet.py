@@ -133,7 +133,7 @@ class Fleet:
         self.timeline.note(rank.name, number, state.name)
         self.parts[f"{rank.side} {state.name}"] += 1
         if f"{rank.side}_room" not in self.memory and 2 * number >= self.spec.rooms:
-            room, shared = rank.endpoint.machine.rooms()[number], set()
+            room, shared = rank.endpoint.machine.rooms.by_name[number], set()
             if isinstance(room, DecodeRoom):
                 footprint(room.link, shared)
             self.memory[f"{rank.side}_room"] = footprint(room, shared)
@@ -239,12 +239,12 @@ class Fleet:
         """Waits until nothing is left that time-outs end, and checks that nothing is."""
         until = self.timeline.now + seconds
         while self.timeline.now < until and any(
-            rank.endpoint.machine.open_rooms() for rank in self.alive.values()
+            rank.endpoint.machine.rooms.open for rank in self.alive.values()
         ):
             self.timeline.step()
         for rank in self.alive.values():
             machine, leases = rank.endpoint.machine, rank.endpoint.leases()
-            self.check(not machine.open_rooms(), f"{rank.name}: rooms have not ended")
+            self.check(not machine.rooms.open, f"{rank.name}: rooms have not ended")
             left = any(leases.leased.values()) or any(leases.quarantined.values())
             self.check(not left, f"{rank.name}: pages are leased and no room is open")
             whole = len(rank.free) == self.spec.pages(rank.side) - 1
@@ -256,9 +256,10 @@ class Fleet:
 
     def _waiting(self) -> str:
         lines = [
-            f"room {name} of {rank.name} waits for {rank.endpoint.machine.room(name).waits_for}"
+            f"room {name} of {rank.name} waits for {rooms.known(name).waits_for}"
             for rank in self.alive.values()
-            for name in rank.endpoint.machine.open_rooms()
+            for rooms in [rank.endpoint.machine.rooms]
+            for name in rooms.open
         ]
         return "; ".join(lines[:MOST_BROKEN]) or "none is open"
 

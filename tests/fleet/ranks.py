@@ -180,7 +180,7 @@ class PrefillRank(Rank):
         """Decode gave up what is not offered yet, and is told once more when it is; or it gave up
         what has ended here before.
         """
-        room = self.endpoint.machine.rooms().get(number)
+        room = self.endpoint.machine.rooms.by_name.get(number)
         known = room is not None and not room.chunks
         self.fleet.check(known, f"room {number} has ended twice on {self.name}")
         if number in self.ended and known:

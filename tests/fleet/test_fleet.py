@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from disagg.protocol import codec, messages
-from disagg.protocol.rooms.rooms import EndedRooms
+from disagg.protocol.status import EndedRooms
 from disagg.runtime.reads.lane import Lane
 from tests.fleet.__main__ import main
 from tests.fleet.fleet import Fleet, growth

@@ -118,7 +118,7 @@ def get_chunk(data: bytes) -> None:
         decode.handle(ConnectLink(link := Link(("x",))), 0.0)
         decode.handle(Received(0, machines.hello(OWN, "g1")), 0.0)
         decode.handle(RequestRoom(room="r", address=samples.address(OWN), start=0, link=link), 0.0)
-        attempt = decode.rooms()["r"].attempt
+        attempt = decode.rooms.by_name["r"].attempt
         decode.handle(Received(0, msgspec.structs.replace(message, attempt=attempt)), 0.0)
 
 

@@ -231,7 +231,7 @@ def prefill(choices: Choices) -> str:
             wire.inbox.append((pick(choices, PEERS), build.packed(fields)))
         endpoint.step()
         decode_sent(wire)
-        known = endpoint.machine.rooms()
+        known = endpoint.machine.rooms.by_name
         _check_ended(endpoint, ended, [name for name in ROOMS if name in known])
     return "Success" if KVPoll.Success in ended.values() else "went on"
 

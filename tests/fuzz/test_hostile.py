@@ -81,7 +81,7 @@ def test_a_hundred_thousand_hellos_leave_no_more_peers_than_allowed():
 
 def test_a_peer_opens_no_more_rooms_than_allowed():
     rooms = flood([(b"a", HELLO), *((b"a", request(n)) for n in range(MAX_REQUESTED + 5000))])
-    assert len(rooms.open_rooms()) == MAX_REQUESTED
+    assert len(rooms.rooms.open) == MAX_REQUESTED
 
 
 # layouts that did harm
@@ -262,7 +262,7 @@ def test_many_peers_together_open_no_more_rooms_than_allowed(monkeypatch):
             for number in range(2000):
                 yield b"%d" % peer, request(f"{peer}.{number}")
 
-    assert len(flood(flooding()).open_rooms()) == 5000
+    assert len(flood(flooding()).rooms.open) == 5000
 
 
 def test_aux_values_before_the_last_chunk_fail_the_room():

@@ -29,7 +29,7 @@ from disagg.connectors.settings import Settings
 from disagg.connectors.vllm.layout import SPECS, Blocks, engine_layout
 from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step, log
 from disagg.connectors.vllm.worker import ConnectorWorker
-from disagg.protocol.conventions import Convention
+from disagg.protocol.messages import Convention
 from kvpool.device.cpu import CPUDevice
 
 KVConnectorMetadata.register(Step)

@@ -15,12 +15,10 @@ from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.cache import PlanCache
 from disagg.protocol import messages
 from disagg.protocol.codec import wanted_layout
-from disagg.protocol.conventions import differences
 from disagg.protocol.events import Connect, ConnectEngine, DropPeer, Effects
-from disagg.protocol.latest import Latest
-from disagg.protocol.messages import Hello, Message
+from disagg.protocol.messages import Hello, Message, differences
 from disagg.protocol.peers.link import Link, PrefillRank
-from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Liveness
+from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Latest, Liveness
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.status import Failure, Side
 from kvpool.layout import PoolLayout, Region, Space
@@ -186,7 +184,7 @@ class DecodePeers:
         # a new connection: nothing that was sent over the old one can arrive any more, no messages
         # pile up for a dead peer, and prefill sees a new one
         self._effects.append(Connect(rank.number, rank.address))
-        self.liveness.heard(rank.number, now)
+        self.liveness[rank.number] = now
         self.send(rank, self.hello)
 
     def _pause(self, rank: PrefillRank, reason: str, side: Side, now: float) -> LinkFailed:
@@ -196,7 +194,7 @@ class DecodePeers:
         longest = min(self.hello.timeout, rank.hello.timeout if rank.hello else math.inf)
         rank.pause = min(longest, max(FIRST_PAUSE * longest, 2 * rank.pause))
         lost = self._lose(rank, reason)
-        self.liveness.forget(rank.number)
+        self.liveness.pop(rank.number, None)
         self._effects.append(Connect(rank.number, None))
         rank.redial = now + rank.pause
         return LinkFailed(rank.link, Failure(side, lost, "refused"), rank.source, asked=True)
@@ -288,5 +286,5 @@ class DecodePeers:
     def _drop(self, link: Link) -> None:
         """Stops to wait for any rank of a link, and to read from it."""
         for rank in link.ranks:
-            self.liveness.forget(rank.number)
+            self.liveness.pop(rank.number, None)
             self._effects.append(DropPeer(link, rank.source))

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from disagg.plan import IncompatibleLayouts, TransferPlan
 from disagg.plan.bind import CopyBatch, Count
-from disagg.protocol.latest import Latest
 from disagg.protocol.messages import DropRoom, Hello, Room
+from disagg.protocol.peers.liveness import Latest
 from disagg.protocol.rooms.offered import LayerRange, LayersByOwner
 from kvpool.layout import PoolLayout, RequestAddress
 

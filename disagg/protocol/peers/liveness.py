@@ -1,13 +1,16 @@
-"""How long a peer may be silent, and which pages a hand-off holds back from reuse."""
+"""How long a peer may be silent, how much is kept of it, and which pages wait for its reads."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from kvpool.layout import RequestAddress
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 PINGS_PER_TIMEOUT = 4
 CHECKS_PER_TIMEOUT = 4 * PINGS_PER_TIMEOUT
@@ -35,22 +38,14 @@ def count_items(block_tables: Iterable[RequestAddress]) -> dict[str, int]:
 PeerId = TypeVar("PeerId", bound=Hashable)
 
 
-class Liveness(Generic[PeerId]):
-    """How long each peer has been silent, while this side listened: time in which nobody looked (a
-    stopped process, a long call) counts as nobody's silence.
+class Liveness(dict[PeerId, float]):
+    """When each peer that is waited for was heard last, or the wait for it began, while this side
+    listened: time in which nobody looked (a stopped process, a long call) counts as nobody's
+    silence.
     """
 
     def __init__(self, timeout: float, now: float) -> None:
         self.timeout, self._checked = timeout, now
-        self.last_heard: dict[PeerId, float] = {}
-
-    def heard(self, peer: PeerId, now: float) -> None:
-        """Notes a sign of life, or the beginning of a wait for one."""
-        self.last_heard[peer] = now
-
-    def forget(self, peer: PeerId) -> None:
-        """Stops to wait for a peer."""
-        self.last_heard.pop(peer, None)
 
     def dead(self, now: float) -> list[PeerId]:
         """Peers that have been silent for longer than the timeout. To be called often."""
@@ -58,6 +53,19 @@ class Liveness(Generic[PeerId]):
         self._checked = now
         # if both sides were stopped, both go on where they were
         if gap > 0:
-            for peer, heard in self.last_heard.items():
-                self.last_heard[peer] = min(heard + gap, now)
-        return [peer for peer, heard in self.last_heard.items() if now - heard > self.timeout]
+            self.update({peer: min(heard + gap, now) for peer, heard in self.items()})
+        return [peer for peer, heard in self.items() if now - heard > self.timeout]
+
+
+class Latest(OrderedDict[K, V]):
+    """At most `most` entries: those that were set last."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._most:
+            self.popitem(last=False)

@@ -13,9 +13,8 @@ from msgspec import structs
 from disagg.protocol import messages
 from disagg.protocol.codec import Pair, pairs_of, wanted_pairs
 from disagg.protocol.events import Effects
-from disagg.protocol.latest import Latest
 from disagg.protocol.messages import Hello, Message, Room
-from disagg.protocol.peers.liveness import Liveness
+from disagg.protocol.peers.liveness import Latest, Liveness
 from disagg.protocol.status import Failure
 from kvpool.layout import PoolLayout
 from kvpool.layout.types import MAX_REASON
@@ -69,7 +68,7 @@ class PrefillPeers:
         """
         decode = self.alive.get(peer)
         if decode is not None:
-            self.liveness.heard(peer, now)
+            self.liveness[peer] = now
         if isinstance(message, Hello):
             return self._handshake(peer, message, now, origin)
         if isinstance(message, messages.Refuse):
@@ -105,7 +104,7 @@ class PrefillPeers:
     def drop(self, peer: bytes, failure: Failure) -> LostPeer | None:
         """Serves a peer no more, if it was served."""
         decode = self.alive.pop(peer, None)
-        self.liveness.forget(peer)
+        self.liveness.pop(peer, None)
         return None if decode is None else LostPeer(peer, decode.rooms, failure)
 
     def live(self) -> int:
@@ -144,7 +143,7 @@ class PrefillPeers:
             self._note_refusal(f"decode {name}{origin and f' ({origin})'}: {refusal.why}")
             return None
         self.alive[peer] = Decode(hello.generation)
-        self.liveness.heard(peer, now)
+        self.liveness[peer] = now
         self._effects.send(peer, answer)
         self._greeted[peer] = None
         return None

@@ -17,8 +17,7 @@ from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
 from disagg.protocol.rooms.block_tables import BlockTables, WrittenItems
 from disagg.protocol.rooms.offered import LayerRange, Offered
-from disagg.protocol.rooms.rooms import Rooms
-from disagg.protocol.status import Phase, PhasedRoom, RoomEvent, Side
+from disagg.protocol.status import Phase, PhasedRoom, RoomEvent, Rooms, Side
 from disagg.protocol.verification import Verification
 from kvpool.layout import PoolLayout, RequestAddress
 

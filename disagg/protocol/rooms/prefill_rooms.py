@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from disagg.errors import RoomError
-from disagg.protocol.latest import Latest
 from disagg.protocol.messages import ChunkReady, ReadRequest, Room
-from disagg.protocol.peers.liveness import Leases, count_items
+from disagg.protocol.peers.liveness import Latest, Leases, count_items
 from disagg.protocol.rooms.offered import LayersByOwner, Offered, layer_names
-from disagg.protocol.rooms.rooms import Rooms
-from disagg.protocol.status import Phase, PhasedRoom, Side
+from disagg.protocol.status import Phase, PhasedRoom, Rooms, Side
 from kvpool.layout import RequestAddress
 
 if TYPE_CHECKING:

@@ -340,7 +340,7 @@ class Node:
         """Notes which rooms the endpoint says have ended since it was asked last."""
         for name, state, failure in self.endpoint.ended():
             assert (state, failure) == (self.machine.poll(name), self.machine.failure(name))
-            assert isinstance(self, Prefill) or not self.machine.room(name).reading
+            assert isinstance(self, Prefill) or not self.machine.rooms.known(name).reading
             if name in self.rooms:
                 self.rooms[name].reported += 1
 
@@ -488,7 +488,7 @@ class Decode(Node):
         self._hold(name, room)
 
     def _hold(self, name, room: RoomPages) -> None:
-        room.attempt = self.machine.rooms()[name].attempt
+        room.attempt = self.machine.rooms.by_name[name].attempt
         self.rooms[name] = room
         self.world.faults.add(("wanted", self.number, room.service, name, room.attempt))
         self.observe()
@@ -508,7 +508,7 @@ class Decode(Node):
             room.plan = room.link.plan or room.plan  # its link may be lost in the turn that ends it
             if self.just_ended(name, room) and room.ended is KVPoll.Success:
                 self._check(name, room)
-            over = room.ended is not None and not self.machine.room(name).reading
+            over = room.ended is not None and not self.machine.rooms.known(name).reading
             if over and not room.given_back:
                 self.give_back(room)
         self.take_ended()
@@ -517,7 +517,7 @@ class Decode(Node):
         asked = self.asked(room.link, room.service)
         salts = {address: self.world.released.get((room.attempt, address)) for address in asked}
         assert None not in salts.values(), f"{name!r} succeeded and not every rank had said so"
-        assert not self.machine.room(name).reading
+        assert not self.machine.rooms.known(name).reading
         layers = {region.layer for region in self.layout.regions}
         assert all(self.endpoint.layer_ready(name, layer) for layer in layers)
         layouts = dict(zip(room.link.addresses, room.plan.sources))

@@ -45,14 +45,14 @@ def check(world: World) -> None:
             pages_add_up(node)
             for name, room in node.rooms.items():
                 assert room.reported == room.given_back, f"{name!r} was reported {room.reported}x"
-            for name in node.machine.rooms():
+            for name in node.machine.rooms.by_name:
                 failure = node.machine.failure(name)
                 assert failure is None or caused(node, name, failure.reason), f"{name!r} {failure}"
 
 
 def pages_add_up(node: Node) -> None:
     """Leased, quarantined and free pages are all."""
-    leases, rooms = node.machine.leases(), node.rooms.values()
+    leases, rooms = node.machine.rooms.leases(), node.rooms.values()
     leased, quarantined = leases.leased.get("kv", 0), leases.quarantined.get("kv", 0)
     assert leased == sum(len(room.pages) for room in rooms if room.ended is None)
     assert quarantined == sum(len(room.pages) for room in rooms if room.ended is not None)
@@ -102,17 +102,19 @@ def settle(world: World) -> None:
     world.pass_time((silence + bound) * (1 + 1 / CHECKS_PER_TIMEOUT) + 3, True)
     check(world)
     for node in world.able():
-        for name in list(node.machine.open_rooms()):
-            awaited = f"{name!r} of life {node.life} waits for {node.machine.room(name).waits_for}"
+        for name in list(node.machine.rooms.open):
+            awaited = (
+                f"{name!r} of life {node.life} waits for {node.machine.rooms.known(name).waits_for}"
+            )
             assert unbounded(node, name) and may_wait(node, name), awaited
     world.loss = 0.0
     if "loss" in world.network:
         world.pass_time(2 * silence, True)  # who was lost is back, or known to be dead
     go(world, 10)  # parts of a few bytes take a turn each
     for node in reversed(world.able()):
-        for name in list(node.machine.open_rooms()):
+        for name in list(node.machine.rooms.open):
             late = world.network or isinstance(node, Decode)  # a want may come after its abort
-            room = node.machine.rooms()[name]
+            room = node.machine.rooms.by_name[name]
             # nobody wants it who is not done with it
             assert late or not room.requests.keys() - room.done, f"{name!r} was aborted and goes on"
             node.abort(name)
@@ -133,13 +135,13 @@ def unbounded(node: Node, name) -> bool:
     """Whether no bound was given for a room: what is sent has a lease, what is not is waited for
     as long as decode says.
     """
-    leased = isinstance(node, Prefill) and node.machine.rooms()[name].chunks
+    leased = isinstance(node, Prefill) and node.machine.rooms.by_name[name].chunks
     return (node.world.lease if leased else node.world.offer) is None
 
 
 def may_wait(node: Node, name) -> bool:
     """Whether a room is open because somebody who lives has not done his part."""
-    room = node.machine.rooms()[name]
+    room = node.machine.rooms.by_name[name]
     if isinstance(node, Prefill):
         conns = [node.transport.connections.get(peer) for peer in room.requests.keys() - room.done]
         return all(conn is not None and not conn.lost and conn.decode.alive for conn in conns)
@@ -149,8 +151,8 @@ def may_wait(node: Node, name) -> bool:
 
 def forget(node: Node) -> None:
     """Forgets what may be forgotten, and is refused the rest."""
-    for name in list(node.machine.rooms()):
-        reading = isinstance(node, Decode) and node.machine.room(name).reading
+    for name in list(node.machine.rooms.by_name):
+        reading = isinstance(node, Decode) and node.machine.rooms.known(name).reading
         if node.machine.poll(name).ended and not reading:
             node.forget(name)
         else:
@@ -165,10 +167,10 @@ def forget(node: Node) -> None:
 def left_behind(node: Node) -> list[str]:
     """What a node that has nothing to do any more still keeps, and should not."""
     machine, endpoint = node.machine, node.endpoint
-    peers, waited = machine.peers, {*machine.peers.liveness.last_heard}
+    peers, waited = machine.peers, {*machine.peers.liveness}
     kept = {
-        "rooms": {*machine.rooms()},
-        "open rooms": machine.open_rooms(),
+        "rooms": {*machine.rooms.by_name},
+        "open rooms": machine.rooms.open,
         "effects": endpoint._loop.pending,
         "digests": endpoint._loop.digester.busy,
     }

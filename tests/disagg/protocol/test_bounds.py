@@ -85,7 +85,7 @@ def test_a_room_of_decode_in_which_nothing_happens_fails_and_says_what_it_waited
     pair = Pair(verify=phase is Phase.VERIFYING, offer_timeout=OFFER)
     pair.now = 5.0
     waits_for = lost(pair)
-    room = pair.decode.rooms()["r"]
+    room = pair.decode.rooms.by_name["r"]
     assert room.phase is phase
     pair.now += OFFER
     pair.tell(pair.decode, Tick())
@@ -274,7 +274,7 @@ def test_of_two_readers_each_is_told_once_and_the_others_may_retry_meanwhile():
     assert world.ask("one", "a2") == []  # it was told when the room failed: this is a new use
     assert world.ask("two", "b1") == ["gave up"]  # of the first use, for all that it knows
     assert world.ask("two", "b2") == []
-    assert world.prefill.rooms()["r"].requests.keys() == {b"one", b"two"}
+    assert world.prefill.rooms.by_name["r"].requests.keys() == {b"one", b"two"}
 
 
 def test_a_decode_that_has_restarted_is_another_one_and_is_told_as_well():
@@ -346,7 +346,7 @@ def test_a_request_that_comes_twice_is_answered_from_memory_and_opens_no_room():
     world.fail_and_forget()
     assert world.ask("one", "a1") == ["gave up"]
     assert world.ask("one", "a1") == []
-    assert not world.prefill.rooms()
+    assert not world.prefill.rooms.by_name
 
 
 def test_a_failed_room_is_remembered_for_some_time_and_of_many_the_latest(monkeypatch):
@@ -367,7 +367,7 @@ def test_rooms_that_prefill_drops_by_itself_are_remembered_as_well(monkeypatch):
     for name in range(2):
         world.ask("one", f"{name}", 2, name)
         world.pair.abort(world.prefill, f"{name}", name)
-    assert [*world.prefill.rooms()] == [1]
+    assert [*world.prefill.rooms.by_name] == [1]
     assert world.ask("two", "b", 2, 0) == ["0"]
 
 
@@ -399,7 +399,7 @@ def test_a_refusal_of_either_side_ends_prefills_room(changes, when):
         assert pair.prefill.poll("r") is KVPoll.Bootstrapping
     pair.ask()
     assert pair.polls() == (FAILED, FAILED)
-    assert not pair.prefill.leases().leased
+    assert not pair.prefill.rooms.leases().leased
     why = pair.prefill.failure("r")
     assert (why.side, why.kind) == ("decode", "abort")
     assert why.reason == " ".join(pair.decode.failure("r").reason.split())
@@ -431,8 +431,8 @@ def test_rooms_that_nobody_sends_are_kept_in_bounds(monkeypatch):
     prefill = PrefillMachine(hello("p"), pool().layout, now=0.0)
     for number in range(10):
         prefill.handle(Received(b"d", messages.DropRoom(number, "no")), 0.0)
-    assert not prefill.open_rooms()
-    assert len(prefill.rooms()) == 3
+    assert not prefill.rooms.open
+    assert len(prefill.rooms.by_name) == 3
 
 
 def test_every_rank_of_a_prefill_is_told():

@@ -264,7 +264,7 @@ def test_a_rank_that_was_not_asked_cannot_end_a_room():
         effects = node.machine.handle(Received(rank.number, message), world.now)
         assert [type(decode(effect.data)).__name__ for effect in effects] == answer
     assert node.machine.poll("r") is KVPoll.WaitingForInput
-    assert node.machine.room("r").waits_for.endswith("of rank 0 of prefill (rank 0)")
+    assert node.machine.rooms.known("r").waits_for.endswith("of rank 0 of prefill (rank 0)")
 
 
 def test_a_value_that_a_rank_which_is_not_asked_has_sent_is_missed_by_name():

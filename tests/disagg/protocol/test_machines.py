@@ -109,7 +109,7 @@ def test_chunks_of_a_room_that_decode_gave_up_are_answered_so_that_pages_come_ba
 
 def test_a_released_room_that_was_never_done_is_no_success(pair):
     pair.ask()
-    attempt = pair.decode.rooms()["r"].attempt
+    attempt = pair.decode.rooms.by_name["r"].attempt
     ack = messages.ReleaseAck(generation="p", room="r", attempt=attempt, leased=True)
     pair.tell(pair.decode, Received(0, ack))
     assert pair.decode.poll("r") is KVPoll.Failed
@@ -121,7 +121,7 @@ def test_digests_that_cannot_be_made_fail_the_room_by_name(side):
     pair.request()
     pair.serve(range(30), True)
     pair.tell(pair.decode, ReadEnded(pair.reads[0], None))
-    assert pair.decode.rooms()["r"].phase is Phase.VERIFYING
+    assert pair.decode.rooms.by_name["r"].phase is Phase.VERIFYING
     pair.pump()
     (digest,) = pair.digests[getattr(pair, side)]
     pair.tell(getattr(pair, side), DigestComputed(digest.key, None, "no such memory"))
@@ -146,7 +146,7 @@ def test_an_event_that_cannot_happen_is_refused_by_side_phase_and_name(pair):
     pair.request()
     pair.offer()
     for machine, side in ((pair.decode, "decode"), (pair.prefill, "prefill")):
-        room = machine.rooms()["r"]
+        room = machine.rooms.by_name["r"]
         with pytest.raises(ProtocolError) as error:
             room.move(RoomEvent.ALL_ACKED)
         phase = room.phase.name
@@ -183,7 +183,7 @@ def test_success_needs_every_position_of_every_layer(layered):
         assert message.layers == LayerRange("target", number, number + 1)
         hear(layered, message)
         layered.finish()
-        assert layered.decode.room("r").layer_ready("target", number)
+        assert layered.decode.rooms.known("r").layer_ready("target", number)
         assert layered.polls()[0] is (KVPoll.Success if number == 3 else KVPoll.Transferring)
     assert layered.polls() == (KVPoll.Success, KVPoll.Success)
 
@@ -191,15 +191,18 @@ def test_success_needs_every_position_of_every_layer(layered):
 def test_a_layer_is_ready_when_its_reads_have_ended_and_not_those_of_others(layered):
     hear(layered, *offered(layered, (range(16), None, False), (range(16, 30), range(1), False)))
     first, second = layered.reads
-    assert not layered.decode.room("r").layer_ready("target", 0)
+    assert not layered.decode.rooms.known("r").layer_ready("target", 0)
     layered.reads = [first]
     layered.read()
-    assert not layered.decode.room("r").layer_ready("target", 0)
+    assert not layered.decode.rooms.known("r").layer_ready("target", 0)
     hear(layered, *offered(layered, (range(16, 30), range(1, 4), True)))
     third = layered.reads.pop()
     layered.reads = [second]
     layered.read()
-    assert [layered.decode.room("r").layer_ready("target", n) for n in range(2)] == [True, False]
+    assert [layered.decode.rooms.known("r").layer_ready("target", n) for n in range(2)] == [
+        True,
+        False,
+    ]
     assert (third.tokens, third.layers) == (range(16, 30), LayerRange("target", 1, 4))
 
 
@@ -248,7 +251,7 @@ def test_a_lost_part_never_ends_in_success(layered):
 def test_ranges_of_layers_that_nobody_holds_cost_no_memory(layered):
     (good,) = offered(layered, (range(16), range(2), False))
     hear(layered, good)
-    room = layered.decode.rooms()["r"]
+    room = layered.decode.rooms.by_name["r"]
     for start in range(4, 1000):
         hear(layered, replace(good, layers=LayerRange("target", start, 1 << 40)))
         hear(layered, replace(good, layers=LayerRange(f"owner {start}", 0, 1 << 40)))
@@ -280,6 +283,6 @@ def test_a_lease_that_ends_between_parts_voids_what_was_read(part):
     layered.wait(6.0)
     assert layered.prefill.failure("r").kind == "lease"
     assert layered.polls() == (KVPoll.Failed, KVPoll.Failed)
-    assert not layered.prefill.leases().leased
+    assert not layered.prefill.rooms.leases().leased
     layered.read()
-    assert not layered.decode.room("r").layer_ready("target", 0)
+    assert not layered.decode.rooms.known("r").layer_ready("target", 0)

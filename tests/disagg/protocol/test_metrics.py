@@ -302,7 +302,7 @@ def test_times_of_a_room_count_from_its_request():
         pair.tell(pair.decode, ReadEnded(read, None))
     pair.now = 112.0
     pair.pump()
-    metrics = pair.decode.room("r").metrics
+    metrics = pair.decode.rooms.known("r").metrics
     assert pair.polls()[0] is KVPoll.Success
     every = {"source": 0, "layers": None}
     assert metrics.reads == [
@@ -320,7 +320,7 @@ def test_a_read_that_had_no_turn_has_ended_and_not_begun():
     pair.now = 5.0
     pair.abort(pair.decode)
     pair.read()
-    metrics = pair.decode.room("r").metrics
+    metrics = pair.decode.rooms.known("r").metrics
     assert [(read.begun, read.ended) for read in metrics.reads] == [(None, 5.0)]
     assert (metrics.done_seconds, metrics.released) == (0.0, {})
 
@@ -331,7 +331,7 @@ def test_parts_of_a_chunk_say_their_layers():
     for low in (0, 2):
         pair.serve(last=low == 2, layers=range(low, low + 2))
     pair.read()
-    layers = [read.layers for read in pair.decode.room("r").metrics.reads]
+    layers = [read.layers for read in pair.decode.rooms.known("r").metrics.reads]
     assert sorted(layers, key=str) == [LayerRange("target", 0, 2), LayerRange("target", 2, 4)]
 
 
@@ -342,4 +342,4 @@ def test_a_room_is_done_once_it_was_verified(verify):
     pair.serve()
     pair.now = 3.0
     pair.read()
-    assert pair.decode.room("r").metrics.done_seconds == (0.0 if verify else 3.0)
+    assert pair.decode.rooms.known("r").metrics.done_seconds == (0.0 if verify else 3.0)

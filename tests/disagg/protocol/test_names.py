@@ -121,7 +121,7 @@ def test_a_reason_reaches_failures_and_logs_of_either_side_as_one_line(caplog):
     caplog.set_level("INFO", "disagg")
     pair = Pair()
     pair.ask()
-    (request,) = pair.prefill.rooms()["r"].requests.values()
+    (request,) = pair.prefill.rooms.by_name["r"].requests.values()
     about = {"room": "r", "generation": request.generation, "attempt": request.attempt}
     pair.tell(pair.decode, Received(0, sent("Abort", **about, reason=FORGED)))
     assert pair.decode.poll("r") is KVPoll.Failed

@@ -214,7 +214,7 @@ class Protocol(RuleBasedStateMachine):
             total, sent = TOKENS[name] + longer, 0
             if longer:
                 self.world.faults.add(("longer", node.service, name))
-        elif room.given_back or node.machine.rooms()[name].offered.closed:
+        elif room.given_back or node.machine.rooms.by_name[name].offered.closed:
             return
         else:
             total, sent = room.tokens, room.request.num_tokens
@@ -314,7 +314,7 @@ class Protocol(RuleBasedStateMachine):
             if conns:
                 self.cross(what, conns[pick % len(conns)], pick)
         elif what == "abort":
-            rooms = [(node, name) for node in nodes for name in node.machine.open_rooms()]
+            rooms = [(node, name) for node in nodes for name in node.machine.rooms.open]
             if rooms:
                 rooms.sort(key=lambda room: (room[0].life, str(room[1])))
                 node, name = rooms[pick % len(rooms)]
@@ -363,7 +363,7 @@ class Protocol(RuleBasedStateMachine):
             engine.fate = what
 
     def abort_all(self, node: Node) -> None:
-        for name in sorted(node.machine.open_rooms(), key=str):
+        for name in sorted(node.machine.rooms.open, key=str):
             node.abort(name)
 
     @rule(message=st.sampled_from(MESSAGES), what=st.sampled_from(RACES))
@@ -377,7 +377,7 @@ class Protocol(RuleBasedStateMachine):
             receiver, sender = sender, receiver
         if what in ("receiver aborts", "sender aborts"):
             node = receiver if what == "receiver aborts" else sender
-            if node.able and name in node.machine.open_rooms():
+            if node.able and name in node.machine.rooms.open:
                 node.abort(name)
         elif what == "receiver forgets":
             forget(receiver)
@@ -468,7 +468,7 @@ def test_a_room_fails_at_once_where_nothing_was_posted_and_its_peer_cannot_be_gi
     state.world.live(5)
     for node in (decode, prefill):
         assert "bind goes wrong" in node.machine.failure(0).reason
-    assert not decode.machine.room(0).reading
+    assert not decode.machine.rooms.known(0).reading
 
 
 def test_a_reader_that_is_done_may_be_lost_while_another_still_reads(begin):

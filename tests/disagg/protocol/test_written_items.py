@@ -26,7 +26,7 @@ def test_a_page_of_another_room_is_refused_by_name_until_that_has_ended_and_is_n
     pair.serve(name="one")
     with pytest.raises(RoomError, match=r"'two': item 4 of id list kv is written by room 'one'"):
         pair.request("two", table(30, [4, 5]))
-    assert pair.decode.rooms().keys() == {"one"}
+    assert pair.decode.rooms.by_name.keys() == {"one"}
     pair.abort(pair.decode, name="one")
     with pytest.raises(RoomError, match="written by room 'one'"):  # a read may still write
         pair.request("two", table(30, [4, 5]))

@@ -141,7 +141,9 @@ def turn(*endpoints, rounds=20):
     while left:
         busy = [each.step() for each in endpoints]
         decodes = [each for each in endpoints if isinstance(each, DecodeEndpoint)]
-        busy += [decode.reading(name) for decode in decodes for name in decode.machine.rooms()]
+        busy += [
+            decode.reading(name) for decode in decodes for name in decode.machine.rooms.by_name
+        ]
         left = rounds if any(busy) else left - 1
 
 

@@ -72,7 +72,7 @@ def test_a_block_table_that_cannot_be_right_is_refused_by_name_and_leaves_nothin
         with pytest.raises(ValueError, match="room 'bad': ") as refused:
             getattr(endpoint, side)("bad", table(source, **ids))
         assert reason in str(refused.value)
-        assert "bad" not in endpoint.machine.rooms()
+        assert "bad" not in endpoint.machine.rooms.by_name
         assert not any(endpoint.leases().leased.values())
         there = written(source, dest, place(source, TOKENS, 1))
         moves(prefill, there, decode, dest, place(dest, TOKENS, 2), "good")

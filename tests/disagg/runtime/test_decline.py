@@ -95,7 +95,7 @@ def test_declining_again_changes_nothing(engine):
     engine.decode.decline("r")
     engine.step(10)
     assert engine.decode.poll("r") is GOOD
-    assert "r" not in engine.prefill.machine.rooms()
+    assert "r" not in engine.prefill.machine.rooms.by_name
     assert engine.decode.snapshot().totals.rooms == {"success": 1, "failed": 0}
 
 
@@ -144,9 +144,9 @@ def test_decode_keeps_the_latest_declined_rooms_only():
         pair.pump()
         assert pair.polls(name) == (GOOD, GOOD)
         pair.forget(pair.prefill, name=name)
-    assert [*pair.decode.rooms()] == [*range(20, MAX_DECLINED + 20)]
+    assert [*pair.decode.rooms.by_name] == [*range(20, MAX_DECLINED + 20)]
     assert len(pair.decode.ended.take()) == MAX_DECLINED <= MAX_FAILED_UNSENT
-    assert not pair.prefill.rooms()
+    assert not pair.prefill.rooms.by_name
 
 
 def test_a_declined_room_that_was_forgotten_leaves_its_name_to_the_next():
@@ -160,4 +160,4 @@ def test_a_declined_room_that_was_forgotten_leaves_its_name_to_the_next():
         pair.decline(name)
         pair.offer(name=name)
         pair.pump()
-    assert "r" in pair.decode.rooms() and not pair.decode.poll("r").ended
+    assert "r" in pair.decode.rooms.by_name and not pair.decode.poll("r").ended

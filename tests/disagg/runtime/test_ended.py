@@ -57,12 +57,12 @@ def test_a_failed_room_is_in_decodes_list_once_no_read_may_write_to_it():
     pair.offer()
     pair.pump()
     pair.abort(pair.decode)
-    assert pair.decode.poll("r") is KVPoll.Failed and pair.decode.room("r").reading
+    assert pair.decode.poll("r") is KVPoll.Failed and pair.decode.rooms.known("r").reading
     assert pair.decode.ended.take() == []
     pair.read()
     ((room, state, failure),) = pair.decode.ended.take()
     assert (room, state, failure.reason) == ("r", KVPoll.Failed, "gave up")
-    assert not pair.decode.room("r").reading and pair.decode.ended.take() == []
+    assert not pair.decode.rooms.known("r").reading and pair.decode.ended.take() == []
 
 
 def test_rooms_come_in_the_order_in_which_they_ended(engine):
@@ -106,8 +106,8 @@ def test_what_is_kept_for_who_never_asks_is_what_rooms_are_kept():
         pair.pump()
         pair.forget(pair.decode, name=name)
     assert pair.decode.ended.take() == []
-    assert [each.room for each in pair.prefill.ended.take()] == [*pair.prefill.rooms()]
-    assert len(pair.prefill.rooms()) == MAX_FAILED_UNSENT
+    assert [each.room for each in pair.prefill.ended.take()] == [*pair.prefill.rooms.by_name]
+    assert len(pair.prefill.rooms.by_name) == MAX_FAILED_UNSENT
 
 
 def test_what_ends_with_the_endpoint_is_in_the_list_after_close():

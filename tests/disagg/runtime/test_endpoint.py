@@ -89,7 +89,7 @@ def test_a_room_that_decode_fails_as_its_link_is_lost_ends_on_prefill_too(receiv
             if when == received:
                 decode.receive("r", address)
             if when == received == "before":
-                until(prefill, lambda: "r" in prefill.machine.rooms())
+                until(prefill, lambda: "r" in prefill.machine.rooms.by_name)
             if when == sent:
                 prefill.send("r", given)
 

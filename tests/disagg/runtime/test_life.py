@@ -128,7 +128,7 @@ def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
 def test_a_retry_under_the_same_name_on_another_decode_reads_its_own_bytes_in_either_order(first):
     with joined() as (prefill, given, decode, _, address):
         decode.receive("r", address)
-        until(prefill, lambda: "r" in prefill.machine.rooms())
+        until(prefill, lambda: "r" in prefill.machine.rooms.by_name)
         decode.close()
         assert prefill.wait("r", 20) is KVPoll.Failed
         prefill.forget("r")
@@ -138,7 +138,7 @@ def test_a_retry_under_the_same_name_on_another_decode_reads_its_own_bytes_in_ei
                 prefill.send("r", given)
             other.receive("r", where)
             if first == "decode asks":
-                until(prefill, lambda: "r" in prefill.machine.rooms())
+                until(prefill, lambda: "r" in prefill.machine.rooms.by_name)
                 prefill.send("r", given)
             succeeds(prefill, "r")
             arrives(other, "r", dest, where)

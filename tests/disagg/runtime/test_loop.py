@@ -169,7 +169,7 @@ def test_hundreds_of_rooms_end_in_one_loop_and_are_listed_once():
         started = {thread.name for thread in {*threading.enumerate()} - threads}
         assert started <= {"OfferServer"}
         for endpoint in engine.all:
-            assert not endpoint.machine.rooms() and not any(endpoint.leases().leased.values())
+            assert not endpoint.machine.rooms.by_name and not any(endpoint.leases().leased.values())
     for room in range(ROOMS):
         if room % 10 != 9:
             assert oracle.holds(dest, table(1, room), salt=room), f"room {room}"
