@@ -15,9 +15,8 @@ from typing import Any
 
 from kvpool.layout.sentences import nearest
 from kvpool.models.config import Fields, read_config, shipped as shipped, short
-from kvpool.models.declaration import Declaration as Declaration
-from kvpool.models.families import DRAFTS, FAMILIES, TARGETS, WRAPPERS
-from kvpool.models.rules import refuse_unread
+from kvpool.models.families import DRAFTS, TARGETS, WRAPPERS
+from kvpool.models.rules import Declaration as Declaration, refuse_unread
 
 _REASONS = json.loads(resources.files("kvpool.models").joinpath("refused.json").read_bytes())
 REFUSED: dict[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
@@ -36,10 +35,9 @@ def declare(config: str | Path | Mapping[str, Any]) -> Declaration:
     found value where a field does not fit.
     """
     fields, text = _fields(config)
-    declaration, count = TARGETS[text](fields), _layers(fields, text)
+    declaration = TARGETS[text](fields)
     refuse_unread(fields)
-    layers = tuple(range(count))
-    return replace(declaration, layers=layers, total_kv_layers=count, model=fields.model)
+    return replace(declaration, total_kv_layers=len(declaration.layers), model=fields.model)
 
 
 def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
@@ -47,7 +45,7 @@ def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
     the target's page size the two pools share ids, so their layouts merge.
     """
     fields, text = _fields(config)
-    count, first = fields.num_draft_layers, _layers(fields, text)
+    count = fields.num_draft_layers
     if count == 0:
         return None
     if text not in DRAFTS:
@@ -55,14 +53,9 @@ def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
             f"{fields.model} config: {count} draft layers, but drafts of this type are not known "
             f"(known: {', '.join(sorted(DRAFTS))}). Build their pool yourself, with owner='draft'."
         )
-    layers = range(first, first + count)
-    return replace(
-        DRAFTS[text](fields, layers),
-        layers=tuple(layers),
-        total_kv_layers=first,
-        owner="draft",
-        model=fields.model,
-    )
+    declaration = DRAFTS[text](fields, count)
+    first = declaration.layers[0]
+    return replace(declaration, total_kv_layers=first, owner="draft", model=fields.model)
 
 
 def known() -> tuple[str, ...]:
@@ -82,17 +75,15 @@ def _fields(config: str | Path | Mapping[str, Any]) -> tuple[Fields, str]:
         raise ValueError(f"{name}: give model_type, as the model's config.json does ({wrong}).")
     fields, text = Fields(values, model), model
     wrapped = isinstance(values.get("text_config"), Mapping)
-    if model in REFUSED:
-        raise ValueError(_unknown(model, model, values))
-    if model not in TARGETS and (wrapped or model in WRAPPERS):
+    if model not in {*TARGETS, *REFUSED} and (wrapped or model in WRAPPERS):
         fields = fields.inner("text_config")
         inside = fields.values.get("model_type", WRAPPERS.get(model))
         if not isinstance(inside, str):
             raise fields.wrong("model_type", "given: it says how the text model is read")
         text = inside
-    if text in TARGETS:
-        return fields, text
-    raise ValueError(_unknown(model, text, values))
+    if text not in TARGETS:
+        raise ValueError(_unknown(model, text, values))
+    return fields, text
 
 
 def _unknown(model: str, text: str, values: Mapping[str, Any]) -> str:
@@ -111,7 +102,3 @@ def _unknown(model: str, text: str, values: Mapping[str, Any]) -> str:
         f"model_type {name} is not known.{advice} docs/models.md and kvpool.models.known() list "
         f"what is. For another, {BY_HAND}."
     )
-
-
-def _layers(fields: Fields, text: str) -> int:
-    return FAMILIES[text].layers(fields) if text in FAMILIES else fields.num_layers

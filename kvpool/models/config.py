@@ -20,8 +20,8 @@ ALIASES = {
     "hidden_size": ("n_embd", "d_model", "embed_dim"),
     "head_dim": ("attention_head_dim",),
     "sliding_window": ("sliding_window_size", "attention_window_size"),
+    "num_nextn_predict_layers": ("num_mtp_layers", "mtp_num_hidden_layers"),
 }
-DRAFT_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,42 +91,38 @@ class Fields:
 
     def named(self, name: str) -> str:
         """The name under which a config has the number `name`: itself or one of ALIASES."""
-        aliases = [alias for alias in (name, *ALIASES.get(name, ())) if self.has(alias)]
-        if len({repr(self.values[alias]) for alias in aliases}) > 1:
-            raise self._differ({alias: self.values[alias] for alias in aliases})
-        return aliases[0] if aliases else name
+        aliases = {n: self.get(n) for n in (name, *ALIASES.get(name, ())) if self.has(n)}
+        if len({repr(value) for value in aliases.values()}) > 1:
+            raise ValueError(f"{self.model} config: {aliases} mean the same and must be equal.")
+        return next(iter(aliases), name)
 
     def each(self, name: str, allowed: Sequence[Any], length: int) -> tuple[Any, ...]:
         """A list of `length` values of `allowed`, one per layer."""
-        values = self.get(name)
-        if not isinstance(values, (list, tuple)) or len(values) != length:
-            raise self.wrong(name, f"a list of {length} values, one for each layer")
-        self._out_of(name, values, allowed)
-        return tuple(values)
+        return self._list(name, f"{length} values, one for each layer", allowed, length)
 
     def subset(self, name: str, allowed: range) -> tuple[int, ...]:
         """A list of distinct whole numbers of `allowed`."""
-        values = self.get(name)
-        if not isinstance(values, (list, tuple)):
-            raise self.wrong(name, f"a list of numbers from {allowed[0]} to {allowed[-1]}")
-        self._out_of(name, values, allowed)
+        values = self._list(name, f"numbers from {allowed[0]} to {allowed[-1]}", allowed)
         if len(set(values)) != len(values):
             raise self.wrong(name, "a list of distinct numbers")
-        return tuple(values)
+        return values
 
-    def _out_of(self, name: str, values: Sequence[Any], allowed: Sequence[Any]) -> None:
+    def _list(
+        self, name: str, of: str, allowed: Sequence[Any], length: int | None = None
+    ) -> tuple[Any, ...]:
+        values = self.get(name)
+        if not isinstance(values, (list, tuple)) or length not in (None, len(values)):
+            raise self.wrong(name, f"a list of {of}")
         kinds = {type(value) for value in allowed}
         strange = [v for v in values if type(v) not in kinds or v not in allowed]
         if strange:
-            choice = (
-                f"{allowed[0]} to {allowed[-1]}"
-                if isinstance(allowed, range)
-                else ", ".join(map(repr, allowed))
-            )
+            span = isinstance(allowed, range)
+            choice = f"{allowed[0]} to {allowed[-1]}" if span else ", ".join(map(repr, allowed))
             raise ValueError(
                 f"{self.model} config: {self.inside}{name} must list values of {choice}, got "
                 f"{short(strange[0])}."
             )
+        return tuple(values)
 
     @property
     def num_layers(self) -> int:
@@ -136,13 +132,8 @@ class Fields:
     @property
     def num_draft_layers(self) -> int:
         """Draft (multi-token prediction) layers, under any of the names in use."""
-        named = {name: self.whole(name, 0, 64) for name in DRAFT_LAYERS if self.has(name)}
-        if len(set(named.values())) > 1:
-            raise self._differ(named)
-        return next(iter(named.values()), 0)
-
-    def _differ(self, named: Mapping[str, Any]) -> ValueError:
-        return ValueError(f"{self.model} config: {named} mean the same and must be equal.")
+        name = self.named("num_nextn_predict_layers")
+        return self.whole(name, 0, 64) if self.has(name) else 0
 
 
 def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:

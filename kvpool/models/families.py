@@ -12,9 +12,7 @@ from dataclasses import replace
 from kvpool.layout.formats import MHA, IndexKey
 from kvpool.models import layer_types
 from kvpool.models.config import Fields
-from kvpool.models.declaration import Declaration, Layer
-from kvpool.models.deepseek_v4 import deepseek_v4, deepseek_v4_draft
-from kvpool.models.latents import FAMILIES as LATENT_FAMILIES
+from kvpool.models.latents import FAMILIES as LATENT_FAMILIES, deepseek_v4, deepseek_v4_draft
 from kvpool.models.layer_types import CHUNKED, FULL, SLIDING
 from kvpool.models.linear import FAMILIES as LINEAR_FAMILIES
 from kvpool.models.rules import (
@@ -23,7 +21,9 @@ from kvpool.models.rules import (
     HEADS,
     ONLY_DIM,
     ONLY_HEADS,
+    Declaration,
     Family,
+    Layer,
     grouped,
     head_dim,
     heads,
@@ -256,7 +256,7 @@ FAMILIES: dict[str, Family] = {
     **LINEAR_FAMILIES,
 }
 TARGETS: dict[str, Callable[[Fields], Declaration]] = {**FAMILIES, "deepseek_v4": deepseek_v4}
-DRAFTS: dict[str, Callable[[Fields, range], Declaration]] = {
+DRAFTS: dict[str, Callable[[Fields, int], Declaration]] = {
     **{name: family.drafted for name, family in FAMILIES.items() if family.draft},
     "deepseek_v4": deepseek_v4_draft,
 }

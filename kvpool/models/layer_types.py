@@ -28,26 +28,19 @@ def types_of(fields: Fields, count: int, names: Sequence[str], default: Types) -
         # what the list was made of
         fields.ignore("use_sliding_window", "max_window_layers", *PATTERNS, *WINDOW)
         named = (*names, *(old for old, new in RENAMED.items() if new in names))
-        types = fields.each(name, named, _listed_layers(fields, name, count))[:count]
+        values, length = fields.get(name), count
+        if isinstance(values, (list, tuple)) and len(values) > count:
+            further = fields.num_draft_layers  # may follow the model's own
+            length += further if len(values) == count + further else 0
+        types = fields.each(name, named, length)[:count]
         return [RENAMED.get(layer_type, layer_type) for layer_type in types]
     if default is not all_full:
         fields.ignore(*WINDOW)
     return default(fields, count)
 
 
-def _listed_layers(fields: Fields, name: str, count: int) -> int:
-    """How many layers a list is of: draft layers may follow the model's own."""
-    values = fields.get(name)
-    if not isinstance(values, (list, tuple)) or len(values) == count:
-        return count
-    with_draft = count + fields.num_draft_layers
-    return with_draft if len(values) == with_draft else count
-
-
 def always(kind: str) -> Types:
-    """One type for all layers. Where that is full attention, a window is not read, so it is
-    refused.
-    """
+    """One type for all layers. Where it is full attention, a window is refused as unread."""
     return lambda fields, count: [kind] * count
 
 

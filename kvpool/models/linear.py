@@ -18,7 +18,6 @@ from kvpool.layout.formats import (
     short_conv,
 )
 from kvpool.models.config import Fields
-from kvpool.models.declaration import Layer
 from kvpool.models.layer_types import FULL, INDEXED, LINEAR, SLIDING, always, every, listed
 from kvpool.models.rules import (
     BOTH,
@@ -26,6 +25,7 @@ from kvpool.models.rules import (
     HEADS,
     ONLY_HEADS,
     Family,
+    Layer,
     grouped,
     heads,
     indexed,
@@ -47,14 +47,12 @@ def beside(linear: Callable[[Fields], LinearState], attention: Attention = group
 
     def layer(fields: Fields, name: str) -> Layer:
         state = (State(linear(fields)),)
-        hybrid = name == HYBRID
         fields.ignore(HEADS, HEAD_DIM)  # also where no layer has attention
         if name in NOTHING:
             return ()
         if name in (LINEAR, CONV):
             return state
-        kept = attention(fields, FULL if hybrid else name)
-        return kept + state if hybrid else kept
+        return attention(fields, FULL) + state if name == HYBRID else attention(fields, name)
 
     return layer
 
@@ -216,8 +214,7 @@ def _nemotron_types(fields: Fields, count: int) -> Sequence[str]:
 def _zamba2_attention(fields: Fields, name: str) -> Layer:
     """The shared attention works on the hidden states beside the embeddings: twice as wide."""
     fields.ignore("hybrid_layer_ids", "kv_channels", "num_query_groups", "attention_hidden_size")
-    has_heads = fields.needed(HEADS)
-    count = fields.whole(HEADS if has_heads else "num_attention_heads")
+    count = fields.whole(HEADS if fields.needed(HEADS) else "num_attention_heads")
     return (State(MHA(count, fields.whole("attention_head_dim"))),)
 
 

@@ -173,6 +173,11 @@ def _stage(
 ) -> PipelineStage:
     """A rank of a stage with `state` bytes; `pages` are those of a request that is counted."""
     layers, step = pools[0].layers, pools[0].device.alignment
+
+    def fits(count: int) -> bool:
+        needed = needed_items(spaces_of(pools), count, count * pages, 1)
+        return size(pools, needed, step) <= state
+
     name = f"stage {number} (layers {layers[0]}-{layers[-1]})"
     items = fit(pools, state, requests, 1, step=step, where=name)
     room = pages_of_tokens(pools, items, requests, 1)
@@ -183,7 +188,7 @@ def _stage(
         items=items,
         nbytes=size(pools, items, step),
         tokens=None if room is None else room * pools[0].page_size,
-        requests=_requests(pools, state, pages),
+        requests=largest(fits, 0),
     )
 
 
@@ -276,13 +281,3 @@ def parse_memory(text: str, what: str = "memory") -> int:
             f"such as {match[1]}GiB, or b for bytes."
         )
     return nbytes
-
-
-def _requests(pools: Sequence[KVPool], memory: int, pages: int) -> int:
-    """How many requests of `pages` pages fit at a time."""
-
-    def fits(count: int) -> bool:
-        items = needed_items(spaces_of(pools), count, count * pages, 1)
-        return size(pools, items, pools[0].device.alignment) <= memory
-
-    return largest(fits, 0)
