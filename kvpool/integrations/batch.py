@@ -145,6 +145,10 @@ class Batch:
         """Says which states, by layer, each forward writes."""
         self.written = dict.fromkeys(states, self.columns)
 
+    def locations(self, layer: int, role: str) -> torch.Tensor:
+        """Flat locations `[B, columns]` of all tokens in the space of a layer's role."""
+        return self.where[self.pool.space_of(role, layer).name]
+
     def positions(self, tokens: int) -> torch.Tensor:
         """The position of each column `[B, columns so far and tokens]`, negative in padding."""
         columns = torch.arange(self.columns + tokens, device=self._device)

@@ -62,7 +62,7 @@ class LinearStates:
         width = conv.shape[-1] if self.kind.conv_inputs else self.kind.taps
         self._check("conv", conv, (self.kind.channels(self.at.shard), width))
         if not self.kind.conv_inputs:
-            self._advance(self._new_tokens())
+            self.batch.advance(self.layer, self.name, self._new_tokens())
             self._write(conv, None)
             return conv
         if self.columns:
@@ -71,7 +71,7 @@ class LinearStates:
             missing = max(0, self.kind.taps + 1 - conv.shape[-1])
             before = [conv.new_zeros(*conv.shape[:2], missing)]
         self._lent.pop("conv", None)
-        self._advance(conv.shape[-1])
+        self.batch.advance(self.layer, self.name, conv.shape[-1])
         full = torch.cat([*before, conv], dim=-1)
         self._write(full, None)
         return full
@@ -83,7 +83,7 @@ class LinearStates:
         heads = self.at.shard.of(self.kind.heads)[1] if self.kind.heads else 0
         self._check("temporal", state, (heads, *self.kind.state_shape), widen=True)
         if not self.kind.taps:
-            self._advance(self._new_tokens())
+            self.batch.advance(self.layer, self.name, self._new_tokens())
         self._settle(state)
         return state
 
@@ -116,7 +116,7 @@ class LinearStates:
         shifted, lent = self._shifted(), self._lent
         self._lent = {}
         if shifted:
-            self._advance(1)
+            self.batch.advance(self.layer, self.name, 1)
         if temporal is None and self.columns > self._lent_after:
             temporal = lent.get("temporal")
         self._write(lent["conv"] if shifted else None, temporal)
@@ -137,9 +137,6 @@ class LinearStates:
                 "get_mask_sizes(tokens, layer) before it."
             )
         return tokens
-
-    def _advance(self, tokens: int) -> None:
-        self.batch.advance(self.layer, self.name, tokens)
 
     def _taps(self) -> list[torch.Tensor]:
         """A first tap that differs from the second one, and the stored taps."""
@@ -167,8 +164,7 @@ class LinearStates:
 
     def _slots(self) -> torch.Tensor:
         """The slot of each row `[B]`; PADDING for one of which no token is written yet."""
-        role = self.at.prefix + self.kind.inputs[0]
-        locations = self.batch.where[self.batch.pool.space_of(role, self.layer).name]
+        locations = self.batch.locations(self.layer, self.at.prefix + self.kind.inputs[0])
         return locations[:, self.columns - 1]
 
     def _check(

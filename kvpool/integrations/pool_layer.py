@@ -11,11 +11,10 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpool.integrations.batch import Batch
-from kvpool.integrations.compressor import Compressor
 from kvpool.integrations.linear import LinearStates
-from kvpool.layout import Space
 from kvpool.layout.dtypes import PACKINGS
-from kvpool.layout.formats import MHA, MLA, At, Attention, IndexKey, Kind, LinearState, Ring
+from kvpool.layout.formats import MHA, MLA, At, Attention, IndexKey, LinearState, Ring
+from kvpool.layout.request_address import MAX_TOKENS
 
 # what transformers calls the compressor that a ring belongs to
 NAMES = {"state": "compressor", "index_state": "indexer"}
@@ -53,20 +52,21 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
         pool = batch.pool
         kept = pool.kinds_of(layer)
-        self.attention = _first(kept, Attention)
-        self.index = _first(kept, IndexKey)
+        self.attention = next((kind for kind, _ in kept if isinstance(kind, Attention)), None)
+        self.roles = pool.roles(layer, Attention) if self.attention else ()
+        self.index = next((site for kind, site in kept if isinstance(kind, IndexKey)), None)
+        exact = pool.packing not in PACKINGS
+        if exact and self.index and self.index.packing != pool.packing:
+            raise ValueError(
+                f"{pool.owner} layer {layer} index_key: stored as {self.index.packing}, other "
+                f"roles as {pool.packing}; nothing may be rounded. Build the pool with "
+                f"index_packing={pool.packing!r}, or with packing={self.index.packing!r}."
+            )
         linear = [(kind, site) for kind, site in kept if isinstance(kind, LinearState)]
         self.linear = [
             LinearStates(self.batch, layer, f"linear{n or ''}", kind, site)
             for n, (kind, site) in enumerate(linear)
         ]
-        rounded = [site.packing for kind, site in kept if isinstance(kind, IndexKey)]
-        if rounded and pool.packing not in PACKINGS and rounded != [pool.packing]:
-            raise ValueError(
-                f"{pool.owner} layer {layer} index_key: stored as {rounded[0]}, other roles as "
-                f"{pool.packing}; nothing may be rounded. Build the pool with "
-                f"index_packing={pool.packing!r}, or with packing={rounded[0]!r}."
-            )
         self.compressors = {
             NAMES[kind.role]: Compressor(self.batch, layer, site, kind)
             for kind, site in kept
@@ -80,18 +80,17 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             *(linear.name for linear in self.linear),
             *self.compressors,
         ]
-        self.window = self._space(*self.attention).window if self.attention else None
+        self.window = pool.space_of(self.roles[0], layer).window if self.roles else None
         self.is_sliding = self.window is not None
         self.is_linear = bool(self.linear) and self.attention is None
         # over grouped heads an indexer selects blocks of columns, over latents single ones
-        self.selects_blocks = bool(self.index) and isinstance((self.attention or [None])[0], MHA)
+        self.selects_blocks = bool(self.index) and isinstance(self.attention, MHA)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pool has its memory."""
 
     def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
-        """See PoolCache.update."""
-        kind, site = self._need(self.attention, "keys and values")
+        kind: Any = self._need(self.attention, "keys and values")
         pool = self.batch.pool
         inputs = self._checked(kind, key_states, value_states)
         paired = isinstance(kind, MLA) and kind.rope_pairs and kind.qk_rope_head_dim > 0
@@ -99,20 +98,16 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             inputs[1] = pairs_of_halves(inputs[1])
         rows, _, tokens, _ = key_states.shape
         start = self.batch.advance(self.layer, "attention", tokens)
-        locations, end = self._where(kind, site), self.batch.columns
+        locations = self.batch.locations(self.layer, self.roles[0])
         # of a latent without a rope key the second is [N, 0]
-        cells = [*(pool.view(role, self.layer).shape[2:] for role in self._roles()), (0,)]
+        cells = [*(pool.view(role, self.layer).shape[2:] for role in self.roles), (0,)]
         flat = [x.transpose(1, 2).reshape(rows * tokens, *cell) for x, cell in zip(inputs, cells)]
-        pool.set_kv_buffer(self.layer, *self.batch.tokens_only(locations[:, start:end], *flat))
+        pool.set_kv_buffer(self.layer, *self.batch.tokens_only(locations[:, start:], *flat))
         first = 0 if self.window is None else max(0, start - self.window)
-        alive = locations[:, first:end].flatten()
-        loaded = self.batch.read(alive, partial(pool.get_kv_buffer, self.layer))
-        outputs = [
-            x.reshape(rows, end - first, x.shape[1:-1].numel(), x.shape[-1])
-            .transpose(1, 2)
-            .contiguous()
-            for x in loaded
-        ]
+        alive = locations[:, first:]
+        loaded = self.batch.read(alive.flatten(), partial(pool.get_kv_buffer, self.layer))
+        shapes = [(*alive.shape, x.shape[1:-1].numel(), x.shape[-1]) for x in loaded]
+        outputs = [x.reshape(n).transpose(1, 2).contiguous() for x, n in zip(loaded, shapes)]
         if paired:
             outputs[1] = halves_of_pairs(outputs[1])
         if kind.shared_kv:
@@ -122,14 +117,14 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return tuple(outputs)
 
     def update_indexer(self, keys: torch.Tensor) -> torch.Tensor:
-        """See PoolCache.update_indexer."""
-        index = self._need(self.index, "index keys")
+        self._need(self.index, "index keys")
         rows, tokens, dim = keys.shape
-        (role,) = self.batch.pool.roles(self.layer, IndexKey)
-        width = self.batch.pool.view(role, self.layer).shape[-1]
-        self.batch.check(self.layer, "index_key", keys, (tokens, width), self.batch.pool.dtype)
+        pool = self.batch.pool
+        (role,) = pool.roles(self.layer, IndexKey)
+        width = pool.view(role, self.layer).shape[-1]
+        self.batch.check(self.layer, "index_key", keys, (tokens, width), pool.dtype)
         start = self.batch.advance(self.layer, "indexer", tokens)
-        pool, locations = self.batch.pool, self._where(*index)
+        locations = self.batch.locations(self.layer, role)
         pool.set_index_key(
             self.layer, *self.batch.tokens_only(locations[:, start:], keys.flatten(0, 1))
         )
@@ -189,9 +184,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _checked(self, kind: Any, keys: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         """States as the pool's inputs; raises ValueError where they do not fit it."""
         pool, states = self.batch.pool, [keys, values]
-        roles = self._roles()
-        regions = [pool.layout.region_by_key[pool.owner, self.layer, role] for role in roles]
-        views = [pool.view(role, self.layer) for role in roles]
+        regions = [pool.layout.region_by_key[pool.owner, self.layer, role] for role in self.roles]
+        views = [pool.view(role, self.layer) for role in self.roles]
         if kind.shared_kv:
             if keys is not values:
                 raise ValueError(
@@ -199,7 +193,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 )
             sizes, total = [view.shape[-1] for view in views], keys.shape[-1]
             states = list(torch.split(keys, sizes if sum(sizes) == total else total, dim=-1))
-        if len(roles) == 1 and values.numel():
+        if len(self.roles) == 1 and values.numel():
             raise ValueError(
                 f"{regions[0]}: the model gives a rope key {list(values.shape)}, the pool has "
                 "none. Build the pool for this model."
@@ -210,16 +204,6 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             part = f" (heads {axis.start}-{axis.stop - 1} of {axis.total})" if axis else ""
             self.batch.check(self.layer, region.role, state, shape, pool.dtype, held=part)
         return states
-
-    def _roles(self) -> tuple[str, ...]:
-        return self.batch.pool.roles(self.layer, Attention)
-
-    def _space(self, kind: Kind, site: At) -> Space:
-        return self.batch.pool.space_of(site.prefix + kind.inputs[0], self.layer)
-
-    def _where(self, kind: Kind, site: At) -> torch.Tensor:
-        """Flat locations `[B, columns]` of all tokens in a kind's space."""
-        return self.batch.where[self._space(kind, site).name]
 
     def _compressor(self, name: str) -> Compressor:
         self._need(self.compressors.get(name), f"{name} states")
@@ -242,5 +226,90 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     offload = unsupported("offload", "Use pool.save and pool.load for each request.")
 
 
-def _first(kept: list[tuple[Kind, At]], *kinds: type) -> Any:
-    return next(((kind, site) for kind, site in kept if isinstance(kind, kinds)), None)
+class Compressor:
+    """DeepSeek-V4's, of the attention or of its indexer: open windows are in rings, compressed
+    entries in pages.
+
+    A ring's row holds a token's keys and gates. When its window has closed, only the series that
+    the next window overlaps is read again, with the position bias added to the gate: the row is
+    rewritten so.
+    """
+
+    def __init__(self, batch: Batch, layer: int, at: At, ring: Ring) -> None:
+        self.batch, self.layer = batch, layer
+        self.ring, self.width = at.prefix + ring.role, ring.count // 2
+        names = ("index_key",) if ring.role == "index_state" else ("latent", "rope")
+        self.roles = [at.prefix + name for name in names]
+        space = batch.pool.space_of(self.ring, layer)
+        self.ratio, self.overlaps = space.window_step, bool(space.window)
+        self._page_ends = range(0, MAX_TOKENS, space.entries_per_item) if space.ring else range(0)
+        self._start = 0
+        self._prior: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def store(
+        self, name: str, kv: torch.Tensor, gate: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Takes keys and gates `[B, T, D]` of new tokens; returns those of all windows now closed,
+        and the position of the first.
+        """
+        start = self._start = self.batch.advance(self.layer, name, kv.shape[1])
+        opened, end = start // self.ratio * self.ratio, start + kv.shape[1]
+        self._prior = None
+        if self.overlaps and opened:
+            self._prior = self._rows(opened - self.ratio, opened)
+        kv, gate = (
+            torch.cat([rows.to(new.dtype), new], dim=1)
+            for rows, new in zip(self._rows(opened, start), (kv, gate))
+        )
+        closed = (end - opened) // self.ratio * self.ratio
+        # entries that are alive at the end; earlier ones are in the ring already or are dead
+        first = max(start, opened + closed - (self.ratio if self.overlaps else 0))
+        rows = torch.cat([kv, gate], dim=-1)[:, first - opened :]
+        self._write([*range(first, end)], rows)
+        return kv[:, :closed], gate[:, :closed], opened
+
+    def overlap(
+        self, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Stores the last of the windows `[B, W, ratio, D]`, which the next one overlaps, and the
+        last of each page that has a ring, with which a prefix may end; returns the one before the
+        first, `[B, ratio, head_dim]`, if any.
+        """
+        opened, count = self._start // self.ratio, chunk_kv.shape[1]
+        ends = [(opened + n + 1) * self.ratio for n in range(count)]
+        kept = [n for n in range(count) if n == count - 1 or ends[n] in self._page_ends]
+        rows = torch.cat([chunk_kv[:, kept], chunk_gate[:, kept]], dim=-1)
+        positions = [p for n in kept for p in range(ends[n] - self.ratio, ends[n])]
+        self._write(positions, rows.flatten(1, 2))
+        if self._prior is None:
+            return None, None
+        kv, gate = (rows[..., :head_dim] for rows in self._prior)
+        return kv.to(chunk_kv.dtype), gate.to(chunk_gate.dtype)
+
+    def append(self, compressed: torch.Tensor) -> torch.Tensor:
+        """Writes compressed entries `[B, W, D]`; returns all entries, `[B, E, D]`."""
+        pool, locations = self.batch.pool, self.batch.locations(self.layer, self.roles[0])
+        first = self._start // self.ratio
+        count = first + compressed.shape[1]
+        # a window's entry is at the location of its first token
+        located = locations[:, : count * self.ratio : self.ratio]
+        sizes = [pool.view(role, self.layer).shape[-1] for role in self.roles]
+        parts = torch.split(compressed.flatten(0, 1), sizes, dim=-1)
+        new = located[:, first:].flatten()
+        pool.write(self.layer, new, dict(zip(self.roles, parts)))
+        parts_read = pool.read_roles(self.roles, self.layer, located.flatten())
+        rows = [part.to(compressed.dtype) for part in parts_read]
+        return torch.cat(rows, dim=-1).reshape(len(compressed), count, compressed.shape[-1])
+
+    def _rows(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and gates `[B, T, D]` of positions, float32."""
+        locations = self.batch.locations(self.layer, self.ring)[:, first:end]
+        values = self.batch.pool.read(self.ring, self.layer, locations.flatten())
+        kv, gate = values.reshape(*locations.shape, values.shape[-1]).chunk(2, dim=-1)
+        return kv, gate
+
+    def _write(self, positions: list[int], rows: torch.Tensor) -> None:
+        locations = self.batch.locations(self.layer, self.ring)[:, positions].flatten()
+        kept = locations >= 0
+        values = rows.flatten(0, 1)[kept]
+        self.batch.pool.write(self.layer, locations[kept], {self.ring: values})

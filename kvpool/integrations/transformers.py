@@ -7,6 +7,7 @@ layer caches, and in what shape.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy.typing as npt
@@ -52,9 +53,7 @@ class PoolCache(Cache):
         """A cache of the class that the models of such pools take."""
         kinds = pool.kinds if isinstance(pool, UnionPool) else ()
         if cls is PoolCache and any(isinstance(k, LinearState) and not k.taps for k, _ in kinds):
-            from kvpool.integrations.minimax import MiniMaxPoolCache
-
-            cls = MiniMaxPoolCache
+            cls = _minimax_cache()
         return super().__new__(cls)
 
     def __init__(
@@ -79,11 +78,7 @@ class PoolCache(Cache):
 
     @classmethod
     def new(
-        cls,
-        pool: UnionPool,
-        allocator: Allocator,
-        batch_size: int = 1,
-        padding: npt.ArrayLike = 0,
+        cls, pool: UnionPool, allocator: Allocator, batch_size: int = 1, padding: npt.ArrayLike = 0
     ) -> PoolCache:
         """Over fresh requests."""
         requests = [allocator.new_request() for _ in range(batch_size)]
@@ -144,6 +139,14 @@ class PoolCache(Cache):
         states = self._layer(layer_idx).linear_states(state_idx)
         return states.update_temporal(recurrent_states)
 
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """Lightning state `[B, head, D, D]`, as MiniMax's models ask for it."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        """Writes the lightning state."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
     def has_previous_state(
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
@@ -171,3 +174,16 @@ class PoolCache(Cache):
 
     prefetch = unsupported("prefetch", "A pool stays on its device.")
     __deepcopy__ = unsupported("deepcopy", "Prefill a new PoolCache with the same tokens.")
+
+
+@cache
+def _minimax_cache() -> type[PoolCache]:
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    class MiniMaxPoolCache(PoolCache, MiniMaxCache):
+        """MiniMax's models take no cache but their own class."""
+
+        def __len__(self) -> int:
+            return len(self.layers)
+
+    return MiniMaxPoolCache

@@ -65,11 +65,8 @@ def test_a_model_over_a_declared_pool_caches_and_computes_the_same(name):
             tokens = space.window or tokens
             full, swa = full + count * space.grows, swa + count * (not space.grows)
         assert (full, swa, tokens, once) == kept(theirs, number, PROMPT, unread), f"layer {number}"
-    kind = PoolCache
-    if name == "minimax":
-        from kvpool.integrations.minimax import MiniMaxPoolCache as kind
     for chunks in ((PROMPT - 1, 1), (5, 7, 1, 7, 1)):
-        ours = kind.new(pool, Allocator(pool))
+        ours = PoolCache.new(pool, Allocator(pool))
         reference = run(model, own_cache(model), prompt(), chunks)
         for step, (a, b) in enumerate(zip(run(model, ours, prompt(), chunks), reference)):
             assert torch.equal(a, b), f"chunk {step} of {chunks}"
