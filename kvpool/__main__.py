@@ -11,9 +11,9 @@ def main() -> None:
         with needed_by(" ".join(["kvpool", *sys.argv[1:2]])):
             import rich as rich  # which commands import when they print
 
-            from kvpool.cli import main as run
+            from kvpool.cli import app
 
-            run()
+            app()
     except MissingExtra as error:
         sys.exit(str(error))
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvpool.cli import app
-from kvpool.cli.entries import commands, load
+from kvpool.cli import app, commands, load
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "README.md"]

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from kvpool import _native
-from kvpool.cli.entries import absent, offered_by
+from kvpool.cli import absent, offered_by
 
 PACKAGES = (
     "kvpool",
