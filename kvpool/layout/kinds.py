@@ -6,15 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from kvpool.layout.types import need, need_int
+from kvpool.layout.types import LayoutError, need_int
 
 if TYPE_CHECKING:
     from kvpool.layout.spaces import Space
 
-Ints = npt.NDArray[np.int64]
 KindName = Literal["paged", "slot", "ring"]
 RING_OF_PAGES = (
     "of the entries of a page, which one rank holds all of: leave it out of slots, rings and "
@@ -26,25 +22,23 @@ class SpaceKind:
     """A kind of which a request has one item. It moves whole, with the last position: it changes
     until that is written.
 
-    What `Space` has too is documented there. Entries are numbered in the request, but for `place`
-    and `entries_of` on this rank.
+    What `Space` has too is documented there. Entries are numbered in the request, but for
+    `entries_of` on this rank.
     """
 
     per_request = True
     has_entries = True
+    wraps = False
 
     def check(self, space: Space) -> None:
         """Raises LayoutError for fields that a space of this kind cannot have."""
-        need(
-            space.interleave is None,
-            f"space {space.name} interleave",
-            f"a {space.kind} is one request's whole state, of which a rank cannot hold some "
-            "positions. Only paged spaces are interleaved.",
-        )
-        need(space.ring is None, f"space {space.name} ring", RING_OF_PAGES)
-
-    def wraps(self, space: Space) -> bool:
-        return False
+        if space.interleave is not None:
+            raise LayoutError(
+                f"space {space.name} interleave: a {space.kind} is one request's whole state, of "
+                "which a rank cannot hold some positions. Only paged spaces are interleaved."
+            )
+        if space.ring is not None:
+            raise LayoutError(f"space {space.name} ring: {RING_OF_PAGES}")
 
     def words(self, space: Space) -> str:
         """What its items are, for tables: `pages of 64 entries`."""
@@ -60,9 +54,6 @@ class SpaceKind:
 
     def alive_items(self, space: Space, tokens: int) -> range:
         return range(min(len(self.alive(space, tokens)), 1))
-
-    def place(self, space: Space, entries: Ints) -> tuple[Ints, Ints]:
-        return np.zeros_like(entries), entries % space.steps
 
     def needed_entries(self, space: Space, tokens: range, total: int) -> range:
         return self.alive(space, total) if tokens.stop == total else range(0)
@@ -84,12 +75,11 @@ class SlotKind(SpaceKind):
 
     def check(self, space: Space) -> None:
         numbers = space.entries_per_item, space.tokens_per_entry, space.window_step
-        need(
-            numbers == (1, 1, 1) and space.window is None,
-            f"space {space.name}",
-            "a slot has no entries: entries_per_item, tokens_per_entry and window_step are 1, "
-            "window None.",
-        )
+        if numbers != (1, 1, 1) or space.window is not None:
+            raise LayoutError(
+                f"space {space.name}: a slot has no entries: entries_per_item, tokens_per_entry "
+                "and window_step are 1, window None."
+            )
         super().check(space)
 
     def alive(self, space: Space, tokens: int) -> range:
@@ -101,12 +91,11 @@ class RingKind(SpaceKind):
     `e % entries_per_item`. The window's entries are alive. In a ring of 8, entry 13 is at step 5.
     """
 
+    wraps = True
+
     def check(self, space: Space) -> None:
         super().check(space)
         _check_window_in_ring(space)
-
-    def wraps(self, space: Space) -> bool:
-        return True
 
     def words(self, space: Space) -> str:
         return f"one ring of {_entries(space)} a request"
@@ -122,41 +111,33 @@ class PagedKind(SpaceKind):
 
     def check(self, space: Space) -> None:
         subject, size = f"space {space.name}", space.entries_per_item
-        if space.interleave is not None:
-            need(
-                space.interleave.size % space.tokens_per_entry == 0,
-                f"{subject} interleave",
-                f"stretches of {space.interleave.size} positions would cut entries of "
-                f"{space.tokens_per_entry}: a multiple of {space.tokens_per_entry} is needed.",
+        if space.interleave is not None and space.interleave.size % space.tokens_per_entry:
+            raise LayoutError(
+                f"{subject} interleave: stretches of {space.interleave.size} positions would cut "
+                f"entries of {space.tokens_per_entry}: a multiple of {space.tokens_per_entry} is "
+                "needed."
             )
         if space.ring is None:
             return
         need_int(space.ring, 1, f"{subject} ring")
-        need(space.interleave is None, f"{subject} ring", RING_OF_PAGES)
-        need(
-            size % space.ring == size % space.window_step == 0,
-            f"{subject} ring",
-            f"{space.ring} entries, in steps of {space.window_step}, do not divide an item of "
-            f"{size}.",
-        )
+        if space.interleave is not None:
+            raise LayoutError(f"{subject} ring: {RING_OF_PAGES}")
+        if size % space.ring or size % space.window_step:
+            raise LayoutError(
+                f"{subject} ring: {space.ring} entries, in steps of {space.window_step}, do not "
+                f"divide an item of {size}."
+            )
         _check_window_in_ring(space)
 
-    def wraps(self, space: Space) -> bool:
-        return space.ring is not None
-
     def words(self, space: Space) -> str:
-        room = (
-            "" if space.ring is None else f", of which an item has room for the last {space.ring:,}"
-        )
-        return f"pages of {_entries(space)}{room}"
+        words = f"pages of {_entries(space)}"
+        if space.ring is None:
+            return words
+        return f"{words}, of which an item has room for the last {space.ring:,}"
 
     def alive_items(self, space: Space, tokens: int) -> range:
         alive, size = space.alive(tokens), space.entries_per_item
         return range(alive.start // size, (alive.stop - 1) // size + 1) if alive else range(0)
-
-    def place(self, space: Space, entries: Ints) -> tuple[Ints, Ints]:
-        items, steps = np.divmod(entries, space.entries_per_item)
-        return items, steps if space.ring is None else steps % space.ring
 
     def needed_entries(self, space: Space, tokens: range, total: int) -> range:
         first = tokens.start // space.tokens_per_entry
@@ -190,9 +171,8 @@ def _entries(space: Space) -> str:
 def _check_window_in_ring(space: Space) -> None:
     """Refuses a window whose live entries would be overwritten."""
     kept = None if space.window is None else space.window + space.window_step - 1
-    need(
-        kept is not None and kept <= space.steps,
-        f"space {space.name}",
-        f"window: at most {space.steps - space.window_step + 1} in a ring of {space.steps} entries "
-        f"and steps of {space.window_step}, got {space.window}.",
-    )
+    if kept is None or kept > space.steps:
+        raise LayoutError(
+            f"space {space.name}: window: at most {space.steps - space.window_step + 1} in a ring "
+            f"of {space.steps} entries and steps of {space.window_step}, got {space.window}."
+        )

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import numpy as np
+
+from kvpool.layout.grid import Ints
 from kvpool.layout.kinds import KINDS, KindName, SpaceKind
-from kvpool.layout.types import need, need_int, need_name
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from kvpool.layout.kinds import Ints
+from kvpool.layout.types import LayoutError, need_int, need_name
 
 MAX_RANKS = 1 << 10
 """Ranks over which a space's positions are interleaved."""
@@ -21,7 +18,7 @@ MAX_ITEMS_PER_BLOCK = 1 << 12
 MAX_ROUND = 1 << 40
 """Positions of one stretch of every rank."""
 
-_Numbers = TypeVar("_Numbers", int, "npt.NDArray[np.int64]")
+_Numbers = TypeVar("_Numbers", int, Ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +37,16 @@ class Interleave:
 
     def __post_init__(self) -> None:
         need_int(self.size, 1, "interleave size")
-        need(
-            1 <= self.ranks <= MAX_RANKS,
-            "interleave ranks",
-            f"1 to {MAX_RANKS}, got {self.ranks}.",
-        )
-        need(
-            0 <= self.rank < self.ranks,
-            "interleave rank",
-            f"0 to {self.ranks - 1} of {self.ranks} ranks, got {self.rank}.",
-        )
-        need(
-            self.size * self.ranks <= MAX_ROUND,
-            "interleave",
-            f"stretches of {self.size} over {self.ranks} ranks: at most 2**40 in all.",
-        )
+        need_int(self.ranks, 1, "interleave ranks", MAX_RANKS)
+        if not 0 <= self.rank < self.ranks:
+            raise LayoutError(
+                f"interleave rank: 0 to {self.ranks - 1} of {self.ranks} ranks, got {self.rank}."
+            )
+        if self.size * self.ranks > MAX_ROUND:
+            raise LayoutError(
+                f"interleave: stretches of {self.size} over {self.ranks} ranks: at most 2**40 in "
+                "all."
+            )
 
     def number(self, index: _Numbers) -> _Numbers:
         return (index // self.size * self.ranks + self.rank) * self.size + index % self.size
@@ -124,8 +116,8 @@ class Space:
     def __post_init__(self) -> None:
         subject = f"space {self.name}"
         need_name(self.name, "space")
-        names = ", ".join(KINDS)
-        need(self.kind in [*KINDS], f"{subject} kind", f"one of {names}, got {self.kind!r}.")
+        if self.kind not in [*KINDS]:
+            raise LayoutError(f"{subject} kind: one of {', '.join(KINDS)}, got {self.kind!r}.")
         need_int(self.entries_per_item, 1, f"{subject} entries_per_item")
         need_int(self.tokens_per_entry, 1, f"{subject} tokens_per_entry")
         need_int(self.reserved, 0, f"{subject} reserved")
@@ -136,31 +128,21 @@ class Space:
         if self.window is not None:
             need_int(self.window, 1 if self.window_step == 1 else 0, f"{subject} window")
         elif self.window_step != 1:
-            need(False, subject, f"a window_step of {self.window_step} needs a window.")
-        self._check_ids(subject)
-
-    def _check_ids(self, subject: str) -> None:
-        if self.ids is not None:
-            need_name(self.ids, f"{subject} ids")
-        if self.block_pool is not None:
-            need_name(self.block_pool, f"{subject} block_pool")
-            need(
-                self.ids is None,
-                subject,
-                f"its ids are those of space {self.ids}: give that space block_pool "
-                f"{self.block_pool!r}, and this one none.",
+            raise LayoutError(f"{subject}: a window_step of {self.window_step} needs a window.")
+        for name, value in (("ids", self.ids), ("block_pool", self.block_pool)):
+            if value is not None:
+                need_name(value, f"{subject} {name}")
+        if self.ids is not None and self.block_pool is not None:
+            raise LayoutError(
+                f"{subject}: its ids are those of space {self.ids}: give that space block_pool "
+                f"{self.block_pool!r}, and this one none."
             )
-        need(
-            1 <= self.items_per_block <= MAX_ITEMS_PER_BLOCK,
-            f"{subject} items_per_block",
-            f"1 to {MAX_ITEMS_PER_BLOCK}, got {self.items_per_block}.",
-        )
-        need(
-            self.items_per_block == 1 or self.block_pool is not None,
-            subject,
-            f"items_per_block {self.items_per_block} without a block_pool. Name the pool (of ids "
-            "that are another space's, there), or leave items_per_block out.",
-        )
+        need_int(self.items_per_block, 1, f"{subject} items_per_block", MAX_ITEMS_PER_BLOCK)
+        if self.items_per_block > 1 and self.block_pool is None:
+            raise LayoutError(
+                f"{subject}: items_per_block {self.items_per_block} without a block_pool. Name the "
+                "pool (of ids that are another space's, there), or leave items_per_block out."
+            )
 
     @property
     def traits(self) -> SpaceKind:
@@ -179,7 +161,7 @@ class Space:
     @property
     def wraps(self) -> bool:
         """Whether entries of an item are overwritten by later ones: rings, of requests or pages."""
-        return self.traits.wraps(self)
+        return self.traits.wraps or self.ring is not None
 
     @property
     def steps(self) -> int:
@@ -235,7 +217,8 @@ class Space:
 
     def place(self, entries: Ints) -> tuple[Ints, Ints]:
         """For each of this rank's entries `[N]` its item's number in the request, and its step."""
-        return self.traits.place(self, entries)
+        first = np.zeros_like(entries) if self.per_request else entries // self.entries_per_item
+        return first, entries % self.steps
 
     @property
     def id_list(self) -> str:

@@ -31,20 +31,18 @@ class LayoutError(ValueError):
     """A layout that is inconsistent, malformed or of another version."""
 
 
-def need(true: bool, subject: str, sentence: str) -> None:
-    """Raises LayoutError, `subject: sentence`, unless `true`."""
-    if not true:
-        raise LayoutError(f"{subject}: {sentence}")
-
-
 def need_name(name: str, subject: str) -> None:
-    need(0 < len(name) <= MAX_NAME, subject, f"a name of 1 to {MAX_NAME} characters, got {name!r}.")
-    need(is_printable(name), subject, f"a name of printable characters, got {name!r}.")
+    if not 0 < len(name) <= MAX_NAME:
+        raise LayoutError(f"{subject}: a name of 1 to {MAX_NAME} characters, got {name!r}.")
+    if not is_printable(name):
+        raise LayoutError(f"{subject}: a name of printable characters, got {name!r}.")
 
 
-def need_int(value: int, low: int, subject: str) -> None:
-    """Raises LayoutError unless `low <= value <= MAX_INT`."""
-    need(low <= value <= MAX_INT, subject, f"{low} to 2**63-1, got {value}.")
+def need_int(value: int, low: int, subject: str, high: int = MAX_INT) -> None:
+    """Raises LayoutError unless `low <= value <= high`."""
+    if not low <= value <= high:
+        most = "2**63-1" if high == MAX_INT else high
+        raise LayoutError(f"{subject}: {low} to {most}, got {value}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,10 @@ class Axis:
         need_int(self.start, 0, f"{subject} start")
         if self.total == 0:
             object.__setattr__(self, "total", self.size)
-        need(
-            self.start + self.size <= self.total,
-            subject,
-            f"steps {self.start} to {self.start + self.size} exceed the total of {self.total}.",
-        )
+        if self.stop > self.total:
+            raise LayoutError(
+                f"{subject}: steps {self.start} to {self.stop} exceed the total of {self.total}."
+            )
 
     @property
     def stop(self) -> int:
@@ -114,25 +111,21 @@ class Region:
             raise LayoutError(f"{self}: {error}") from None
         size = ITEMSIZE[self.dtype]
         need_int(self.width, 1, f"{self} width")
-        need(
-            self.width % size == 0,
-            f"{self} width",
-            f"{self.width} bytes are not a multiple of {self.dtype} ({size}).",
-        )
-        need(
-            len(self.axes) <= MAX_AXES,
-            f"{self}",
-            f"{len(self.axes)} axes, at most {MAX_AXES} are supported.",
-        )
+        if self.width % size:
+            raise LayoutError(
+                f"{self} width: {self.width} bytes are not a multiple of {self.dtype} ({size})."
+            )
+        if len(self.axes) > MAX_AXES:
+            raise LayoutError(f"{self}: {len(self.axes)} axes, at most {MAX_AXES} are supported.")
         names = [axis.name for axis in self.axes]
-        need(len(set(names)) == len(names), f"{self}", f"{names} names an axis twice.")
+        if len(set(names)) < len(names):
+            raise LayoutError(f"{self}: {names} names an axis twice.")
         if self.packing:
             need_name(self.packing, f"{self} packing")
-            need(
-                "entry" not in names,
-                f"{self}",
-                f"packing {self.packing!r} and an entry axis: of an item whose inside is unknown "
-                "no entry can be found. Leave out one of them.",
+        if self.packing and "entry" in names:
+            raise LayoutError(
+                f"{self}: packing {self.packing!r} and an entry axis: of an item whose inside is "
+                "unknown no entry can be found. Leave out one of them."
             )
         object.__setattr__(self, "axes", tuple(sorted(self.axes, key=_axis_order)))
 
@@ -196,11 +189,11 @@ class Buffer:
         need_int(self.item_bytes, 1, f"{subject} item_bytes")
         need_int(self.item_stride, 1, f"{subject} item_stride")
         need_int(self.items, 1, f"{subject} items")
-        need(
-            self.items == 1 or self.item_bytes <= self.item_stride,
-            subject,
-            f"items of {self.item_bytes} bytes overlap at a stride of {self.item_stride}.",
-        )
+        if self.items > 1 and self.item_bytes > self.item_stride:
+            raise LayoutError(
+                f"{subject}: items of {self.item_bytes} bytes overlap at a stride of "
+                f"{self.item_stride}."
+            )
         need_int(self.end, 0, f"{subject} end")
 
     @property
