@@ -17,7 +17,7 @@ from disagg.snapshot.files import SnapshotFile, replacing, write
 from disagg.snapshot.header import MAX_TOKENS, Header, SnapshotRefused, checked_request
 from disagg.snapshot.portable import block_table, live_pieces, portable
 from kvpool.layout import Key, PoolLayout, RequestAddress
-from kvpool.layout.pin import pinned_by_call
+from kvpool.layout.request_address import pinned_by_call
 
 Path = str | os.PathLike[str]
 

@@ -38,7 +38,7 @@ class Request:
 
     def address(self) -> RequestAddress:
         """The request's current block table, which plans read; endpoints that are given it pin the
-        request (kvpool.layout.pin). Raises ValueError once freed.
+        request (kvpool.layout.request_address). Raises ValueError once freed.
         """
         return RequestAddress(self.num_tokens, self._tables.spans(self._live_row()), self)
 

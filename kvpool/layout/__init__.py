@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from kvpool.layout.described import Described, join, total_layers
 from kvpool.layout.grid import Ints, merge_intervals
-from kvpool.layout.pin import Holder, Pin, RequestPinned
-from kvpool.layout.request_address import RequestAddress, Span
+from kvpool.layout.request_address import Holder, Pin, RequestAddress, RequestPinned, Span
 from kvpool.layout.spaces import Interleave, Space
 from kvpool.layout.types import Axis, Buffer, Key, LayoutError, Region, Slab
 from kvpool.layout.validate import VERSION, check_layout

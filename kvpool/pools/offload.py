@@ -13,7 +13,7 @@ import torch
 from kvpool.device import DeviceUnavailable
 from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
 from kvpool.layout.grid import Ints, outer_sum
-from kvpool.layout.pin import pinned_by_call
+from kvpool.layout.request_address import pinned_by_call
 from kvpool.pools.access import TypedAccess
 
 

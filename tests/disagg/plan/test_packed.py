@@ -20,7 +20,7 @@ from kvpool.describe import describe, describe_buffer, describe_items
 from kvpool.item import Cell
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.formats import Shard
-from kvpool.layout.pin import Pin
+from kvpool.layout.request_address import Pin
 from tests.disagg.runtime.sides import connected, succeeds
 from tests.oracle import assert_holds, blank, fill, hand_off, move, over, place, staged, write
 
