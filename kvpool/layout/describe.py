@@ -120,27 +120,19 @@ def describe_items(
         raise LayoutError(
             f"{subject}: {size} bytes behind dims {tuple(dims)}, {expected} are known."
         )
-    names = (*dims, "inside")
-    home = shared.buffer or describe_buffer(
-        flat,
-        names,
-        name=f"{shared.owner}.{roles}.{layer}",
-        space=shared.space,
-        padding=shared.padding,
-    )
-    array = array_of(flat, names)
-    whole = describe_array(array, inside[0].role, layer, replace(shared, buffer=home)).regions[0]
+    described = describe_array(array_of(flat, (*dims, "inside")), roles, layer, shared)
+    (whole,) = described.regions
     regions = (
         replace(
             region,
-            buffer=home.name,
+            buffer=whole.buffer,
             offset=whole.offset + region.offset,
             axes=(*whole.axes, *region.axes),
             packing=packing,
         )
         for region in inside
     )
-    return Described((home,), tuple(regions))
+    return Described(described.buffers, tuple(regions))
 
 
 def describe_buffer(

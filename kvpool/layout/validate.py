@@ -12,7 +12,7 @@ import numpy as np
 from kvpool.layout.grid import region_runs, run_count
 from kvpool.layout.sentences import is_printable
 from kvpool.layout.spaces import Space
-from kvpool.layout.types import MAX_INT, MAX_NAME, MAX_PARTS, Buffer, LayoutError, Region
+from kvpool.layout.types import MAX_NAME, MAX_PARTS, Buffer, LayoutError, Region, need_int
 
 if TYPE_CHECKING:
     from kvpool.layout import PoolLayout
@@ -30,8 +30,7 @@ def check_layout(layout: PoolLayout) -> None:
     """Raises LayoutError, naming owner, layer, role and both values."""
     if layout.version != VERSION:
         raise LayoutError(f"layout version {layout.version}: this kvpool reads version {VERSION}.")
-    if not 0 <= layout.total_kv_layers <= MAX_INT:
-        raise LayoutError(f"total_kv_layers: 0 to 2**63-1, got {layout.total_kv_layers}.")
+    need_int(layout.total_kv_layers, 0, "total_kv_layers")
     for what, text in (("model", layout.model), ("generation", layout.generation)):
         if len(text) > MAX_NAME or not is_printable(text):
             raise LayoutError(f"{what}: at most {MAX_NAME} printable characters, got {text!r}.")
@@ -109,12 +108,15 @@ def _tokens(space: Space) -> str:
 
 def _check_block_pools(layout: PoolLayout) -> None:
     """Checks that all spaces of a block pool have the same blocks, and reserve the same."""
+    parts = [(s.name, "reserved", f"space {s.name}", s.reserved) for s in layout.spaces]
+    parts += [
+        (b.space, "items", f"buffer {b.name} of space {b.space}", b.items) for b in layout.buffers
+    ]
     firsts: dict[tuple[str, str], tuple[str, int, str]] = {}
-
-    def need_same(space: Space, what: str, part: str, items: int) -> None:
-        ids = layout.space_by_name[space.id_list]
+    for name, what, part, items in parts:
+        ids = layout.space_by_name[layout.space_by_name[name].id_list]
         if ids.block_pool is None:
-            return
+            continue
         blocks, rest = divmod(items, ids.items_per_block)
         if rest:
             raise LayoutError(
@@ -128,12 +130,6 @@ def _check_block_pools(layout: PoolLayout) -> None:
                 f"block pool {ids.block_pool}: {part} has {what} {words}, {first} {of_first}. A "
                 f"block can be any space's of its pool: give them all the same {what}, in blocks."
             )
-
-    for space in layout.spaces:
-        need_same(space, "reserved", f"space {space.name}", space.reserved)
-    for buffer in layout.buffers:
-        space = layout.space_by_name[buffer.space]
-        need_same(space, "items", f"buffer {buffer.name} of space {space.name}", buffer.items)
 
 
 def _check_entries(region: Region, space: Space) -> None:
