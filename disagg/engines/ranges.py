@@ -58,7 +58,10 @@ class Ranges:
         lowest = int(self.number(first.min()))
         if lowest >= 0 and last.max() <= self.ends[lowest]:  # all lie in one, as most batches do
             return batch
-        low, high = self.number(first), self.number(last - 1)
+        low = self.number(first)
+        if lowest >= 0 and (last <= self.ends[low]).all():  # each lies in one
+            return batch
+        high = self.number(last - 1)
         inside = (low >= 0) & (high >= low) & (last <= self.ends[high])
         inside &= self.block[low] == self.block[high]
         if not inside.all():
@@ -67,10 +70,7 @@ class Ranges:
                 f"{int(batch.nbytes[wrong])} bytes at {int(first[wrong]):#x} do not lie in memory "
                 f"that {whose} has registered."
             )
-        pieces = high - low + 1
-        if (pieces == 1).all():
-            return batch
-        run, piece = ragged(pieces)
+        run, piece = ragged(high - low + 1)
         start = np.maximum(first[run], self.starts[low[run] + piece])
         end = np.minimum(last[run], self.ends[low[run] + piece])
         within = start - first[run]

@@ -49,10 +49,11 @@ class LocalPeer:
         lie in one of the peer's segments.
         """
         src, dst, nbytes = self.ranges.cut(batch, batch.src, "the peer")
-        if self.ways.size == 1:
-            return [(int(self.ways[0]), (src + self.shifts[0], dst, nbytes))]
-        number = self.ranges.number(src)
+        number = self.ranges.number(src) if self.ways.size > 1 else 0
         src, ways = src + self.shifts[number], self.ways[number]
+        way = int(self.ways[0])
+        if (self.ways == way).all():
+            return [(way, (src, dst, nbytes))]
         masks = [(way, ways == way) for way in (BY_MAPPING, BY_KERNEL, BY_DEVICE)]
         return [(way, (src[mask], dst[mask], nbytes[mask])) for way, mask in masks if mask.any()]
 
