@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
+from disagg.engines import mori
 from disagg.engines.base import EngineUnavailable, TransferError
-from disagg.engines.mori import MoriEngine, engine as mori
+from disagg.engines.mori import MoriEngine
 from kvpool import MHAPool
 from kvpool.layout import Slab
 from tests import oracle

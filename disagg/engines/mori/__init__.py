@@ -1,5 +1,0 @@
-"""Engine `mori`."""
-
-from disagg.engines.mori.engine import MoriEngine
-
-__all__ = ["MoriEngine"]
