@@ -4,7 +4,295 @@ A file is one more source of memory. It has a layout, as a pool has, with offset
 pointers; plans move bytes to it and from it. `docs/snapshots.md` has the format.
 """
 
-from disagg.snapshot.header import Header, SnapshotRefused
-from disagg.snapshot.requests import check, inspect, load, save
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from disagg.digest.digest import digests
+from disagg.plan import CopyBatch, TransferPlan, plan
+from disagg.protocol.messages import Convention, checked_conventions
+from disagg.snapshot.files import Bytes, SnapshotFile, replacing, write
+from disagg.snapshot.header import MAX_TOKENS, Header, SnapshotRefused, checked_request
+from disagg.snapshot.portable import block_table, live_pieces, portable
+from kvpool.device.host_copy import copy_runs
+from kvpool.layout import Key, PoolLayout, RequestAddress
+from kvpool.layout.grid import Ints
+from kvpool.layout.request_address import pinned_by_call
+from kvpool.layout.types import HOST
 
 __all__ = ["Header", "SnapshotRefused", "check", "inspect", "load", "save"]
+
+STAGING_BYTES = 8 << 20
+"""Size of the staging buffer, and so of a window."""
+CHUNK_TOKENS = 2048
+"""Tokens of one layer that are bound at once: bounds the memory for runs."""
+MAX_GAP = 64 << 10
+"""Bytes that nobody needs which are rather read than skipped."""
+
+Path = str | os.PathLike[str]
+
+
+def save(
+    path: Path,
+    layout: PoolLayout,
+    address: RequestAddress,
+    *,
+    tokens: int | None = None,
+    request: str = "",
+    conventions: Mapping[str, Convention] = MappingProxyType({}),
+) -> None:
+    """Writes the first `tokens` (default: all) tokens of a request to a file: what this rank, whose
+    pool `layout` describes, holds of them.
+
+    `request` names the request; the files of several ranks are loaded together only if they name
+    the same one. `conventions` is what loaders are to agree with
+    (`disagg.connectors.conventions`). The file is complete under its name or not there, on disk
+    when the call returns, and readable by its owner only.
+
+    Raises IncompleteTransfer where state of these tokens is gone (a slot or ring holds that of the
+    last token only), RequestPinned while a room receives the request, DeviceUnavailable, OSError,
+    and ValueError for arguments that cannot be; `path` is then what it was before.
+    """
+    most = min(address.num_tokens, MAX_TOKENS)
+    count = address.num_tokens if tokens is None else tokens
+    if not 1 <= count <= most:
+        raise ValueError(f"tokens: 1 to {most}, which the block table has, got {count}.")
+    checked = checked_conventions(conventions)
+    file_layout = portable(layout, count)
+    pieces = list(live_pieces(file_layout, count))
+    empty: dict[Key, int] = {piece.key: 0 for piece in pieces}
+    header = Header(count, file_layout, checked_request(request), checked, empty)
+    start = len(header.encode())
+    transfer, file_address = plan([layout], file_layout), block_table(file_layout, count)
+    staging = Staging(layout)
+    what = f"save to {path}"
+    with pinned_by_call(what, address, layout, "offered"), replacing(path) as file:
+        os.ftruncate(file, start + header.data_bytes)
+        for batch in batches(transfer, 0, address, file_address, range(count)):
+            for offsets, pointers, nbytes in windows(batch.dst, batch.src, batch.nbytes, max_gap=0):
+                size = int(offsets[-1] + nbytes[-1] - offsets[0])
+                staging.gather(pointers, offsets - offsets[0], nbytes, size)
+                write(file, start + int(offsets[0]), staging.bytes[:size].data)
+        # of the pool, not of the file: what a copy got wrong is found at load
+        prefix = RequestAddress(count, address.spans)
+        parts = (part for part in digests(layout, prefix, pieces) if part is not None)
+        hashes = dict(zip(empty, (value for part in parts for value in part.tolist())))
+        write(file, 0, replace(header, digests=hashes).encode())
+
+
+def inspect(path: Path) -> Header:
+    """What a file holds, by its header. Raises SnapshotRefused and OSError."""
+    with closing(SnapshotFile(path)) as file:
+        return file.header
+
+
+def check(path: Path) -> Header:
+    """As `inspect`, and compares all data with the digests of what was saved."""
+    with closing(SnapshotFile(path)) as file:
+        file.check()
+        return file.header
+
+
+def load(
+    paths: Path | Sequence[Path],
+    layout: PoolLayout,
+    address: RequestAddress,
+    *,
+    tokens: range | None = None,
+    conventions: Mapping[str, Convention] = MappingProxyType({}),
+    allow_missing: Collection[str] = (),
+) -> int:
+    """Reads positions `tokens` (default: all) of a request from the files of its ranks, all that
+    this rank needs together, into the pool that `layout` describes; returns how many these are.
+
+    The block table may have fewer tokens than the files: then it is a prefix that is loaded.
+    `tokens` begins after what is there already, and ends with the block table's last.
+    `allow_missing` is `plan`'s. Nothing is written before all files are checked.
+
+    Raises SnapshotRefused for a file that is damaged, or of another model or request, or has too
+    few tokens; IncompatibleLayouts where the files do not have all state (to its sentences,
+    "prefill" is the files, "decode" this pool); IncompleteTransfer where they do not have the state
+    at that prefix; RequestPinned and ValueError for a block table that may not be written to;
+    DeviceUnavailable and OSError.
+    """
+    total = address.num_tokens
+    wanted = range(total) if tokens is None else tokens
+    if wanted.step != 1 or not 0 <= wanted.start <= wanted.stop == total:
+        raise ValueError(
+            f"tokens={tokens}: a range that ends with the block table's {total} tokens. State of "
+            "a prefix is loaded into a block table of that prefix."
+        )
+    names = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not names:
+        raise ValueError("load needs at least one file.")
+    with ExitStack() as stack:
+        files = [stack.enter_context(closing(SnapshotFile(path))) for path in names]
+        _check_agree(files, layout, total, conventions)
+        transfer = plan([file.header.layout for file in files], layout, allow_missing=allow_missing)
+        what = f"load of {files[0].path}"
+        stack.enter_context(pinned_by_call(what, address, layout, "received", wanted.start))
+        staging = Staging(layout)
+
+        def moved(rank: int) -> Iterator[CopyBatch]:
+            return batches(transfer, rank, files[rank].address, address, wanted)
+
+        for rank, file in enumerate(files):
+            for _ in moved(rank):  # refuses what cannot be bound
+                pass
+            parts = (part for part in transfer.parts if part.source == rank)
+            file.check({key for part in parts for key in part.keys})
+        for rank, file in enumerate(files):
+            with file.copied():
+                for batch in moved(rank):
+                    _read(file, batch, staging)
+        for file in files:
+            with file.copied():
+                file.check_unchanged()
+    return len(wanted)
+
+
+def _read(file: SnapshotFile, batch: CopyBatch, staging: Staging) -> None:
+    for offsets, pointers, nbytes in windows(batch.src, batch.dst, batch.nbytes, max_gap=MAX_GAP):
+        first = int(offsets[0])
+        size = int(offsets[-1] + nbytes[-1]) - first
+        file.read(first, staging.bytes[:size])
+        staging.scatter(offsets - first, pointers, nbytes, size)
+
+
+def _check_agree(
+    files: Sequence[SnapshotFile],
+    layout: PoolLayout,
+    tokens: int,
+    conventions: Mapping[str, Convention],
+) -> None:
+    """Refuses files of several requests, of another model, and of fewer tokens than are wanted."""
+    first = files[0]
+    if len(files) > 1 and not first.header.request:
+        raise SnapshotRefused(
+            f"{first.path}: it does not say of which request it is, so other files may be of "
+            "another. Save the files of several ranks with request=..."
+        )
+    agreed = {name: (value, "here") for name, value in checked_conventions(conventions).items()}
+    for file in files:
+        header = file.header
+        for what, value, other in (
+            ("request", first.header.request, header.request),
+            ("tokens", first.header.tokens, header.tokens),
+            ("model", first.header.layout.model, header.layout.model),
+        ):
+            if value != other:
+                raise SnapshotRefused(
+                    f"{file.path}: {what} {other!r}, in {first.path} {value!r}. Load the files of "
+                    "one request, saved at one time."
+                )
+        for name, setting in header.conventions.items():
+            wanted, source = agreed.setdefault(name, (setting, f"in {file.path}"))
+            if wanted != setting:
+                raise SnapshotRefused(
+                    f"{file.path}: {name} {setting!r}, {source} {wanted!r}. Load it into the same "
+                    "model with the same settings."
+                )
+    count, model = first.header.tokens, first.header.layout.model
+    if count < tokens:
+        raise SnapshotRefused(
+            f"{first.path}: it has {count} tokens, the block table {tokens}. Load at most {count}."
+        )
+    if layout.model and model not in ("", layout.model):
+        raise SnapshotRefused(f"{first.path}: state of model {model!r}, this is {layout.model!r}.")
+
+
+class Staging:
+    """A staging buffer in host memory, and copies between it and the memory of a layout, of which
+    a device does its part. Raises DeviceUnavailable, and ValueError for two kinds of memory.
+    """
+
+    def __init__(self, layout: PoolLayout) -> None:
+        memories = sorted({buffer.memory for buffer in layout.buffers}) or [HOST]
+        if len(memories) > 1:
+            raise ValueError(
+                f"buffers in {' and '.join(memories)}: save and load the layout of one memory at a "
+                "time."
+            )
+        self._device: Any = None
+        if memories == [HOST]:
+            self.bytes: Bytes = np.empty(STAGING_BYTES, dtype=np.uint8)
+            self._base = self.bytes.ctypes.data
+            return
+        from kvpool.device import DeviceUnavailable, get_device  # imports torch
+
+        self._device = get_device(memories[0])
+        self._there = self._device.allocate(STAGING_BYTES)
+        if self._there.is_meta:
+            raise DeviceUnavailable(
+                "a pool on the meta device has no memory to save or load. Build it with "
+                "device='cpu'."
+            )
+        self._here = self._there.cpu()
+        self.bytes = self._here.numpy()
+        self._base = self._there.data_ptr()
+
+    def gather(self, pointers: Ints, offsets: Ints, nbytes: Ints, size: int) -> None:
+        """Copies runs of memory to offsets in the first `size` bytes of the buffer."""
+        self._runs(pointers, self._base + offsets, nbytes)
+        if self._device is not None:
+            self._here[:size].copy_(self._there[:size])
+
+    def scatter(self, offsets: Ints, pointers: Ints, nbytes: Ints, size: int) -> None:
+        if self._device is not None:
+            self._there[:size].copy_(self._here[:size])
+        self._runs(self._base + offsets, pointers, nbytes)
+
+    def _runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
+        if self._device is None:
+            copy_runs(src, dst, nbytes)
+        else:
+            self._device.copy_runs(src, dst, nbytes)
+            self._device.record().synchronize()
+
+
+def batches(
+    transfer: TransferPlan,
+    source: int,
+    source_address: RequestAddress,
+    dest_address: RequestAddress,
+    tokens: range,
+) -> Iterator[CopyBatch]:
+    """What `transfer.bind` moves of `tokens`, layer by layer and chunk by chunk."""
+    parts = (part for part in transfer.parts if part.source == source)
+    layers = sorted({key[:2] for part in parts for key in part.keys})
+    starts = range(tokens.start, tokens.stop, CHUNK_TOKENS) or [tokens.start]
+    for owner, layer in layers:
+        for start in starts:
+            yield transfer.bind(
+                source,
+                source_address,
+                dest_address,
+                tokens=range(start, min(start + CHUNK_TOKENS, tokens.stop)),
+                layers=range(layer, layer + 1),
+                owner=owner,
+            )
+
+
+def windows(file: Ints, memory: Ints, nbytes: Ints, max_gap: int) -> Iterator[tuple[Ints, ...]]:
+    """Runs between offsets in a file and pointers, sorted by offset and cut, in groups of at most
+    `STAGING_BYTES` from first to last byte, with gaps of at most `max_gap` bytes.
+    """
+    order = np.argsort(file, kind="stable")
+    every = CopyBatch(file[order], memory[order], nbytes[order])
+    for part in every.split(STAGING_BYTES, max(1, every.runs)):
+        starts, pointers, lengths = part
+        ends = starts + lengths
+        breaks = np.append(np.flatnonzero(starts[1:] - ends[:-1] > max_gap) + 1, starts.size)
+        first = 0
+        while first < starts.size:
+            end = int(np.searchsorted(ends, starts[first] + STAGING_BYTES, side="right"))
+            end = min(end, int(breaks[np.searchsorted(breaks, first, side="right")]))
+            yield starts[first:end], pointers[first:end], lengths[first:end]
+            first = end

@@ -1,6 +1,4 @@
-"""Files on disk: one that is read, bounded by what its header says, and one that is replaced
-whole or not at all.
-"""
+"""Files on disk: one read within the bounds of its header, one replaced whole or not at all."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ _UNUSABLE = "What is in the request's items now must not be used."
 
 
 class SnapshotFile:
-    """An open file whose header is sound, to be closed. Raises OSError, and SnapshotRefused, which
-    begins with the path.
-    """
+    """An open file with a sound header. Raises OSError, and SnapshotRefused that names the path."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -39,7 +35,9 @@ class SnapshotFile:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             with self._named():
-                self._status = self._stat()
+                self._status = os.fstat(self._descriptor)
+                if not stat.S_ISREG(self._status.st_mode):
+                    raise SnapshotRefused("not a regular file.")
                 self.header, self._start = self._header(self._status.st_size)
         except BaseException:
             self.close()
@@ -87,7 +85,7 @@ class SnapshotFile:
 
     def check_unchanged(self) -> None:
         """Refuses a file that was written to since it was opened."""
-        now, then = self._stat(), self._status
+        now, then = os.fstat(self._descriptor), self._status
         if (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns):
             raise SnapshotRefused(f"{self.path}: written to while it was loaded.")
 
@@ -100,12 +98,6 @@ class SnapshotFile:
             yield
         except SnapshotRefused as error:
             raise SnapshotRefused(f"{self.path}: {error}") from None
-
-    def _stat(self) -> os.stat_result:
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise SnapshotRefused("not a regular file.")
-        return status
 
     def _header(self, size: int) -> tuple[Header, int]:
         start = np.empty(min(LENGTH.size, size), dtype=np.uint8)

@@ -81,9 +81,7 @@ class Header:
         return data_bytes(self.layout)
 
     def encode(self) -> bytes:
-        """Length and header; of equal length whatever the digests are. Raises ValueError above
-        `MAX_HEADER`.
-        """
+        """Length and header, equally long for any digests. Raises ValueError above `MAX_HEADER`."""
         names = {region.key: region.buffer for region in self.layout.regions}
         digests = {names[key]: f"{value:016x}" for key, value in self.digests.items()}
         covered = {
@@ -150,13 +148,12 @@ def _decode(data: bytes, size: int) -> Header:
     if not re.fullmatch("[1-9][0-9]{0,8}", text) or int(text) > MAX_TOKENS:
         raise SnapshotRefused(f"tokens {text!r}: 1 to {MAX_TOKENS}.")
     tokens = int(text)
+    settings = _object(metadata["conventions"], "conventions")
     try:
         layout = PoolLayout.from_json(metadata["layout"])
-        conventions = checked_conventions(_object(metadata["conventions"], "conventions"))
+        conventions = checked_conventions(settings)
         request = checked_request(metadata["request"])
         expected = portable(layout, tokens)
-    except SnapshotRefused:
-        raise
     except ValueError as error:
         what = "layout: " if isinstance(error, LayoutError) else ""
         raise SnapshotRefused(f"{what}{error}") from None

@@ -49,11 +49,7 @@ def portable(layout: PoolLayout, tokens: int) -> PoolLayout:
         regions.append(compact)
         end += items * size
     return PoolLayout(
-        tuple(buffers),
-        tuple(regions),
-        tuple(spaces.values()),
-        layout.total_kv_layers,
-        layout.model,
+        tuple(buffers), tuple(regions), tuple(spaces.values()), layout.total_kv_layers, layout.model
     )
 
 

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from disagg.snapshot import Header, SnapshotRefused, check, inspect, load, save
-from disagg.snapshot.copies import STAGING_BYTES
+from disagg.snapshot import STAGING_BYTES, Header, SnapshotRefused, check, inspect, load, save
 from kvpool import MHAPool, Space
 from kvpool.item import Cell, Repeat
 from tests import oracle

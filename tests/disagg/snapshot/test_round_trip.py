@@ -164,9 +164,9 @@ def test_memory_of_a_device_goes_through_its_copies(build):
 def test_requests_larger_than_the_staging_buffer(native, monkeypatch):
     """Windows of a file are cut, and long gaps in it are not read."""
     monkeypatch.setenv("KVPOOL_NATIVE", native)
-    monkeypatch.setattr("disagg.snapshot.copies.STAGING_BYTES", 1000)
-    monkeypatch.setattr("disagg.snapshot.copies.CHUNK_TOKENS", 7)
-    monkeypatch.setattr("disagg.snapshot.copies.MAX_GAP", 30)
+    monkeypatch.setattr("disagg.snapshot.STAGING_BYTES", 1000)
+    monkeypatch.setattr("disagg.snapshot.CHUNK_TOKENS", 7)
+    monkeypatch.setattr("disagg.snapshot.MAX_GAP", 30)
     monkeypatch.setattr("disagg.snapshot.files.MAX_SPAN", 50)
     for build in (mha, hybrid, dsv4):
         halves = [build(shard=Shard(rank, 2)) for rank in range(2)]
