@@ -1,6 +1,4 @@
-"""System calls that return at once, made without letting the GIL go: on a busy host a thread gets
-it back 5 ms later.
-"""
+"""System calls that return at once, with the GIL kept: a busy host gives it back 5 ms later."""
 
 from __future__ import annotations
 
@@ -26,9 +24,9 @@ class _Event(ctypes.Structure):
     _fields_ = (("mask", ctypes.c_uint32), ("data", ctypes.c_uint64))
 
 
-def _call(name: str, *arguments: Any) -> Callable[..., int]:
+def _call(name: str, *arguments: Any, result: Any = ctypes.c_ssize_t) -> Callable[..., int]:
     function = getattr(_libc, name)
-    function.argtypes, function.restype = arguments, ctypes.c_ssize_t
+    function.argtypes, function.restype = arguments, result
     return function  # type: ignore[no-any-return]
 
 
@@ -37,10 +35,8 @@ _recv = _call("recv", _int, _pointer, _size, _int)
 _send = _call("send", _int, _pointer, _size, _int)
 _read = _call("read", _int, _pointer, _size)
 _write = _call("write", _int, _pointer, _size)
-_epoll_wait = _call("epoll_wait", _int, _pointer, _int, _int)
-_epoll_ctl = _call("epoll_ctl", _int, _int, _int, _pointer)
-for _function in (_epoll_wait, _epoll_ctl):
-    _function.restype = _int  # type: ignore[attr-defined]
+_epoll_wait = _call("epoll_wait", _int, _pointer, _int, _int, result=_int)
+_epoll_ctl = _call("epoll_ctl", _int, _int, _int, _pointer, result=_int)
 ADD, MODIFY = 1, 3
 
 
@@ -92,7 +88,6 @@ class Waker:
                 write_byte(self.descriptor)
 
     def close(self) -> None:
-        """Closes the duplicate."""
         with self._lock:
             if self.descriptor >= 0:
                 os.close(self.descriptor)

@@ -20,9 +20,7 @@ def open_folder(path: Path) -> int:
 
 
 def read_in_folder(folder: int, path: Path) -> bytes:
-    """The content of the private file of `path`'s name in an open folder; see `read_file`. A
-    symbolic link is not followed.
-    """
+    """The private file of `path`'s name in an open folder; a symbolic link is not followed."""
     return _read(path, _open(path, path.name, os.O_NONBLOCK | os.O_NOFOLLOW, folder, ANY))
 
 
@@ -61,22 +59,17 @@ def _open(path: Path, name: str | Path, flags: int, folder: int | None, refused:
                 f"{path}: a symbolic link is not followed. Name what it points to."
             ) from None
         raise ValueError(f"{path}: {error.strerror}.") from None
-    try:
-        _check(path, os.fstat(descriptor), refused)
-    except ValueError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _check(path: Path, status: os.stat_result, refused: int) -> None:
-    user, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
-    what = f"{path}: user {status.st_uid} owns it, its mode is {mode:04o}"
+    status, user = os.fstat(descriptor), os.geteuid()
+    mode, reason = stat.S_IMODE(status.st_mode), ""
     if status.st_uid not in (user, 0):
-        raise ValueError(
-            f"{what}; this process believes files of its own user {user} and of root only. "
+        reason = (
+            f"; this process believes files of its own user {user} and of root only. "
             f"Run: chown {user} {path}"
         )
-    if mode & refused:
+    elif mode & refused:
         verb, cure = ("open", "go-rwx") if refused == ANY else ("write to", "go-w")
-        raise ValueError(f"{what}: other users may {verb} it. Run: chmod {cure} {path}")
+        reason = f": other users may {verb} it. Run: chmod {cure} {path}"
+    if reason:
+        os.close(descriptor)
+        raise ValueError(f"{path}: user {status.st_uid} owns it, its mode is {mode:04o}{reason}")
+    return descriptor
