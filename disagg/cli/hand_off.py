@@ -12,8 +12,8 @@ from os.path import isfile
 from typing import Any
 
 from disagg.plan import IncompatibleLayouts, Reason, TransferPlan
-from disagg.plan.cache import PlanCache
 from disagg.plan.explain import Explanation, explain_routes
+from disagg.plan.planner import PlanCache
 from kvpool.layout import PoolLayout
 from kvpool.layout.codec import read_file
 from kvpool.layout.sentences import by_layers, ranges

@@ -75,10 +75,7 @@ def cells_of(axes: tuple[Axis, ...], width: int, box: Box) -> tuple[Cells, ...]:
 
 
 def sums(read: ReadCells, starts: Ints, cells: Cells, key: Key, entries: Ints) -> Hashes:
-    """For each entry, the sum of its cells' hashes mod 2**64.
-
-    `starts` are offsets of the entries' first bytes for `read`, `entries` their numbers.
-    """
+    """Sums mod 2**64 of the cell hashes of `entries`, whose first bytes `read` has at `starts`."""
     hashes = _multilinear(read(starts[:, None] + cells.offsets, cells.width))
     hashes += cells.numbers
     hashes += (entries.astype(np.uint64) * _ENTRY + _seed(key))[:, None]
@@ -131,9 +128,7 @@ def _seed(key: Key) -> Hashes:
 
 
 def _multilinear(cells: npt.NDArray[np.void]) -> Hashes:
-    """Sum of the 32-bit halves of each cell's words times odd weights: a change of one half changes
-    the sum.
-    """
+    """Sum of the 32-bit halves of a cell's words times odd weights: each half changes the sum."""
     width = cells.dtype.itemsize
     words = -(-width // 8)
     raw = cells.view(np.uint8).reshape(*cells.shape, width)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from math import prod
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -17,9 +16,9 @@ from msgspec import Meta, Struct
 
 from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, reader, sums
 from disagg.plan import TransferPlan
-from disagg.plan.matching.pairing import cut
+from disagg.plan.pairing import cut
 from disagg.plan.positions import BlockLookup
-from disagg.plan.runs import Box
+from disagg.plan.runs import Box, volume
 from kvpool.layout import Axis, Buffer, Interleave, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import axis_steps, by_layers, held_words, one_line, ranges
@@ -98,7 +97,7 @@ def digests(
         read = reader(layout.buffer_of(region))
         # looking for the entries of a piece takes time by this side's entries, all of them
         entries = len(layout.space_of(region).held.part(piece.entries))
-        live -= entries * _volume(piece.box) * region.width
+        live -= entries * volume(piece.box) * region.width
         if live < 0:
             raise ValueError(f"{region}: the pieces up to this one exceed the live bytes.")
         hashes = np.zeros(starts.size, dtype=np.uint64)
@@ -300,7 +299,7 @@ def _region(layout: PoolLayout, piece: Piece) -> Region:
                 f"{region}: a piece has {name} {low} to {high - 1}, the region {axis.start} to "
                 f"{axis.stop - 1}."
             )
-    if _volume(piece.box) * -(-region.width // CELL) > MAX_CELLS:
+    if volume(piece.box) * -(-region.width // CELL) > MAX_CELLS:
         raise ValueError(f"{region}: a piece has more than {MAX_CELLS} cells per entry.")
     return region
 
@@ -308,9 +307,7 @@ def _region(layout: PoolLayout, piece: Piece) -> Region:
 def _rows(
     layout: PoolLayout, address: RequestAddress, region: Region, piece: Piece
 ) -> tuple[Ints, Ints]:
-    """The offset in a region's buffer and the number of each entry. Raises ValueError for entries
-    that are not alive, or another rank's.
-    """
+    """Each entry's offset in its buffer, and number. Raises ValueError for dead or others' ones."""
     space, buffer, axis = layout.space_of(region), layout.buffer_of(region), region.axis("entry")
     packed, total, entries = bool(region.packing), address.num_tokens, piece.entries
     alive = space.alive_items(total) if packed else space.alive_in_request(total)
@@ -333,7 +330,3 @@ def _rows(
     ids = BlockLookup(space, layout, address, str(region)).ids(items)
     starts = ids * buffer.item_stride + region.offset + steps * (axis.stride if axis else 0)
     return starts, numbers
-
-
-def _volume(box: Box) -> int:
-    return prod(high - low for _, low, high in box)

@@ -2,7 +2,7 @@
 
 from disagg.plan.bind import CopyBatch, Count
 from disagg.plan.explain import ExplainRow, Explanation
-from disagg.plan.matching.group import Group
+from disagg.plan.match import Group
 from disagg.plan.planner import IncompatibleLayouts, Reason, TransferPlan, plan
 from disagg.plan.positions import IncompleteTransfer
 

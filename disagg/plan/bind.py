@@ -1,6 +1,4 @@
-"""Binds a plan's routes to one request: arrays of source pointers, destination pointers and
-lengths, without a Python object per run.
-"""
+"""Binds a plan's routes to one request: arrays of pointers and lengths, no object per run."""
 
 from __future__ import annotations
 
@@ -12,16 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries, pair_items
+from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries
 from disagg.plan.runs import Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
-from kvpool.layout.grid import Ints, ragged
+from kvpool.layout.grid import Ints, ragged, rows_of
 
 _LENGTH = struct.Struct("q")
 BYTES_PER_RUN = 4096
-"""Dead bytes of a last page that may travel for each run that they save; at least half of its runs
-must be saved.
-"""
+"""Dead bytes of a last page that may travel for each run saved; at least half must be saved."""
 
 
 class Count(Enum):
@@ -36,15 +32,11 @@ class Count(Enum):
     items of packed regions. The block table's number is the most that it can be.
     """
     LEARNED = "learned"
-    """The rest of `tokens`, which end with the request: windows, slots, rings, and the last item of
-    a packed region if it is not full.
-    """
+    """The rest, to the request's end: windows, slots, rings, the last packed item if not full."""
 
 
 class BoundRuns(NamedTuple):
-    """Offsets from a pair's bases and lengths in bytes, `[A, F]` each: runs of an item or entry at
-    each of `F` steps of the request.
-    """
+    """Offsets from a pair's bases and lengths in bytes, `[A, F]` each: A runs at F steps each."""
 
     src: Ints
     dst: Ints
@@ -127,10 +119,11 @@ class Binder:
         # routes of one shape, such as those of keys and of values, have the same runs
         self._by_shape: dict[object, list[_Pointers]] = {}
         for route in routes:
-            pointers = _Pointers(
-                route, _bases(source, route.src.buffers), _bases(dest, route.dst.buffers)
+            src_base, dst_base = (
+                np.array([layout.buffer_by_name[name].base for name in side.buffers], np.int64)
+                for layout, side in ((source, route.src), (dest, route.dst))
             )
-            self._by_shape.setdefault(route.shape, []).append(pointers)
+            self._by_shape.setdefault(route.shape, []).append(_Pointers(route, src_base, dst_base))
 
     def bind(
         self,
@@ -146,7 +139,7 @@ class Binder:
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
         pairs_by_spaces: dict[tuple[str, str, bool], EntryPairs] = {}
-        blocks: list[tuple[_Pointers, BoundRuns]] = []
+        blocks: list[tuple[list[_Pointers], BoundRuns]] = []
         for shape in self._by_shape.values():
             route = shape[0].route
             moved = _moved(route, tokens, count)
@@ -156,26 +149,20 @@ class Binder:
             spaces = route.src.space.name, route.dst.space.name, route.packed
             pairs = pairs_by_spaces.get(spaces)
             if pairs is None:
-                pair = pair_items if route.packed else pair_entries
-                pairs = pairs_by_spaces[spaces] = pair(
+                pairs = pairs_by_spaces[spaces] = pair_entries(
                     BlockLookup(route.src.space, self._source, source_address, "source"),
                     BlockLookup(route.dst.space, self._dest, dest_address, "destination"),
                     moved,
+                    packed=route.packed,
                 )
-            if not pairs.count.size:
-                continue
-            for runs in _runs(route, pairs, ends=tokens.stop == total):
-                blocks += [(pointers, runs) for pointers in routes]
+            blocks += [(routes, runs) for runs in _runs(route, pairs, ends=tokens.stop == total)]
         return _batch(blocks)
 
 
-def _batch(blocks: Sequence[tuple[_Pointers, BoundRuns]]) -> CopyBatch:
-    """Runs at each record pair of a route, `[B, A, F]`, one block after the other."""
-    size = sum(pointers.src_base.size * runs.src.size for pointers, runs in blocks)
-    # of runs that several routes share, once
-    lengths = {id(runs): runs.nbytes for _, runs in blocks}
-    totals = {key: int(nbytes.sum()) for key, nbytes in lengths.items()}
-    edges = {edge for nbytes in lengths.values() for edge in (int(nbytes.min()), int(nbytes.max()))}
+def _batch(blocks: Sequence[tuple[Sequence[_Pointers], BoundRuns]]) -> CopyBatch:
+    """Runs at each record pair of routes of one shape, `[B, A, F]`, one block after the other."""
+    size = sum(p.src_base.size * runs.src.size for routes, runs in blocks for p in routes)
+    edges = {int(edge) for _, runs in blocks for edge in (runs.nbytes.min(), runs.nbytes.max())}
     # one allocation: of several, glibc gives the memory back at once, and takes page faults again
     columns = np.empty((2 if len(edges) == 1 else 3, size), dtype=np.int64)
     src, dst = columns[:2]
@@ -185,16 +172,18 @@ def _batch(blocks: Sequence[tuple[_Pointers, BoundRuns]]) -> CopyBatch:
         nbytes = columns[-1]
     shares: dict[int, tuple[Route, int, int]] = {}
     start = 0
-    for (route, src_base, dst_base), runs in blocks:
-        pairs, count = src_base.size, src_base.size * runs.src.size
-        part, shape = slice(start, start + count), (pairs, *runs.src.shape)
-        start = part.stop
-        np.add(src_base[:, None, None], runs.src, out=src[part].reshape(shape))
-        np.add(dst_base[:, None, None], runs.dst, out=dst[part].reshape(shape))
-        if nbytes.strides != (0,):
-            nbytes[part].reshape(shape)[...] = runs.nbytes
-        _, number, total = shares.get(id(route), (route, 0, 0))
-        shares[id(route)] = route, number + count, total + pairs * totals[id(runs)]
+    for routes, runs in blocks:
+        bound = int(runs.nbytes.sum())
+        for route, src_base, dst_base in routes:
+            pairs, count = src_base.size, src_base.size * runs.src.size
+            part, shape = slice(start, start + count), (pairs, *runs.src.shape)
+            start = part.stop
+            np.add(src_base[:, None, None], runs.src, out=src[part].reshape(shape))
+            np.add(dst_base[:, None, None], runs.dst, out=dst[part].reshape(shape))
+            if nbytes.strides != (0,):
+                nbytes[part].reshape(shape)[...] = runs.nbytes
+            _, number, total = shares.get(id(route), (route, 0, 0))
+            shares[id(route)] = route, number + count, total + pairs * bound
     return CopyBatch(src, dst, nbytes, tuple(shares.values()))
 
 
@@ -212,20 +201,18 @@ def _moved(route: Route, tokens: range, count: Count) -> range | None:
 
 def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
     """Runs and bytes that a route moves for these pairs of entries, all of a request."""
-    bound = list(_runs(route, pairs, ends=True)) if pairs.count.size else []
+    bound = list(_runs(route, pairs, ends=True))
     size = sum(runs.src.size for runs in bound)
     nbytes = sum(int(runs.nbytes.sum()) for runs in bound)
     return len(route.src.buffers) * size, len(route.src.buffers) * nbytes
-
-
-def _bases(layout: PoolLayout, buffers: Sequence[str]) -> Ints:
-    return np.array([layout.buffer_by_name[name].base for name in buffers], dtype=np.int64)
 
 
 def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
     """The runs of one record pair. `ends`: the last pairs are those of the last positions."""
     src_entries, dst_entries = route.src.entries, route.dst.entries
     chains, singles, whole, linear, dense = route.runs
+    if not pairs.count.size:
+        return
     if linear:
         yield _bound(route, chains, pairs.coalesced(src_entries, dst_entries))
         return
@@ -235,10 +222,10 @@ def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
             pairs = _with_whole_tail(route, whole, pairs)
         full = (pairs.count == src_entries) & (pairs.src_step == 0) & (pairs.dst_step == 0)
         if full.any():
-            items = pairs.select(full)
+            items = rows_of(pairs, full)
             items = items.coalesced(src_entries, src_entries) if dense else items
             yield _bound(route, whole, replace(items, count=items.count // src_entries))
-        rest = pairs.select(~full)
+        rest = rows_of(pairs, ~full)
     if rest.count.size:
         if chains.size:
             yield _bound(route, chains, rest)

@@ -16,10 +16,7 @@ from kvpool.layout.sentences import held_words, ranges, steps
 if TYPE_CHECKING:
     from rich.table import Table
 
-SKIPPED = {
-    "missing": "no source has it; allowed",
-    "unsent": "the destination has no such region",
-}
+SKIPPED = {"missing": "no source has it; allowed", "unsent": "the destination has no such region"}
 """Why regions are not moved."""
 
 

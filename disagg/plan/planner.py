@@ -6,6 +6,8 @@ destination exactly once.
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,9 +15,8 @@ from functools import cached_property
 from disagg.errors import PeerError
 from disagg.plan.bind import Binder, CopyBatch, Count
 from disagg.plan.explain import Explanation, explain_routes
-from disagg.plan.matching.group import Group, share_out
-from disagg.plan.matching.match import Part, absent, elect, mismatches, named_pairs, tile
-from disagg.plan.matching.pairing import Pairing, pair
+from disagg.plan.match import Group, Part, absent, elect, mismatches, named_pairs, share_out, tile
+from disagg.plan.pairing import Pairing, pair
 from disagg.plan.positions import id_clash
 from disagg.plan.proof import prove
 from disagg.plan.routes import records_of, routes_of
@@ -220,6 +221,46 @@ def plan(
         layer_routes=layer_routes,
         asks=asks,
     )
+
+
+class PlanCache:
+    """The `capacity` plans used last, all for one `allow_missing`, by the shape of their layouts:
+    peers of one shape differ in pointers only. Not thread-safe.
+    """
+
+    def __init__(self, allow_missing: Collection[str] = (), capacity: int = 64) -> None:
+        self.allow_missing, self.capacity = frozenset(allow_missing), capacity
+        self.hits = 0
+        self.misses = 0
+        self.seconds = 0.0
+        """Spent in all, refusals included."""
+        self._plans: OrderedDict[object, TransferPlan] = OrderedDict()
+        """By fingerprints of sources and destination, and `Group.shape`."""
+
+    def plan(
+        self, sources: Sequence[PoolLayout], dest: PoolLayout, group: Group | None = None
+    ) -> TransferPlan:
+        """As `disagg.plan.plan`. A refusal is computed and raised each time."""
+        began = time.perf_counter()
+        try:
+            shapes = [layout.fingerprint() for layout in (*sources, dest)]
+            key = tuple(shapes), group.shape if group else None
+            planned = self._plans.get(key)
+            if planned is None:
+                self.misses += 1
+                planned = plan(sources, dest, allow_missing=self.allow_missing, group=group)
+                self._plans[key] = planned
+                if len(self._plans) > self.capacity:
+                    self._plans.popitem(last=False)
+                return planned
+            self.hits += 1
+            self._plans.move_to_end(key)
+            if shapes != [layout.fingerprint() for layout in (*planned.sources, planned.dest)]:
+                paired = pair(sources, dest)  # cells of the layouts given were cut
+                sources, dest = paired.sources, paired.dest
+            return planned.between(sources, dest)
+        finally:
+            self.seconds += time.perf_counter() - began
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.grid import Ints, ragged, rows_of
@@ -21,19 +20,13 @@ class IncompleteTransfer(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EntryPairs:
-    """Stretches of entries that lie in one item on each side: item ids, first steps within the
-    items, and counts, `[F]` each.
-    """
+    """Stretches of entries in one item of each side: ids, first steps, and counts, `[F]` each."""
 
     src_item: Ints
     src_step: Ints
     dst_item: Ints
     dst_step: Ints
     count: Ints
-
-    def select(self, which: slice | Ints | npt.NDArray[np.bool_]) -> EntryPairs:
-        """The stretches of a slice, of a mask, or at indices."""
-        return rows_of(self, which)
 
     def coalesced(self, src_entries: int, dst_entries: int) -> EntryPairs:
         """The same entries, joined where a stretch continues in the next item on both sides: with 4
@@ -45,12 +38,12 @@ class EntryPairs:
         if breaks.all():
             return self
         first = np.flatnonzero(np.append(True, breaks))
-        return replace(self.select(first), count=np.add.reduceat(self.count, first))
+        return replace(rows_of(self, first), count=np.add.reduceat(self.count, first))
 
     def entries(self) -> EntryPairs:
         """One stretch per entry."""
         stretch, within = ragged(self.count)
-        pairs = self.select(stretch)
+        pairs = rows_of(self, stretch)
         return replace(
             pairs,
             src_step=pairs.src_step + within,
@@ -60,21 +53,13 @@ class EntryPairs:
 
 
 def scattered(src: Space, dst: Space, tokens: int, *, packed: bool) -> EntryPairs:
-    """The pairs of a request of `tokens` tokens in the worst case: no two items adjacent. Packed
-    items move whole.
-    """
-    if packed:
-        numbers = _numbers(dst.needed_items(range(tokens), tokens))
-        pairs = _item_pairs(numbers, numbers)
-    else:
-        pairs = _pair_by_number(src, dst, dst.needed_entries(range(tokens), tokens))
+    """The pairs of a request in the worst case: no two items adjacent. Packed items move whole."""
+    pairs = _pair_by_number(src, dst, _needed(dst, range(tokens), tokens, packed), packed)
     return replace(pairs, src_item=2 * pairs.src_item, dst_item=2 * pairs.dst_item)
 
 
 class BlockLookup:
-    """Item ids of a request in one space, checked against the space's buffers. `who` names the
-    side, for errors.
-    """
+    """A request's item ids in one space, checked against its buffers. `who` names the side."""
 
     def __init__(self, space: Space, layout: PoolLayout, address: RequestAddress, who: str) -> None:
         self.space, self.address, self._who = space, address, who
@@ -86,16 +71,6 @@ class BlockLookup:
         that are not listed, ValueError for ids outside the buffer.
         """
         first, stop = int(numbers[0]), int(numbers[-1]) + 1
-        listed = self._listed(first, stop)
-        if stop - first != numbers.size or (numbers[1:] == numbers[:-1]).any():
-            listed = listed[numbers - first]
-        return self._inside(listed)
-
-    def consecutive(self, first: int, stop: int) -> Ints:
-        """As `ids`, of items number `first` to `stop`."""
-        return self._inside(self._listed(first, stop))
-
-    def _listed(self, first: int, stop: int) -> Ints:
         span, space = self.span, self.space
         if span is None:
             raise ValueError(
@@ -109,15 +84,14 @@ class BlockLookup:
                 f"{self._who}: space {space.name} needs items for positions {wanted}, its block "
                 f"table covers {listed}. List the items of all of them."
             )
-        return span.ids[first - start : stop - start]
-
-    def _inside(self, ids: Ints) -> Ints:
+        ids = span.ids[first - start : stop - start]
+        if stop - first != numbers.size or (numbers[1:] == numbers[:-1]).any():
+            ids = ids[numbers - first]
         low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-        reserved = self.space.reserved
-        if low < reserved or high >= self._items:
+        if low < space.reserved or high >= self._items:
             raise ValueError(
-                f"{self._who}: item {low if low < reserved else high} of space {self.space.name} "
-                f"lies outside {reserved} to {self._items - 1}."
+                f"{self._who}: item {low if low < space.reserved else high} of space {space.name} "
+                f"lies outside {space.reserved} to {self._items - 1}."
             )
         return ids
 
@@ -167,36 +141,22 @@ def id_clash(layout: PoolLayout, address: RequestAddress) -> str | None:
     return None
 
 
-def pair_entries(src: BlockLookup, dst: BlockLookup, tokens: range) -> EntryPairs:
-    """Pairs the entries of `tokens` that the destination keeps alive and both sides hold."""
-    needed = dst.space.needed_entries(tokens, dst.address.num_tokens)
-    _check_offered(src, needed, tokens, dst.address.num_tokens)
-    pairs = _pair_by_number(src.space, dst.space, needed)
+def pair_entries(src: BlockLookup, dst: BlockLookup, tokens: range, *, packed: bool) -> EntryPairs:
+    """Pairs the entries of `tokens` that the destination keeps alive and both sides hold; of packed
+    regions the items that move whole with `tokens`, each as one stretch of one entry.
+    """
+    space, total = dst.space, dst.address.num_tokens
+    needed = _needed(space, tokens, total, packed)
+    entries = space.traits.entries_of(space, needed, total) if packed else needed
+    _check_offered(src, entries, tokens, total)
+    pairs = _pair_by_number(src.space, space, needed, packed)
     if not pairs.count.size:
         return pairs
     return replace(pairs, src_item=src.ids(pairs.src_item), dst_item=dst.ids(pairs.dst_item))
 
 
-def pair_items(src: BlockLookup, dst: BlockLookup, tokens: range) -> EntryPairs:
-    """Pairs the items that move whole with `tokens`, each as one stretch of one entry."""
-    total = dst.address.num_tokens
-    needed = dst.space.needed_items(tokens, total)
-    numbers = _numbers(needed)
-    if not needed:
-        return _item_pairs(numbers, numbers)
-    _check_offered(src, dst.space.traits.entries_of(dst.space, needed, total), tokens, total)
-    return _item_pairs(src.ids(numbers), dst.ids(numbers))
-
-
-def _numbers(numbers: range) -> Ints:
-    return np.arange(numbers.start, numbers.stop, dtype=np.int64)
-
-
-def _item_pairs(src: Ints, dst: Ints) -> EntryPairs:
-    step = np.zeros_like(src)
-    return EntryPairs(
-        src_item=src, src_step=step, dst_item=dst, dst_step=step, count=np.ones_like(src)
-    )
+def _needed(space: Space, tokens: range, total: int, packed: bool) -> range:
+    return space.needed_items(tokens, total) if packed else space.needed_entries(tokens, total)
 
 
 def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -> None:
@@ -226,14 +186,18 @@ def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -
             )
 
 
-def _pair_by_number(src: Space, dst: Space, needed: range) -> EntryPairs:
-    """Pairs those of the request's entries `needed` that both spaces hold; `src_item` and
-    `dst_item` are numbers of items of the request.
+def _pair_by_number(src: Space, dst: Space, needed: range, packed: bool) -> EntryPairs:
+    """Pairs those of the request's entries `needed` (`packed`: items) that both spaces hold;
+    `src_item` and `dst_item` are numbers of items of the request.
 
     Entries 2 to 13 of pages of 4 and pages of 6 are five stretches, which begin at 2, 4, 6, 8 and
     12: items 0, 1, 1, 2, 3 of the source from steps 2, 0, 2, 0, 0 on, items 0, 0, 1, 1, 2 of the
     destination from steps 2, 4, 0, 2, 0 on.
     """
+    if packed:
+        item = np.arange(needed.start, needed.stop, dtype=np.int64)
+        step, count = np.zeros_like(item), np.ones_like(item)
+        return EntryPairs(src_item=item, src_step=step, dst_item=item, dst_step=step, count=count)
     if src.held == dst.held:
         src_starts, count = _stretches(src.held.part(needed), src.steps, dst.steps)
         dst_starts = src_starts

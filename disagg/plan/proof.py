@@ -12,14 +12,13 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from disagg.plan.matching.match import Part
-from disagg.plan.matching.pairing import encoded
+from disagg.plan.match import Part
+from disagg.plan.pairing import encoded
 from disagg.plan.routes import RecordEnd, Records
 from disagg.plan.runs import Box, ItemRuns, Route, RouteSide, Runs
 from kvpool.layout import Axis, Key
 from kvpool.layout.grid import Ints, bytes_below, fuse, merge_intervals, outer_sum
 
-_NONE = np.empty(0, dtype=np.int64)
 _Moved = tuple[int, int, tuple[Axis, ...], Box]
 """Where a region begins in an item, its width and axes, and the steps that are moved."""
 
@@ -60,19 +59,11 @@ def prove(records: Sequence[Records], parts: Iterable[Part], routes: Sequence[Ro
 
 
 class _Columns(NamedTuple):
-    """Runs of one side: starts, lengths, and bytes to the next entry, `[R]` each."""
+    """Bytes of entry 0 in the item: starts, lengths, and bytes to the next entry, `[R]` each."""
 
     starts: Ints
     nbytes: Ints
     steps: Ints
-
-
-class _Cells(NamedTuple):
-    """Bytes of entry 0: offsets in the item `[C]`, one length, and bytes to the next entry."""
-
-    starts: Ints
-    width: int
-    step: int
 
 
 class _RecordSide(NamedTuple):
@@ -88,39 +79,7 @@ class _RecordSide(NamedTuple):
     def check(self) -> None:
         chains, singles = self._columns(self.runs.chains), self._columns(self.runs.singles)
         self._check_entry(chains, singles)
-        self._check_item(chains, singles)
-
-    def refuse(self, first: int, end: int, what: str) -> NoReturn:
-        names = ", ".join(f"{owner} layer {layer} {role}" for owner, layer, role in self.keys)
-        raise RuntimeError(
-            f"{names}: on the {self.name}, bytes {first} to {end} of an item (from buffer "
-            f"{self.record.first} on) {what}. The plan is wrong and was not used."
-        )
-
-    def _columns(self, runs: Runs) -> _Columns:
-        if self.name == "source":
-            return _Columns(runs.src, runs.nbytes, runs.src_step)
-        return _Columns(runs.dst, runs.nbytes, runs.dst_step)
-
-    def _check_entry(self, chains: _Columns, singles: _Columns) -> None:
-        """The runs of entry 0 are the parts' bytes, each once, and go on at the parts' steps."""
-        starts, nbytes, steps = map(np.concatenate, zip(chains, singles))
-        ends: Ints = starts + nbytes
-        cells = [_cells(start, width, axes, box) for start, width, axes, box in self.moved]
-        for step in {cell.step for cell in cells}.union(steps.tolist()):
-            alike, chosen = [cell for cell in cells if cell.step == step], steps == step
-            low = np.concatenate([_NONE, *(cell.starts for cell in alike)])
-            high = np.concatenate([_NONE, *(cell.starts + cell.width for cell in alike)])
-            wanted = np.concatenate(merge_intervals(low, high))
-            moved = np.concatenate(merge_intervals(starts[chosen], ends[chosen]))
-            if not np.array_equal(wanted, moved):
-                first, end = np.setxor1d(wanted, moved)[:2].tolist()
-                self.refuse(first, end, "are left out, or moved and in none of its regions")
-        if nbytes.sum() != sum(cell.starts.size * cell.width for cell in cells):
-            self.refuse(int(starts.min()), int(ends.max()), "are moved twice")
-
-    def _check_item(self, chains: _Columns, singles: _Columns) -> None:
-        """Nothing but padding joins entries, runs and items."""
+        # nothing but padding joins entries, runs and items
         stride, entries, runs = self.side.stride, self.side.entries, self.runs
         starts, own = chains.starts, entries * chains.nbytes
         spans = (entries - 1) * chains.steps + chains.nbytes
@@ -148,6 +107,35 @@ class _RecordSide(NamedTuple):
             zero = np.zeros(1, dtype=np.int64)
             self._check_filled(zero, zero + stride, zero + filled.sum())
 
+    def refuse(self, first: int, end: int, what: str) -> NoReturn:
+        names = ", ".join(f"{owner} layer {layer} {role}" for owner, layer, role in self.keys)
+        raise RuntimeError(
+            f"{names}: on the {self.name}, bytes {first} to {end} of an item (from buffer "
+            f"{self.record.first} on) {what}. The plan is wrong and was not used."
+        )
+
+    def _columns(self, runs: Runs) -> _Columns:
+        if self.name == "source":
+            return _Columns(runs.src, runs.nbytes, runs.src_step)
+        return _Columns(runs.dst, runs.nbytes, runs.dst_step)
+
+    def _check_entry(self, chains: _Columns, singles: _Columns) -> None:
+        """The runs of entry 0 are the parts' bytes, each once, and go on at the parts' steps."""
+        starts, nbytes, steps = map(np.concatenate, zip(chains, singles))
+        ends: Ints = starts + nbytes
+        parts = (_cells(start, width, axes, box) for start, width, axes, box in self.moved)
+        cells = _Columns(*map(np.concatenate, zip(*parts)))
+        for step in {*cells.steps.tolist(), *steps.tolist()}:
+            inside, chosen = cells.steps == step, steps == step
+            low = cells.starts[inside]
+            wanted = np.concatenate(merge_intervals(low, low + cells.nbytes[inside]))
+            moved = np.concatenate(merge_intervals(starts[chosen], ends[chosen]))
+            if not np.array_equal(wanted, moved):
+                first, end = np.setxor1d(wanted, moved)[:2].tolist()
+                self.refuse(first, end, "are left out, or moved and in none of its regions")
+        if nbytes.sum() != cells.nbytes.sum():
+            self.refuse(int(starts.min()), int(ends.max()), "are moved twice")
+
     def _check_filled(self, starts: Ints, nbytes: Ints, own: Ints) -> None:
         """All bytes of runs but their `own` ones are declared padding."""
         low, high = self.record.item.pad_starts, self.record.item.pad_ends
@@ -159,7 +147,7 @@ class _RecordSide(NamedTuple):
             self.refuse(first, end, what)
 
 
-def _cells(start: int, width: int, axes: Sequence[Axis], box: Box) -> _Cells:
+def _cells(start: int, width: int, axes: Sequence[Axis], box: Box) -> _Columns:
     steps, step = {name: (low, high) for name, low, high in box}, 0
     inner: list[tuple[int, int]] = []
     for axis in axes:
@@ -170,4 +158,5 @@ def _cells(start: int, width: int, axes: Sequence[Axis], box: Box) -> _Cells:
             start += (low - axis.start) * axis.stride
             inner.append((high - low, axis.stride))
     width, inner = fuse(width, inner)
-    return _Cells(outer_sum(start, inner), width, step)
+    starts = outer_sum(start, inner)
+    return _Columns(starts, np.full_like(starts, width), np.full_like(starts, step))

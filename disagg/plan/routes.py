@@ -11,18 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from disagg.plan.matching.match import Part
-from disagg.plan.matching.pairing import encoded
-from disagg.plan.runs import (
-    Item,
-    ItemRuns,
-    Route,
-    RouteSide,
-    Runs,
-    entry_runs,
-    item_runs,
-    join,
-)
+from disagg.plan.match import Part
+from disagg.plan.pairing import encoded
+from disagg.plan.runs import Item, ItemRuns, Route, RouteSide, Runs, entry_runs, item_runs, join
 from kvpool.layout import Buffer, Key, PoolLayout, Region, Space
 from kvpool.layout.grid import Ints, merge_intervals, region_runs
 
@@ -157,9 +148,7 @@ class Records:
         return regions
 
     def end(self, buffers: Sequence[str]) -> tuple[RecordEnd, list[int]]:
-        """The record that runs between these buffers may join (of one buffer, itself), and where
-        their items begin in its.
-        """
+        """The record that runs of these buffers may join, and where their items begin in its."""
         by_name = self.layout.buffer_by_name
         one = len(set(buffers)) == 1
         record = [by_name[buffers[0]]] if one else self.beside[buffers[0]]
@@ -198,9 +187,7 @@ class Records:
 
 
 def _padding(records: Records, record: Sequence[Buffer]) -> tuple[Ints, Ints]:
-    """Bytes of a record's item that are in no region, in the items of buffers that declare them
-    padding. Without that declaration they are somebody else's.
-    """
+    """Declared padding of a record's item; what else is in no region is somebody else's."""
     gaps: list[tuple[Ints, Ints]] = [(none := np.empty(0, dtype=np.int64), none)]
     for buffer in record:
         inside = records.inside.get(buffer.name, ())

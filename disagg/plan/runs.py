@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,10 @@ GAPS_AT_ONCE = 1 << 20
 """Bounds the memory for checking gaps between entries."""
 
 Box = tuple[tuple[str, int, int], ...]
+
+
+def volume(box: Box) -> int:
+    return prod(high - low for _, low, high in box)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -57,9 +62,6 @@ class Runs:
     @property
     def size(self) -> int:
         return self.src.size
-
-    def pick(self, which: npt.NDArray[np.bool_] | Ints) -> Runs:
-        return rows_of(self, which)
 
 
 class ItemRuns(NamedTuple):
@@ -174,7 +176,7 @@ def join(parts: Sequence[tuple[Runs, int, int]]) -> Runs:
         src_step=np.concatenate([runs.src_step for runs, _, _ in parts]),
         dst_step=np.concatenate([runs.dst_step for runs, _, _ in parts]),
     )
-    runs = runs.pick(np.argsort(runs.dst, kind="stable"))
+    runs = rows_of(runs, np.argsort(runs.dst, kind="stable"))
     continues = (
         (runs.src[:-1] + runs.nbytes[:-1] == runs.src[1:])
         & (runs.dst[:-1] + runs.nbytes[:-1] == runs.dst[1:])
@@ -182,28 +184,24 @@ def join(parts: Sequence[tuple[Runs, int, int]]) -> Runs:
         & (runs.dst_step[:-1] == runs.dst_step[1:])
     )
     first = np.flatnonzero(np.append(True, ~continues))
-    return replace(runs.pick(first), nbytes=np.add.reduceat(runs.nbytes, first))
+    return replace(rows_of(runs, first), nbytes=np.add.reduceat(runs.nbytes, first))
 
 
 def item_runs(src: Item, dst: Item, runs: Runs, packed: bool) -> ItemRuns:
     """The joined `runs` of a record pair, classified. Packed items are one entry."""
     src_entries, dst_entries = (1, 1) if packed else (src.entries, dst.entries)
     chained = _chained(src, dst, runs)
-    chains, singles = runs.pick(chained), runs.pick(~chained)
-    linear = (
-        singles.size == 0
-        and src.several
-        and bool((chains.nbytes == chains.src_step).all())
-        and bool((chains.src_step * src_entries == src.stride).all())
-        and bool((chains.dst_step * dst_entries == dst.stride).all())
-    )
+    chains, singles = rows_of(runs, chained), rows_of(runs, ~chained)
+    filled = chains.src_step * src_entries == src.stride
+    filled &= chains.dst_step * dst_entries == dst.stride
+    filled &= chains.nbytes == chains.src_step
     same = src_entries == dst_entries
     whole = _whole(src, dst, chains, singles, src_entries) if same else None
     return ItemRuns(
         chains=chains,
         singles=singles,
         whole=whole,
-        linear=linear,
+        linear=singles.size == 0 and src.several and bool(filled.all()),
         dense=whole is not None and _dense(src, dst, whole),
     )
 
@@ -213,9 +211,9 @@ def _chained(src: Item, dst: Item, runs: Runs) -> npt.NDArray[np.bool_]:
     same = (runs.src_step == runs.dst_step) & (runs.nbytes <= runs.src_step)
     gap = same & (runs.nbytes < runs.src_step)
     if gap.any():
-        some = runs.pick(gap)
-        clear = _apart_by_padding(src, some.src, some) & _apart_by_padding(dst, some.dst, some)
-        same[gap] = clear
+        some = rows_of(runs, gap)
+        same[gap] = _apart_by_padding(src, some.src, some)
+        same[gap] &= _apart_by_padding(dst, some.dst, some)
     return np.asarray(same, dtype=np.bool_)
 
 
@@ -264,9 +262,6 @@ def _dense(src: Item, dst: Item, whole: Runs) -> bool:
     """Whether adjacent items are one run: only equal padding lies between them."""
     if whole.size != 1 or src.stride != dst.stride or not src.several:
         return False
-    for item, start in ((src, whole.src), (dst, whole.dst)):
-        tail = item.is_padding(start + whole.nbytes, np.full(1, item.stride))
-        head = item.is_padding(np.zeros(1, dtype=np.int64), start)
-        if not (tail.all() and head.all()):
-            return False
-    return bool(whole.src[0] == whole.dst[0])
+    starts, ends = np.append(0, whole.src + whole.nbytes), np.append(whole.src, src.stride)
+    padded = all(item.is_padding(starts, ends).all() for item in (src, dst))
+    return padded and bool(whole.src == whole.dst)

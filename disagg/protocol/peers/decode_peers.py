@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from disagg.errors import RoomError
 from disagg.plan import Group, IncompatibleLayouts
-from disagg.plan.cache import PlanCache
+from disagg.plan.planner import PlanCache
 from disagg.protocol import messages
 from disagg.protocol.codec import wanted_layout
 from disagg.protocol.events import Connect, ConnectEngine, DropPeer, Effects

@@ -20,6 +20,7 @@ from disagg.plan.routes import records_of
 from kvpool import MHAPool, Shard
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
+from kvpool.layout.grid import rows_of
 from tests.oracle import copy, copy_through_buffer, covered
 from tests.slices import arrived, models, sides
 
@@ -108,8 +109,8 @@ def damaged(route):
     for part in ("chains", "singles"):
         runs = getattr(runs_of, part)
         if runs.size:
-            yield with_runs(**{part: runs.pick(np.arange(runs.size - 1))})
-            yield with_runs(**{part: runs.pick(np.arange(runs.size + 1) % runs.size)})
+            yield with_runs(**{part: rows_of(runs, np.arange(runs.size - 1))})
+            yield with_runs(**{part: rows_of(runs, np.arange(runs.size + 1) % runs.size)})
             yield with_runs(**{part: replace(runs, dst_step=runs.dst_step + 2)})
     if not runs_of.linear:
         yield with_runs(linear=True)

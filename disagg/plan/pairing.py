@@ -42,9 +42,7 @@ class Alike:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """Layouts as they were paired, all regions of the destination, and the keys of all that sources
-    hold.
-    """
+    """The paired layouts, all regions of the destination, and the keys of all that sources hold."""
 
     sources: tuple[PoolLayout, ...]
     dest: PoolLayout
@@ -111,9 +109,7 @@ def _pair(sources: Sequence[PoolLayout], dest: PoolLayout) -> Pairing:
 
 
 def _forms(layout: PoolLayout, numbers: dict[bytes, int]) -> Iterator[tuple[Key, int]]:
-    """For each key a number, which is that of all regions that differ in nothing but owner, role,
-    layer and buffer.
-    """
+    """For each key a number, equal for regions that differ in owner, role, layer, buffer only."""
     spaces = {buffer.name: buffer.space for buffer in layout.buffers}
     for key, r in layout.region_by_key.items():
         form = encoded(r.offset, r.dtype, r.axes, r.width, r.packing, spaces[r.buffer])

@@ -1,21 +1,22 @@
 """Matches source regions to a destination region, or says why they do not match.
 
 The shard axes of both sides are intersected, and the positions that their ranks hold. Sources that
-hold the same part are replicas, of which one is elected.
+hold the same part are replicas, of which one is elected, or one for each member of a group.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import gcd
 from types import MappingProxyType
 
 import numpy as np
 
-from disagg.plan.matching.pairing import Alike, SourceRegion
-from disagg.plan.runs import Box
-from kvpool.layout import Interleave, Key, Region, Space
+from disagg.plan.pairing import Alike, SourceRegion
+from disagg.plan.runs import Box, volume
+from kvpool.layout import Interleave, Key, PoolLayout, Region, Space, need_layouts
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.sentences import ranges
 
@@ -43,10 +44,47 @@ class Part:
         return self.holders[0]
 
 
-def absent(region: Region, layers: Collection[int], others: str) -> str:
-    """The reason that no source offers a region, with the layers that they offer of its owner and
-    role, or in its place `others`, see `named_pairs`.
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The layouts of all decode ranks that read each request, and which of them (`member`) this one
+    is. Pointers and generations of the others mean nothing here.
+
+    Every member works out for itself which of them asks which source rank: nothing is exchanged for
+    it. So all must be given the same layouts in the same order and the same `allow_missing`, and
+    must see the same layouts of prefill: endpoints ask prefill for the owners and roles of all
+    members. Members may hold different ones, as stages do whose layers are of different kinds.
     """
+
+    layouts: tuple[PoolLayout, ...]
+    member: int
+
+    def __post_init__(self) -> None:
+        need_layouts(
+            self.layouts or None, "Group(layouts, member): `layouts` are those of all members."
+        )
+        object.__setattr__(self, "layouts", tuple(self.layouts))
+        if not 0 <= self.member < len(self.layouts):
+            raise ValueError(
+                f"group: member {self.member} of {len(self.layouts)} layouts: give a number from 0 "
+                f"to {len(self.layouts) - 1}."
+            )
+
+    def check(self, layout: PoolLayout) -> None:
+        """Raises ValueError if `layout` is not like this member's."""
+        if layout.fingerprint() != self.layouts[self.member].fingerprint():
+            raise ValueError(
+                f"group: layout {self.member} is not like that of member {self.member}, which this "
+                "rank is. Give the layouts of all members, each at its own number."
+            )
+
+    @property
+    def shape(self) -> tuple[int, tuple[str, ...]]:
+        """Equal for groups that differ in pointers only."""
+        return self.member, tuple([layout.fingerprint() for layout in self.layouts])
+
+
+def absent(region: Region, layers: Collection[int], others: str) -> str:
+    """Why no source offers a region: they offer `layers` of its owner and role, or `others`."""
     offered, cure = f"layers {ranges(layers)}", "Give prefill that region too"
     if not layers:
         offered = f"none, but {others}" if others else "none"
@@ -64,7 +102,7 @@ def named_pairs(pairs: Collection[tuple[str, str]]) -> str:
 
 def mismatches(alike: Alike) -> dict[str, list[int]]:
     """Reasons why the holders' bytes cannot fill these regions, and the source ranks of each."""
-    wanted, space = alike.region, alike.space
+    wanted, space, packed = alike.region, alike.space, bool(alike.region.packing)
     totals = {axis.name: axis.total for axis in wanted.inner_axes}
     reasons: dict[str, list[int]] = {}
     for holder in alike.holders:
@@ -73,7 +111,8 @@ def mismatches(alike: Alike) -> dict[str, list[int]]:
             reasons.setdefault(_other_packing(offered, wanted), []).extend(holder.sources)
             continue
         offers = {axis.name: axis.total for axis in offered.inner_axes}
-        packed = bool(wanted.packing)
+        # pages and rings pair by entries, of which the destination needs those that are alive
+        by_entry = source.has_entries and space.has_entries and not packed
         for what, theirs, ours, cure in (
             ("", offered.dtype, wanted.dtype, "Build both pools with the same dtype and packing"),
             (
@@ -89,7 +128,12 @@ def mismatches(alike: Alike) -> dict[str, list[int]]:
                 {name: total for name, total in totals.items() if name in offers},
                 "Build both pools for the same model",
             ),
-            (" space", *kinds(source, space, packed), "Use the same kind of space on both sides"),
+            (
+                " space",
+                by_entry or source.kind,
+                by_entry or space.kind,
+                "Use the same kind of space on both sides",
+            ),
             (
                 " tokens per entry",
                 source.tokens_per_entry,
@@ -98,8 +142,8 @@ def mismatches(alike: Alike) -> dict[str, list[int]]:
             ),
             (
                 " entries an item",
-                source.entries_per_item if packed else None,
-                space.entries_per_item if packed else None,
+                not packed or source.entries_per_item,
+                not packed or space.entries_per_item,
                 f"Items of packing {wanted.packing!r} move whole: use the same page size on both "
                 "sides",
             ),
@@ -108,14 +152,6 @@ def mismatches(alike: Alike) -> dict[str, list[int]]:
                 reason = f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."
                 reasons.setdefault(reason, []).extend(holder.sources)
     return reasons
-
-
-def kinds(source: Space, dest: Space, packed: bool) -> tuple[str, str]:
-    """The kinds of two spaces, as far as they must be equal: pages and rings pair by entries, of
-    which the destination needs those that are alive.
-    """
-    by_entry = source.has_entries and dest.has_entries and not packed
-    return ("", "") if by_entry else (source.kind, dest.kind)
 
 
 def _other_packing(offered: Region, wanted: Region) -> str:
@@ -196,11 +232,11 @@ def _tile_shard(
         if all(low < high for _, low, high in box):
             replicas.setdefault(tuple(box), []).extend(holder.sources)
     taken: list[Box] = []
-    for candidate in sorted(replicas, key=lambda box: (-_volume(box), box)):
+    for candidate in sorted(replicas, key=lambda box: (-volume(box), box)):
         if all(_apart(candidate, other) for other in taken):
             taken.append(candidate)
     needed = tuple((axis.name, axis.start, axis.stop) for axis in axes)
-    if sum(map(_volume, taken)) != _volume(needed):
+    if sum(map(volume, taken)) != volume(needed):
         offered = "; ".join(sorted({_say(box) for box in replicas})) or "none of it"
         of = f" on rank {held.rank} of {held.ranks} of its positions" if held.ranks > 1 else ""
         return [], [
@@ -235,8 +271,36 @@ def elect(
             yield replace(overlap, keys=tuple(keys), holders=(source,))
 
 
-def _volume(box: Box) -> int:
-    return prod(high - low for _, low, high in box)
+def share_out(
+    overlaps: Sequence[Sequence[Part]], member: int, sources: int
+) -> tuple[tuple[Part, ...], dict[int, int]]:
+    """What one of the members whose destinations have these `overlaps` reads, and which source
+    ranks it asks for each request, each with how many members ask that rank.
+
+    Members that read from the same replicas take them in turn. A source rank of which nothing is
+    read is asked by member `rank % members`: it must learn that nobody reads it, too. A member that
+    would ask no rank asks rank `member % ranks`: how its rooms end is told by those that it asks.
+    """
+    readers: dict[Holders, list[int]] = {}
+    for number, wanted in enumerate(overlaps):
+        for holders in dict.fromkeys(overlap.holders for overlap in wanted):
+            readers.setdefault(holders, []).append(number)
+    turns: list[dict[Holders, Holders]] = [{} for _ in overlaps]
+    for holders, numbers in readers.items():
+        for place, number in enumerate(numbers):
+            # each replica is read by as few members as can be: the second of two members reads
+            # from ranks 2 and 3 of four
+            low, high = (n * len(holders) // len(numbers) for n in (place, place + 1))
+            turns[number][holders] = holders[low : max(high, low + 1)]
+    parts = [tuple(elect(wanted, turn)) for wanted, turn in zip(overlaps, turns)]
+    asked = [{part.source for part in read} for read in parts]
+    for idle in set(range(sources)).difference(*asked):
+        asked[idle % len(asked)].add(idle)
+    for number, ranks in enumerate(asked):
+        if not ranks:
+            ranks.add(number % sources)
+    askers = Counter(source for ranks in asked for source in ranks)
+    return parts[member], {source: askers[source] for source in sorted(asked[member])}
 
 
 def _apart(first: Box, second: Box) -> bool:

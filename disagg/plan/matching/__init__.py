@@ -1,1 +1,0 @@
-"""Which source ranks hold what a destination needs, and which of them it reads from."""
