@@ -28,9 +28,7 @@ VIEWED_AS = {1: torch.int8, 2: torch.float16, 4: torch.float32, 8: torch.int64}
 
 
 class NPUDevice:
-    """One NPU. `copy_runs` takes pointers to memory that this device allocated, and launches one
-    copy for each run.
-    """
+    """One NPU. `copy_runs` takes pointers to memory of this device, and launches a copy a run."""
 
     memory_kind = "npu"
     alignment = 2 << 20
@@ -42,8 +40,22 @@ class NPUDevice:
         self._slabs: list[weakref.ref[torch.Tensor]] = []
 
     def availability(self) -> str | None:
-        """Everything that is missing to use the NPU."""
-        return missing(self.name)
+        """Everything that is missing; torch_npu is imported only if nothing else is."""
+        number = self.name.partition(":")[2] or "0"
+        if not number.isdecimal():
+            return "an NPU is named by its number, as npu:0."
+        parts, needed = ascend_parts(), torch.__version__
+        with suppress(PackageNotFoundError):
+            installed = version("torch-npu")
+            fits = installed.split(".")[:2] == needed.split(".")[:2]
+            parts[f"the torch-npu for torch {needed} ({installed} is installed)"] = fits
+        if reason := absent(parts):
+            return reason
+        try:
+            count = importlib.import_module("torch_npu").npu.device_count()
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"torch_npu cannot be imported: {error}"
+        return None if int(number) < count else f"{count} NPUs are visible, numbered from 0."
 
     @property
     def index(self) -> int:
@@ -139,21 +151,10 @@ class ReferenceNPU(NPUDevice):
     emulated = True
     torch_npu = TorchOperators
     _host = CPUDevice()
-
-    def availability(self) -> str | None:
-        """Always available."""
-        return None
-
-    def record(self) -> Event:
-        """See CPUDevice.record."""
-        return self._host.record()
-
-    def wait(self, event: Event) -> None:
-        """See CPUDevice.wait."""
-        self._host.wait(event)
-
-    def _zeros(self, nbytes: int) -> torch.Tensor:
-        return self._host.allocate(nbytes)
+    availability = staticmethod(_host.availability)
+    record = staticmethod(_host.record)
+    wait = staticmethod(_host.wait)
+    _zeros = staticmethod(_host.allocate)
 
 
 reference = ReferenceNPU
@@ -165,24 +166,3 @@ def _memory(slabs: Sequence[torch.Tensor], pointer: int, size: int) -> torch.Ten
         if 0 <= start <= slab.numel() - size:
             return slab[start : start + size]
     raise ValueError(f"{size} bytes at {pointer:#x} are not in memory that this device allocated.")
-
-
-def missing(name: str) -> str | None:
-    """None if NPU `name` (`npu`, `npu:3`) can be used, else everything that is missing. torch_npu
-    is imported only if nothing else is.
-    """
-    number = name.partition(":")[2] or "0"
-    if not number.isdecimal():
-        return "an NPU is named by its number, as npu:0."
-    parts, needed = ascend_parts(), torch.__version__
-    with suppress(PackageNotFoundError):
-        installed = version("torch-npu")
-        fits = installed.split(".")[:2] == needed.split(".")[:2]
-        parts[f"the torch-npu for torch {needed} ({installed} is installed)"] = fits
-    if reason := absent(parts):
-        return reason
-    try:
-        count = importlib.import_module("torch_npu").npu.device_count()
-    except (ImportError, OSError, RuntimeError) as error:
-        return f"torch_npu cannot be imported: {error}"
-    return None if int(number) < count else f"{count} NPUs are visible, numbered from 0."
