@@ -19,14 +19,7 @@ import triton
 import triton.language as tl
 
 from kvpool.layout.grid import Ints, ragged
-from kvpool_cuda.launch import (
-    WIDEST,
-    checked,
-    on,
-    power_of_two,
-    upload,
-    words_at,
-)
+from kvpool_cuda.launch import WIDEST, checked, on, power_of_two, upload, words_at
 
 PIECE = 16 << 10
 """Bytes that a program of eight warps moves: four accesses of 16 bytes a lane."""
@@ -93,8 +86,7 @@ def copy_items(
 
 def _table(geometry: Geometry, device: torch.device) -> Table:
     base, stride, length = np.array(geometry, dtype=np.int64).T
-    pieces = -(-length // PIECE)
-    buffer, piece = ragged(pieces)
+    buffer, piece = ragged(-(-length // PIECE))
     start = piece * PIECE
     nbytes = np.minimum(PIECE, length[buffer] - start)
     # staged pieces start at multiples of 16 bytes
@@ -173,9 +165,7 @@ def _move(
 
 @triton.jit
 def _copy_units(src, dst, nbytes, UNIT: tl.constexpr, WORD: tl.constexpr, WORDS: tl.constexpr):
-    """Copies `nbytes` bytes, `WORDS` words at a time; pointers and length are multiples of
-    `UNIT` bytes.
-    """
+    """Copies `nbytes` bytes, `WORDS` words at a time; pointers and length are whole units."""
     first = nbytes * 0
     while first < nbytes // WORD:
         word = first + tl.arange(0, WORDS)
@@ -213,7 +203,9 @@ def _copy(device: torch.device, unit: int, src: Ints, dst: Ints, nbytes: Ints) -
     # pieces as long as the average run: tiles hold at most three times the bytes that move
     span = min(TILE_BYTES, max(MIN_SPAN, power_of_two(int(nbytes.mean()))))
     if nbytes.max() > span:
-        src, dst, nbytes = _cut(src, dst, nbytes, span)
+        run, piece = ragged(-(-nbytes // span))
+        start = piece * span
+        src, dst, nbytes = src[run] + start, dst[run] + start, np.minimum(span, nbytes[run] - start)
     rows = TILE_BYTES // span
     with on(device):
         columns = upload(np.stack([src, dst, nbytes]), device)
@@ -225,13 +217,6 @@ def _copy(device: torch.device, unit: int, src: Ints, dst: Ints, nbytes: Ints) -
             ROWS=rows,
             SPAN=span,
         )
-
-
-def _cut(src: Ints, dst: Ints, nbytes: Ints, span: int) -> tuple[Ints, Ints, Ints]:
-    pieces = -(-nbytes // span)
-    run, piece = ragged(pieces)
-    start = piece * span
-    return src[run] + start, dst[run] + start, np.minimum(span, nbytes[run] - start)
 
 
 @triton.jit(do_not_specialize=["columns", "count"])

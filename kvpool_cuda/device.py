@@ -77,11 +77,31 @@ class CUDADevice(KernelDevice):
     memory_kind = "cuda"
 
     def availability(self) -> str | None:
-        """Whether torch, driver, GPU and triton can be used."""
+        """None if torch, driver, GPU and triton can be used, else what is missing."""
         _, colon, number = self.name.partition(":")
         if colon and not number.isdecimal():
             return f"{number!r} is not a device number. Ask for cuda:0."
-        return missing_cuda(int(number or 0))
+        if torch.version.cuda is None:
+            return (
+                f"torch {torch.__version__} is built without CUDA. Install a build of torch for "
+                "CUDA (https://pytorch.org/get-started/locally)."
+            )
+        count = torch.cuda.device_count()
+        if not torch.cuda.is_available() or count == 0:
+            return (
+                f"no usable GPU: torch {torch.__version__} (CUDA {torch.version.cuda}) finds no "
+                "driver or no device. `nvidia-smi` must list a GPU, CUDA_VISIBLE_DEVICES must not "
+                f"hide it, and the driver must support CUDA {torch.version.cuda}."
+            )
+        if int(number or 0) >= count:
+            return f"there are {count} CUDA devices: cuda:0 to cuda:{count - 1}."
+        reason = missing_triton()
+        if reason is None and interpreted():
+            return (
+                "TRITON_INTERPRET=1 was set when triton was imported: kernels would run on the "
+                "host, which cannot reach this memory. Unset it, or ask for device 'interpret'."
+            )
+        return reason
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
         """A zeroed uint8 tensor of torch's allocator."""
@@ -143,30 +163,3 @@ def missing_interpreter() -> str | None:
         "triton was imported to compile kernels for a GPU. Set TRITON_INTERPRET=1 before the "
         "process starts."
     )
-
-
-def missing_cuda(index: int) -> str | None:
-    """Why CUDA device `index` cannot be used in this process, or None."""
-    if torch.version.cuda is None:
-        return (
-            f"torch {torch.__version__} is built without CUDA. Install a build of torch for CUDA "
-            "(https://pytorch.org/get-started/locally)."
-        )
-    count = torch.cuda.device_count()
-    if not torch.cuda.is_available() or count == 0:
-        return (
-            f"no usable GPU: torch {torch.__version__} (CUDA {torch.version.cuda}) finds no driver "
-            "or no device. `nvidia-smi` must list a GPU, CUDA_VISIBLE_DEVICES must not hide it, "
-            f"and the driver must support CUDA {torch.version.cuda}."
-        )
-    if index >= count:
-        return f"there are {count} CUDA devices: cuda:0 to cuda:{count - 1}."
-    reason = missing_triton()
-    if reason is not None:
-        return reason
-    if interpreted():
-        return (
-            "TRITON_INTERPRET=1 was set when triton was imported: kernels would run on the host, "
-            "which cannot reach this memory. Unset it, or ask for device 'interpret'."
-        )
-    return None

@@ -67,43 +67,25 @@ def store_floats(address, offsets, values, mask, KIND: tl.constexpr, ALIGNED: tl
 @triton.jit
 def largest_of(KIND: tl.constexpr):
     """The largest finite number of a float format that float32 can hold, as float32."""
-    if KIND == 2:
-        bits = tl.full([], 0x477FE000, tl.int32)  # 65504
-    elif KIND == 3:
-        bits = tl.full([], 0x7F7F0000, tl.int32)
-    else:
-        bits = tl.full([], 0x7F7FFFFF, tl.int32)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def encode_e4m3(values):
-    """e4m3 bytes, as int32 from 0 to 255, of float32 values below 464."""
-    bits = values.to(tl.int32, bitcast=True)
-    power = tl.maximum(bits & INF, 121 << 23)  # of two, at least 2**-6: below it steps are equal
-    # adding 2**20 times the power leaves three bits of fraction, rounded to even
-    large = power + (20 << 23)
-    rounded = tl.abs(values) + large.to(tl.float32, bitcast=True)
-    steps = rounded.to(tl.int32, bitcast=True) - large
-    return (steps + (power >> 20) - (121 << 3)) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def decode_e4m3(codes):
-    """float32 values of e4m3 bytes, int32 from 0 to 255."""
-    size = codes & 0x7F
-    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-    bits = value.to(tl.int32, bitcast=True) | ((codes & 0x80) << 24)
-    bits = tl.where(size == 0x7F, NAN, bits)
-    return bits.to(tl.float32, bitcast=True)
+    # 65504 of float16, then bfloat16's
+    BITS: tl.constexpr = 0x477FE000 if KIND == 2 else (0x7F7F0000 if KIND == 3 else 0x7F7FFFFF)
+    return tl.full([], BITS, tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def encode(values, CODE: tl.constexpr):
-    """Bytes, as int32 from 0 to 255, of float32 values up to just above the largest code."""
+    """Bytes, as int32 from 0 to 255, of float32 values up to just above the largest code: those of
+    e4m3 below 464.
+    """
     if CODE == 1:
-        codes = encode_e4m3(values)
+        bits = values.to(tl.int32, bitcast=True)
+        # a power of two, at least 2**-6: below it steps are equal
+        power = tl.maximum(bits & INF, 121 << 23)
+        # adding 2**20 times the power leaves three bits of fraction, rounded to even
+        large = power + (20 << 23)
+        rounded = tl.abs(values) + large.to(tl.float32, bitcast=True)
+        steps = rounded.to(tl.int32, bitcast=True) - large
+        codes = (steps + (power >> 20) - (121 << 3)) | ((bits >> 24) & 0x80)
     else:
         # adding 3 * 2**22 leaves no fraction, and the low byte is the number
         codes = (values + 12582912.0).to(tl.int32, bitcast=True) & 0xFF
@@ -114,7 +96,11 @@ def encode(values, CODE: tl.constexpr):
 def decode(codes, CODE: tl.constexpr):
     """float32 values of bytes, int32 from 0 to 255."""
     if CODE == 1:
-        values = decode_e4m3(codes)
+        size = codes & 0x7F
+        normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+        bits = value.to(tl.int32, bitcast=True) | ((codes & 0x80) << 24)
+        values = tl.where(size == 0x7F, NAN, bits).to(tl.float32, bitcast=True)
     else:
         values = ((codes ^ 0x80) - 0x80).to(tl.float32)
     return values

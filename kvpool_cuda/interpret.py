@@ -1,6 +1,4 @@
-"""The CUDA device's kernels on host memory, run by Triton's interpreter: slow, for tests and for
-kernel development.
-"""
+"""The CUDA device's kernels on host memory, in Triton's interpreter: slow, for tests of kernels."""
 
 from __future__ import annotations
 

@@ -37,18 +37,11 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _interpreting() -> Iterator[None]:
-    """Triton's interpreter is shared by all threads. Its numpy warns of infinities and NaN."""
-    with _interpreter, np.errstate(all="ignore"), _patching_once():
-        yield
-
-
-@contextmanager
-def _patching_once() -> Iterator[None]:
-    """The interpreter puts its functions into triton.language for each launch, and again for each
-    call of a function in a kernel, which takes most of its time: here once a launch.
+    """Triton's interpreter is shared by all threads. Its numpy warns of infinities and NaN. It puts
+    its functions into triton.language for each launch, and again for each call of a function in a
+    kernel, which takes most of its time: here once a launch.
     """
     interpreter: Any = import_module("triton.runtime.interpreter")
-    patch = interpreter._patch_lang
 
     def patch_once(function: Any) -> Any:
         languages = [
@@ -57,11 +50,12 @@ def _patching_once() -> Iterator[None]:
         done = not any(tl.core.is_builtin(language.load) for language in languages)
         return interpreter._LangPatchScope() if done else patch(function)
 
-    interpreter._patch_lang = patch_once
-    try:
-        yield
-    finally:
-        interpreter._patch_lang = patch
+    with _interpreter, np.errstate(all="ignore"):
+        patch, interpreter._patch_lang = interpreter._patch_lang, patch_once
+        try:
+            yield
+        finally:
+            interpreter._patch_lang = patch
 
 
 class LaunchPart(NamedTuple):
@@ -74,9 +68,7 @@ class LaunchPart(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def constants(*parts: tuple[int, ...]) -> tuple[Any, ...]:
-    """Tuples of numbers as a kernel's constants. Compilers before Triton 3.8 need them wrapped, the
-    interpreter does not take them so.
-    """
+    """A kernel's constants. Compilers before Triton 3.8 need them wrapped, its interpreter not."""
     return parts if interpreted() else tuple(tl.constexpr(part) for part in parts)
 
 
@@ -154,9 +146,7 @@ def divisor(numbers: Iterable[int]) -> int:
 
 
 class AccessPattern(NamedTuple):
-    """A walk in units of `unit` bytes: `sizes` innermost first, and each tensor's strides in
-    units.
-    """
+    """A walk in units of `unit` bytes: `sizes`, innermost first, and strides by tensor."""
 
     unit: int
     sizes: tuple[int, ...]

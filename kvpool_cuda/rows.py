@@ -65,14 +65,13 @@ def store_rows(rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
 
 def load_rows(rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Tensor]:
     """See Device.load_rows."""
-    outputs = []
+    targets = []
     for view, scales, dtype in rows:
         kind = view.dtype if scales is None else dtype
-        shape = locations.numel(), *view.shape[2:]
-        outputs.append(torch.empty(shape, dtype=kind, device=view.device))
-    into = [WriteRow(view, out, scales) for (view, scales, _), out in zip(rows, outputs)]
-    _launch(into, locations, loads=True)
-    return outputs
+        values = torch.empty(locations.numel(), *view.shape[2:], dtype=kind, device=view.device)
+        targets.append(WriteRow(view, values, scales))
+    _launch(targets, locations, loads=True)
+    return [row.values for row in targets]
 
 
 def _launch(rows: Sequence[WriteRow], locations: torch.Tensor, loads: bool) -> None:
@@ -241,9 +240,7 @@ def _move_part(program, arguments, locations, count, PART: tl.constexpr, LOADS: 
 
 @triton.jit
 def _places(program, arguments, locations, count, PART: tl.constexpr):
-    """Offsets of elements in values and view `[B, D]` and of scales `[B]`, and the masks of
-    both.
-    """
+    """Offsets of elements in values and view `[B, D]`, of scales `[B]`, and the masks of both."""
     BLOCKS: tl.constexpr = PART[1]
     BLOCK: tl.constexpr = PART[2]
     PADDED: tl.constexpr = PART[3]
@@ -291,9 +288,7 @@ def _quantise_part(program, arguments, locations, count, PART: tl.constexpr):
 
 @triton.jit
 def _dequantise_part(program, arguments, locations, count, PART: tl.constexpr):
-    """Dequantises one program's blocks; values beyond the range of the floats become their largest
-    number.
-    """
+    """Dequantises one program's blocks; values beyond the floats become their largest number."""
     value, cell, scale, inside, valid = _places(program, arguments, locations, count, PART)
     codes = tl.load(words_at(arguments[1], 1, PART[7]) + cell, mask=inside, other=0).to(tl.int32)
     factors = load_scales(arguments[2], scale, valid, PART[5])
