@@ -57,9 +57,7 @@ class Device(Protocol):
         """None if the device can be used, else a sentence that says what is missing."""
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
-        """A zeroed uint8 tensor `[nbytes]` at a multiple of `alignment` bytes (default: the
-        device's).
-        """
+        """A zeroed uint8 tensor `[nbytes]` at a multiple of `alignment` bytes (None: its own)."""
 
     def store_rows(self, rows: Sequence[WriteRow], locations: torch.Tensor) -> None:
         """Writes every row at the same locations, in one launch where the device can.
@@ -145,9 +143,7 @@ def device_entries() -> dict[str, EntryPoint]:
 
 @lru_cache
 def get_device(name: str) -> Device:
-    """The device called `name` (`cpu`, `cuda:0`, `npu:3`, `meta`). Raises DeviceUnavailable with
-    the reason.
-    """
+    """The device called `name`, as `cuda:0`. Raises DeviceUnavailable with the reason."""
     kind = name.partition(":")[0]
     entries = device_entries()
     if kind not in entries:

@@ -15,10 +15,9 @@ from kvpool.device.host_copy import copy_runs
 
 
 class CompletedEvent:
-    """The event of a device whose calls finish before they return."""
+    """The event of a device whose calls finish before they return: it has ended."""
 
     def query(self) -> bool:
-        """Always."""
         return True
 
     def synchronize(self) -> None:
@@ -37,11 +36,9 @@ class HostDevice:
         self.name = name or self.memory_kind
 
     def availability(self) -> str | None:
-        """Always available."""
         return None
 
     def record(self) -> Event:
-        """An event that has ended."""
         return CompletedEvent()
 
     def wait(self, event: Event) -> None:

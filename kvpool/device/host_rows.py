@@ -12,7 +12,6 @@ import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,9 +66,7 @@ def load_rows(rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Te
 
 
 def _move(rows: Sequence[WriteRow], locations: torch.Tensor, *, store: bool) -> bool:
-    """Writes values to views, or views to values. Whether all was done outside Python; else nothing
-    was.
-    """
+    """Writes values to views, or views to values; False if C cannot: then nothing was done."""
     count = locations.numel()
     on_host = locations.dtype is torch.int64 and _on_host(locations)
     library = _native._library()
@@ -84,7 +81,7 @@ def _move(rows: Sequence[WriteRow], locations: torch.Tensor, *, store: bool) -> 
         shape = _shape(_strided(row.view), values.stride(), values.dtype, scales)
         if shape is None:
             return False
-        role = Role.from_buffer_copy(shape.role)
+        role = Role.from_buffer_copy(shape[0])
         role.held, role.given = row.view.data_ptr(), values.data_ptr()
         role.scales = None if row.scales is None else row.scales.data_ptr()
         roles.append(role)
@@ -122,19 +119,12 @@ def _strided(tensor: torch.Tensor) -> Strided:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-class _Shape(NamedTuple):
-    """A role without the pointers of its tensors; and its cells, `[count, 3]`."""
-
-    role: Role
-    cells: Ints
-
-
 @lru_cache(maxsize=4096)
 def _shape(
     view: Strided, strides_of_values: Sizes, floats: torch.dtype, scales: Strided | None
-) -> _Shape | None:
-    """A role by its view, the strides and dtype of its values, and its scales; None if the library
-    has no such role.
+) -> tuple[Role, Ints] | None:
+    """A role without the pointers of its tensors, by its view, the strides and dtype of its values,
+    and its scales; and its cells, `[count, 3]`. None if the library has no such role.
     """
     sizes, strides_of_view, kind = view
     if len(sizes) < 3 or strides_of_view[-1] != 1:
@@ -176,4 +166,4 @@ def _shape(
     for count, *step_bytes in axes:
         cells = (cells[:, None] + np.arange(count)[:, None] * np.array(step_bytes)).reshape(-1, 3)
     role.cells, role.count = cells.ctypes.data, len(cells)
-    return _Shape(role, cells)
+    return role, cells

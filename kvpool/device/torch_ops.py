@@ -24,9 +24,7 @@ class WriteRow(NamedTuple):
 
 
 class ReadRow(NamedTuple):
-    """One role of a read: entries of `view` `[item, entry, ...]` as stored, or with `scales`, a
-    view too, dequantised to `dtype`.
-    """
+    """One role of a read: entries of `view` `[item, entry, ...]`, with `scales` as `dtype`."""
 
     view: torch.Tensor
     scales: torch.Tensor | None = None
@@ -55,23 +53,21 @@ def slots(view: torch.Tensor) -> torch.Tensor | None:
 def write_entries(view: torch.Tensor, locations: torch.Tensor, values: torch.Tensor) -> None:
     """Writes `values` `[N, ...]` of the view's dtype to flat locations `[N]`."""
     flat, entries = slots(view), view.shape[1]
+    words, values = widest_words(view if flat is None else flat, values)
     if flat is None:
-        words, values_as_words = widest_words(view, values)
-        words[locations // entries, locations % entries] = values_as_words
+        words[locations // entries, locations % entries] = values
     else:
-        words, values_as_words = widest_words(flat, values)
-        words.index_copy_(0, locations, values_as_words)
+        words.index_copy_(0, locations, values)
 
 
 def read_entries(view: torch.Tensor, locations: torch.Tensor) -> torch.Tensor:
     """Reads flat locations `[N]` into a new tensor `[N, ...]`."""
     flat, entries = slots(view), view.shape[1]
     values = view.new_empty(locations.numel(), *view.shape[2:])
+    words, out = widest_words(view if flat is None else flat, values)
     if flat is None:
-        words, out = widest_words(view, values)
         out.copy_(words[locations // entries, locations % entries])
     else:
-        words, out = widest_words(flat, values)
         torch.index_select(words, 0, locations, out=out)
     return values
 

@@ -54,9 +54,7 @@ def ragged(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def fuse(width: int, axes: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
-    """Fuses the (size, stride) axes that are contiguous with `width`; returns width and other
-    axes, largest stride first.
-    """
+    """Fuses axes (size, stride) that continue `width`; returns it and the others, largest first."""
     left: list[tuple[int, int]] = []
     for size, stride in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1]):
         if stride == width and not left:

@@ -20,10 +20,8 @@ RING_OF_PAGES = (
 
 class SpaceKind:
     """A kind of which a request has one item. It moves whole, with the last position: it changes
-    until that is written.
-
-    What `Space` has too is documented there. Entries are numbered in the request, but for
-    `entries_of` on this rank.
+    until that is written. Entries are numbered in the request, but for `entries_of` on this rank.
+    What `Space` has too is documented there.
     """
 
     per_request = True
@@ -67,9 +65,7 @@ class SpaceKind:
 
 
 class SlotKind(SpaceKind):
-    """One state a request, such as that of linear attention: the state after its last token, which
-    counts as one entry.
-    """
+    """One state a request, as of linear attention: that after its last token, one entry."""
 
     has_entries = False
 

@@ -75,10 +75,6 @@ class Axis:
         return self.start + self.size
 
 
-def _axis_order(axis: Axis) -> tuple[int, str]:
-    return {"entry": 0, "head": 1}.get(axis.name, 2), axis.name
-
-
 @dataclass(frozen=True, slots=True)
 class Region:
     """The bytes of one (owner, layer, role): `width` contiguous bytes at each point of a grid.
@@ -127,7 +123,8 @@ class Region:
                 f"{self}: packing {self.packing!r} and an entry axis: of an item whose inside is "
                 "unknown no entry can be found. Leave out one of them."
             )
-        object.__setattr__(self, "axes", tuple(sorted(self.axes, key=_axis_order)))
+        axes = sorted(self.axes, key=lambda a: ({"entry": 0, "head": 1}.get(a.name, 2), a.name))
+        object.__setattr__(self, "axes", tuple(axes))
 
     def __str__(self) -> str:
         return f"{self.owner} layer {self.layer} {self.role}"

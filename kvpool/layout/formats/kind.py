@@ -1,5 +1,4 @@
-"""What formats share: which heads a rank holds, values with scales, and a kind of state: what a
-layer can keep, as item templates.
+"""What formats share: which heads a rank holds, values with scales, and kinds of state.
 
 A kind is a frozen dataclass of the model's numbers, beside its format in this folder. `buffers(at)`
 gives its buffers for the layers, space, shard and packing in `at`.
@@ -186,9 +185,7 @@ class Kind(Protocol):
 
 
 class Attention:
-    """A kind whose inputs are keys and values, or with `shared_kv` the parts of one tensor that is
-    both.
-    """
+    """A kind whose inputs are keys and values; with `shared_kv`, parts of a tensor that is both."""
 
     __slots__ = ()
     shared_kv = False

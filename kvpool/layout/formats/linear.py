@@ -60,9 +60,7 @@ def conv_state(
 
 
 def temporal_state(heads: Heads, shape: Sequence[int], dtype: str, axis: str = "") -> Template:
-    """A state of `shape` for each head. `axis`: the first dim as an axis of that name, for states
-    that an engine transposes.
-    """
+    """A state of `shape` a head. `axis`: names its first dim, where an engine transposes states."""
     if axis:
         first, *inner = shape
         return heads.of(Repeat(axis, first, Cell("temporal", prod(inner), dtype)))
@@ -143,9 +141,7 @@ def gated_delta_net(
 
 
 def kda(heads: int, dim: int, kernel: int, conv_layout: ConvLayout = "taps_first") -> LinearState:
-    """Kimi Delta Attention (Kimi-Linear): q, k and v over the same heads, states as in Gated
-    DeltaNet.
-    """
+    """Kimi Delta Attention (Kimi-Linear): q, k, v over the same heads, states as of Qwen3-Next."""
     sections = ("q", heads, dim), ("k", heads, dim), ("v", heads, dim)
     return LinearState(
         sections, kernel - 1, heads, (dim, dim), conv_layout=conv_layout, state_axis="key"
