@@ -9,7 +9,6 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.allocation.block_table import alive_start
 from kvpool.allocation.free_list import OutOfPages
 from kvpool.allocation.prefix_cache import PrefixCache, PrefixStats
 from kvpool.allocation.request import FREED, Request, rows_of, tokens_of_each, whole
@@ -122,7 +121,7 @@ class Allocator:
                 raise
             self._tables.tokens[row] = reused
             for space in self._tables.rings:  # of a checkpoint, what is alive is there
-                self._tables.lost[space.name][row] = alive_start(space, np.array([reused]))[0]
+                self._tables.lost[space.name][row] = space.alive(reused).start
         return request
 
     def store(self, request: Request, tokens: npt.ArrayLike) -> None:
@@ -187,12 +186,7 @@ class Allocator:
             )
         self._tables.extend(rows, more, received=received, at_most=at_most)
         width = int(more.max(initial=0)) if rows.size else int(np.max(tokens, initial=0))
-        positions, after = before[:, None] + np.arange(width, dtype=np.int64), before + more
-        if (more == width).all():
-            return self._tables.locate(rows, positions, after)
-        own = positions < after[:, None]
-        locations = self._tables.locate(rows, np.where(own, positions, 0), after)
-        return {name: np.where(own, located, -1) for name, located in locations.items()}
+        return self._tables.locate(rows, before, width)
 
     def truncate(self, request: Request, tokens: int) -> None:
         """Takes back all but the first `tokens` tokens, such as drafts that were rejected, or what
@@ -237,9 +231,8 @@ class Allocator:
         whose items were freed or overwritten.
         """
         rows = rows_of(self._tables, [request])
-        after = self._tables.tokens[rows]
-        positions = np.arange(int(after[0]), dtype=np.int64)[None]
-        locations = self._tables.locate(rows, positions, after)
+        start = np.zeros(1, dtype=np.int64)
+        locations = self._tables.locate(rows, start, request.num_tokens)
         return {name: located[0] for name, located in locations.items()}
 
     def fork(self, request: Request, tokens: int) -> Request:

@@ -1,15 +1,18 @@
-"""Free lists: the items that can be taken, and how many requests hold each of the others."""
+"""Free lists: the items that can be taken, how many requests hold each of the others, and which
+have the state of known prefixes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.layout import PoolLayout, Space
 from kvpool.layout.grid import Ints
-from kvpool.prefix.index import PrefixIndex
+from kvpool.prefix.chain import Key
 
 
 class OutOfPages(RuntimeError):
@@ -18,8 +21,8 @@ class OutOfPages(RuntimeError):
 
 class FreeList:
     """Items of the id list of one space, or of those of a block pool, free or held, with reference
-    counts. The first `reserved` items are padding and never taken. Of free items, those in the
-    prefix index `kept` (None: there is none) are taken last.
+    counts. The first `reserved` items are padding and never taken. Of free items, those that are
+    `kept` for prefixes are taken last.
     """
 
     def __init__(self, spaces: Sequence[Space], items: int) -> None:
@@ -30,7 +33,7 @@ class FreeList:
         self._stack: Ints = np.arange(items - 1, self.reserved - 1, -1, dtype=np.int64)
         self.num_free = self._stack.size
         self._counts: Ints = np.zeros(items, dtype=np.int64)
-        self.kept: PrefixIndex | None = None
+        self.kept = PrefixIndex(items)
 
     @property
     def usable(self) -> int:
@@ -42,7 +45,7 @@ class FreeList:
         height = self._height
         popped = min(count, height)
         ids = self._stack[height - popped : height][::-1]
-        if self.kept is not None and popped < count:
+        if popped < count:
             ids = np.concatenate([ids, self.kept.take(count - popped)])
         self.num_free -= count
         self._counts[ids] = 1
@@ -50,8 +53,7 @@ class FreeList:
 
     def share(self, ids: Ints) -> None:
         """One more holder of each of these items, which are held, or kept."""
-        if self.kept is not None:
-            self.num_free -= self.kept.wake(ids).size
+        self.num_free -= self.kept.wake(ids).size
         self._counts[ids] += 1
 
     def is_shared(self, ids: Ints) -> npt.NDArray[np.bool_]:
@@ -60,11 +62,7 @@ class FreeList:
 
     def is_wanted(self, ids: Ints) -> npt.NDArray[np.bool_]:
         """Which of held items have several holders, or are kept for more."""
-        return self.is_shared(ids) | self.is_kept(ids)
-
-    def is_kept(self, ids: Ints) -> npt.NDArray[np.bool_]:
-        """Which items are a known prefix's."""
-        return np.zeros(ids.shape, np.bool_) if self.kept is None else self.kept.known[ids]
+        return self.is_shared(ids) | self.kept.known[ids]
 
     def release(self, ids: Ints) -> None:
         """One holder fewer of each item, for each time that it is named; those without one are
@@ -77,18 +75,17 @@ class FreeList:
         _, order = np.unique(ids, return_index=True)
         back = ids[np.sort(order)]
         back = back[self._counts[back] == 0][::-1]
-        plain = back if self.kept is None else back[~self.kept.known[back]]
-        self._stack[self._height : self._height + plain.size] = plain
+        height, kept = self._height, self.kept.known[back]
+        plain = back[~kept]
+        self._stack[height : height + plain.size] = plain
         self.num_free += back.size
-        if self.kept is not None and plain.size < back.size:
-            self.kept.idle(back[self.kept.known[back]])
+        self.kept.idle(back[kept])
 
     def forget(self, ids: Ints) -> None:
         """These items are no prefix's any more: those that are free are so like other items."""
-        if self.kept is not None:
-            height, idle = self._height, self.kept.wake(ids)
-            self.kept.forget(ids)
-            self._stack[height : height + idle.size] = idle
+        height, idle = self._height, self.kept.wake(ids)
+        self.kept.forget(ids)
+        self._stack[height : height + idle.size] = idle
 
     def check(self, needed: Mapping[str, int], gone: Mapping[str, Ints]) -> None:
         """Raises OutOfPages if id lists need more items than are free, and than would be after the
@@ -113,10 +110,8 @@ class FreeList:
         """Raises RuntimeError unless every item is free, or held as often as `held` names it and
         as it is counted.
         """
-        free = self._stack[: self._height]
-        if self.kept is not None:
-            self.kept.check_integrity(self.name)
-            free = np.concatenate([free, self.kept.idle_ids()])
+        self.kept.check_integrity(self.name)
+        free = np.concatenate([self._stack[: self._height], self.kept.idle_ids()])
         everywhere = np.concatenate([free, held])
         outside = everywhere[(everywhere < self.reserved) | (everywhere >= self.items)]
         if outside.size:
@@ -138,21 +133,115 @@ class FreeList:
     @property
     def _height(self) -> int:
         """Items on the stack."""
-        return self.num_free if self.kept is None else self.num_free - self.kept.num_idle
+        return self.num_free - self.kept.num_idle
+
+
+class PrefixIndex:
+    """The items of one free list that hold the state of known prefixes.
+
+    An item is of one id list and one prefix, the one that ends with it. An item without holders is
+    idle: it is free, and taken after all other free items, the one that became idle first before
+    the others. Of a chain of pages the last is to become idle first: then no page is taken while a
+    later one is idle. `on_forget` is called with an id list and the keys of its items that are
+    forgotten.
+    """
+
+    def __init__(self, items: int) -> None:
+        self.known: npt.NDArray[np.bool_] = np.zeros(items, dtype=np.bool_)
+        self.on_forget: Callable[[str, list[Key]], None] = lambda id_list, keys: None
+        self._items: defaultdict[str, dict[Key, int]] = defaultdict(dict)
+        self._prefixes: dict[int, tuple[str, Key]] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_idle(self) -> int:
+        """Known items without holders."""
+        return len(self._idle)
+
+    def ids(self, id_list: str) -> Ints:
+        """Known items of an id list, ascending."""
+        # a copy first: other threads may ask while items are added
+        return np.sort(np.array(list(self._items.get(id_list, {}).values()), dtype=np.int64))
+
+    def find(self, id_list: str, keys: Sequence[Key]) -> Ints:
+        """The items of prefixes by their keys `[N]`; -1 where there is none."""
+        items = self._items[id_list]
+        return np.array([items.get(key, -1) for key in keys], dtype=np.int64)
+
+    def add(self, id_list: str, keys: Sequence[Key], ids: Ints) -> Ints:
+        """Makes held items `[N]` those of prefixes with keys `[N]`. Leaves out prefixes that have
+        an item, and items of another prefix; returns which were added, in order.
+        """
+        items, prefixes, added = self._items[id_list], self._prefixes, []
+        for number, (key, item) in enumerate(zip(keys, ids.tolist())):
+            if key not in items and item not in prefixes:
+                items[key] = item
+                prefixes[item] = id_list, key
+                added.append(number)
+        places: Ints = np.array(added, dtype=np.int64)
+        self.known[ids[places]] = True
+        return places
+
+    def idle(self, ids: Ints) -> None:
+        """These known items have no holders by now; the first of them is taken first."""
+        self._idle.update(dict.fromkeys(ids.tolist()))
+
+    def wake(self, ids: Ints) -> Ints:
+        """These items are not idle any more, as they have a holder; returns those that were."""
+        idle = [item for item in ids[self.known[ids]].tolist() if item in self._idle]
+        for item in idle:
+            del self._idle[item]
+        return np.array(idle, dtype=np.int64)
+
+    def take(self, count: int) -> Ints:
+        """The `count` items that have been idle longest, all of which must be there; forgets their
+        prefixes.
+        """
+        oldest = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        ids: Ints = np.array(oldest, dtype=np.int64)
+        self.forget(ids)
+        return ids
+
+    def forget(self, ids: Ints) -> None:
+        """These items, held or just taken, are no prefix's any more."""
+        forgotten: dict[str, list[Key]] = {}
+        for item in ids.tolist():
+            if item in self._prefixes:
+                id_list, key = self._prefixes.pop(item)
+                del self._items[id_list][key]
+                forgotten.setdefault(id_list, []).append(key)
+        self.known[ids] = False
+        for id_list, keys in forgotten.items():
+            self.on_forget(id_list, keys)
+
+    def idle_ids(self) -> Ints:
+        """Idle items, the first to be taken first."""
+        return np.array(list(self._idle), dtype=np.int64)
+
+    def check_integrity(self, name: str) -> None:
+        """Raises RuntimeError, which begins with `name`, unless keys and items name each other."""
+        listed = {
+            item: (id_list, key)
+            for id_list, items in self._items.items()
+            for key, item in items.items()
+        }
+        if listed != self._prefixes:
+            raise RuntimeError(f"{name}: items are kept for prefixes that do not list them.")
+        marked = set(np.flatnonzero(self.known).tolist())
+        if marked != listed.keys() or not self._idle.keys() <= marked:
+            raise RuntimeError(f"{name}: items are listed, or idle, that are no prefix's.")
 
 
 def free_lists(layout: PoolLayout, id_lists: Iterable[str]) -> dict[str, FreeList]:
     """The free list of each id list: one each, and one for all those of a block pool."""
-    items: dict[str, int] = {}
-    for buffer in layout.buffers:
-        name = layout.space_by_name[buffer.space].id_list
-        items[name] = min(items.get(name, buffer.items), buffer.items)
-    users: dict[tuple[str | None, str], list[Space]] = {}
+    spaces_of: dict[tuple[str | None, str], list[Space]] = {}
     for space in (layout.space_by_name[name] for name in id_lists):
         key = space.block_pool, space.name if space.block_pool is None else ""
-        users.setdefault(key, []).append(space)
+        spaces_of.setdefault(key, []).append(space)
+    items = layout.items_by_space
     by_id_list: dict[str, FreeList] = {}
-    for spaces in users.values():
-        free_list = FreeList(spaces, min(items[space.name] for space in spaces))
-        by_id_list.update((space.name, free_list) for space in spaces)
+    for spaces in spaces_of.values():
+        names = [space.name for space in spaces]
+        least = min(items[name] for name in items if layout.space_by_name[name].id_list in names)
+        by_id_list.update(dict.fromkeys(names, FreeList(spaces, least)))
     return by_id_list

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 
 import numpy as np
@@ -27,8 +27,7 @@ class Pins:
         """The pins of a row that are held."""
         if row not in self._by_row:
             return []
-        with self._lock:
-            return self._keep(row, [pin for pin in self._by_row.get(row, ()) if pin.held()]).copy()
+        return self._drop(row, lambda pin: not pin.held())
 
     def add(self, row: int, tokens: int, pin: Pin) -> None:
         """Adds a pin to a row of `tokens` tokens. See Holder.pin."""
@@ -43,10 +42,8 @@ class Pins:
         if pin.side == "received":
             self._check_unshared(row, pin)
         for earlier in self.held(row):
-            same = (earlier.room, earlier.side) == (
-                pin.room,
-                pin.side,
-            )  # its endpoint has an answer
+            # of the same room and side: its endpoint has an answer
+            same = (earlier.room, earlier.side) == (pin.room, pin.side)
             if same or earlier.side == pin.side == "offered" or not pin.meets(earlier):
                 continue
             offered = f"{pin.claimant} would offer what is not there yet"
@@ -57,8 +54,7 @@ class Pins:
 
     def remove(self, row: int, pin: Pin) -> None:
         """Removes a pin, if it is there."""
-        with self._lock:
-            self._keep(row, [held for held in self._by_row.get(row, ()) if held is not pin])
+        self._drop(row, lambda earlier: earlier is pin)
 
     def check_extend(self, rows: Ints, after: Ints, changes: Mapping[str, Change]) -> None:
         """Raises RequestPinned if rows `[B]` may not have `after` `[B]` tokens by these changes."""
@@ -134,9 +130,12 @@ class Pins:
                 return f"items {ranges(replaced.tolist())} of space {name}"
         return None
 
-    def _keep(self, row: int, pins: list[Pin]) -> list[Pin]:
-        if pins:
-            self._by_row[row] = pins
-        else:
-            self._by_row.pop(row, None)
-        return pins
+    def _drop(self, row: int, ended: Callable[[Pin], bool]) -> list[Pin]:
+        """Drops the pins of a row that have ended; returns the others."""
+        with self._lock:
+            pins = [pin for pin in self._by_row.get(row, ()) if not ended(pin)]
+            if pins:
+                self._by_row[row] = pins
+            else:
+                self._by_row.pop(row, None)
+        return pins.copy()

@@ -22,7 +22,6 @@ from kvpool.allocation.free_list import OutOfPages
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key, token_ids
 from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvpool.prefix.index import PrefixIndex
 
 
 @dataclass(slots=True)
@@ -231,8 +230,8 @@ class PrefixCache:
         ends = np.arange(0, chain.num_tokens + 1, self._step)
         fits, candidates = np.ones(ends.size, dtype=np.bool_), {}
         for name, id_list in self._lists.items():
-            ids, stop = id_list.find(chain), ends // id_list.tokens
-            first = id_list.first(ends)
+            ids = id_list.index.find(name, id_list.keys(chain))
+            first, stop = id_list.first(ends), ends // id_list.tokens
             counts = np.zeros(ids.size + 1, dtype=np.int64)
             np.cumsum(ids >= 0, out=counts[1:])
             fits &= counts[stop] - counts[first] == stop - first
@@ -300,18 +299,11 @@ class _KeptItems:
     def __init__(self, group: int, table: BlockTable, tokens: int, page: int) -> None:
         self.group, self.table, self.tokens, self.pages = group, table, tokens, tokens // page
         self.space, self.free_list = table.space, table.free_list
-        if self.free_list.kept is None:
-            self.free_list.kept = PrefixIndex(self.free_list.items)
         self.index = self.free_list.kept
-        self.index.use(self.space.name)
 
     def keys(self, chain: Chain) -> list[Key]:
         """The keys of the prefixes that end with each item."""
         return chain.keys[self.pages - 1 :: self.pages]
-
-    def find(self, chain: Chain) -> Ints:
-        """The kept items of a chain by number; -1 where there is none."""
-        return self.index.find(self.space.name, self.keys(chain))
 
     def first(self, ends: Ints) -> Ints:
         """The first item that a prefix of `ends` `[N]` tokens needs: of a slot, its checkpoint."""

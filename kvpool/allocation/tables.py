@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from kvpool.allocation.block_table import BlockTable, Change, Fork, alive_start
+from kvpool.allocation.block_table import BlockTable, Change, alive_start
 from kvpool.allocation.free_list import free_lists
 from kvpool.allocation.pins import Pins
 from kvpool.layout import PoolLayout, Space, Span
@@ -70,12 +70,10 @@ class Tables:
         if not self.free_rows:
             rows = self.tokens.size
             more = max(16, rows)
-            zeros = np.zeros(more, dtype=np.int64)
-            self.tokens, self.received = (
-                np.append(counts, zeros) for counts in (self.tokens, self.received)
-            )
-            self.least = np.append(self.least, np.full(more, SETTLED, dtype=np.int64))
-            self.lost = {name: np.append(lost, zeros) for name, lost in self.lost.items()}
+            self.tokens = np.pad(self.tokens, (0, more))
+            self.received = np.pad(self.received, (0, more))
+            self.least = np.pad(self.least, (0, more), constant_values=SETTLED)
+            self.lost = {name: np.pad(lost, (0, more)) for name, lost in self.lost.items()}
             self.free_rows.extend(range(rows + more - 1, rows - 1, -1))
             for table in self.lists.values():
                 table.add_rows(more)
@@ -129,7 +127,7 @@ class Tables:
         received = np.where(unsettled, after, self.received[rows])
         for space in self.spaces:
             if not space.wraps:
-                freed = self.lists[space.id_list].freed(rows) * space.entries_per_item
+                freed = self.lists[space.id_list].held_from[rows] * space.entries_per_item
                 _need_kept(space, written, after, received, freed)
         lost = self._lost_at(rows, written, after, received)
         changes = {name: table.truncation(rows, after) for name, table in self.lists.items()}
@@ -148,75 +146,75 @@ class Tables:
 
     def fork(self, row: int, tokens: int) -> tuple[int, dict[str, tuple[Ints, Ints]]]:
         """See Allocator.fork; returns the fork's row, and the ids to copy from and to."""
-        tokens_before, received = self.tokens[row : row + 1], self.received[row : row + 1]
-        end = np.array([tokens], dtype=np.int64)
-        forks = {name: self._fork(table, row, tokens) for name, table in self.lists.items()}
-        lost = self._lost_at(np.array([row]), tokens_before, end, received)
-        needed = {name: len(fork.copied) for name, fork in forks.items()}
+        rows, end = np.array([row]), np.array([tokens], dtype=np.int64)
+        copied = {name: self._copied(table, row, tokens) for name, table in self.lists.items()}
+        lost = self._lost_at(rows, self.tokens[rows], end, self.received[rows])
         for free_list in self.free_lists:
-            free_list.check(needed, {})
+            free_list.check(copied, {})
         child = self.add()
-        self.tokens[child] = tokens
-        self.received[child] = min(int(received[0]), tokens)
+        self.tokens[child], self.received[child] = tokens, min(int(self.received[row]), tokens)
         for name, entries in lost.items():
             self.lost[name][child] = entries[0]
-        return child, {n: table.fork(row, child, forks[n]) for n, table in self.lists.items()}
+        return child, {n: t.fork(row, child, end, copied[n]) for n, t in self.lists.items()}
 
-    def locate(self, rows: Ints, positions: Ints, after: Ints) -> dict[str, Ints]:
-        """Flat locations by space of `positions` `[B, T]` of requests of `after` `[B]` tokens; -1
-        where a position has none.
+    def locate(self, rows: Ints, before: Ints, width: int) -> dict[str, Ints]:
+        """Flat locations `[B, width]` by space of the positions from `before` `[B]` on; -1 where a
+        request has none.
         """
+        after = self.tokens[rows, None]
+        positions = before[:, None] + np.arange(width, dtype=np.int64)
+        own = positions < after
+        positions = np.where(own, positions, 0)
         locations = {}
         for space in self.spaces:
             entries = positions // space.tokens_per_entry
             numbers, steps = space.place(entries)
             items = self.lists[space.id_list].find(rows, numbers)
-            present = items >= 0
+            present = own & (items >= 0)
             if space.wraps:
-                lost = self.lost[space.name][rows]
-                present &= entries >= _first_kept(space, entries, after[:, None], lost[:, None])
+                lost = self.lost[space.name][rows, None]
+                present &= entries >= _first_kept(space, entries, after, lost)
             locations[space.name] = np.where(present, items * space.steps + steps, -1)
         return locations
 
     def _check_free(self, changes: Mapping[str, Change]) -> None:
         """Raises OutOfPages if too few items are free for changes by id list."""
         needed = {name: change.needed for name, change in changes.items()}
-        gone = {name: table.ids(changes[name].gone) for name, table in self.lists.items()}
+        gone = {name: table.ids[changes[name].gone] for name, table in self.lists.items()}
         for free_list in self.free_lists:
             free_list.check(needed, gone)
 
     def _apply(self, changes: Mapping[str, Change]) -> dict[str, tuple[Ints, Ints]]:
         """Applies changes by id list; returns the ids to copy from and to."""
         for name, table in self.lists.items():  # first, as one list may take what another frees
-            table.give_back(changes[name])
+            table.put(changes[name].gone)
         return {name: table.take(changes[name]) for name, table in self.lists.items()}
 
-    def _fork(self, table: BlockTable, row: int, tokens: int) -> Fork:
-        """What a fork of the first `tokens` tokens shares and copies of an id list."""
-        space, end = table.space, np.array([tokens], dtype=np.int64)
-        before = int(self.tokens[row])
-        if space.per_request and tokens not in (0, before):
-            raise ValueError(
-                f"space {space.name}: holds the state after {before} tokens, not after {tokens}. "
-                f"Fork at {before} tokens."
-            )
-        first, stop = int(table.first(end)[0]), int(table.stop(end)[0])
-        start = int(table.start(end)[0])
-        came = int(table.start(self.received[row : row + 1])[0])
+    def _copied(self, table: BlockTable, row: int, tokens: int) -> int:
+        """How many items of an id list a fork of the first `tokens` tokens copies: the last one, or
+        none. Raises ValueError if what is alive of them is gone.
+        """
+        space, before = table.space, int(self.tokens[row])
+        if space.per_request:
+            if tokens not in (0, before):
+                raise ValueError(
+                    f"space {space.name}: holds the state after {before} tokens, not after "
+                    f"{tokens}. Fork at {before} tokens."
+                )
+            return min(tokens, 1)
+        start, came = space.alive(tokens).start, space.alive(int(self.received[row])).start
         if tokens and start < came:
             raise ValueError(
                 f"space {space.name}: entries {start} to {came - 1} of that prefix were dead when "
                 "it was received, and were not transferred."
             )
-        freed = int(table.freed(np.array([row]))[0])
-        if stop > first and first < freed:
+        first, freed = start // space.entries_per_item, int(table.held_from[row])
+        if first < min(freed, -(-tokens // space.tokens_per_item)):
             raise ValueError(
                 f"space {space.name}: items {first} to {freed - 1} of that prefix have left the "
                 "window and were freed."
             )
-        copied = space.per_request or tokens % space.tokens_per_item > 0
-        end_shared = max(stop - copied, first)
-        return Fork(range(first, end_shared), range(end_shared, stop))
+        return int(tokens % space.tokens_per_item > 0)
 
     def _lost_at(self, rows: Ints, before: Ints, after: Ints, received: Ints) -> dict[str, Ints]:
         """First entries that rings have once requests of `before` `[B]` tokens have `after` `[B]`

@@ -1,1 +1,1 @@
-"""Items that hold the state of prefixes of tokens: a chain of keys, an index, events. No torch."""
+"""Items that hold the state of prefixes of tokens: keys, and events. No torch."""

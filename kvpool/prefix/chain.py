@@ -19,9 +19,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 def token_ids(tokens: npt.ArrayLike) -> Tokens:
-    """Tokens as an array. Raises ValueError unless they are a flat list of numbers from 0 to
-    2**31 - 1.
-    """
+    """Tokens as an array. Raises ValueError for what is no flat list of 0 to 2**31 - 1."""
     numbers = np.asarray(tokens)
     if not numbers.ndim:
         raise ValueError(
@@ -37,27 +35,12 @@ def token_ids(tokens: npt.ArrayLike) -> Tokens:
     return numbers.astype(np.int32)
 
 
-def root_key(salt: str) -> Key:
-    """The key of no tokens under a salt."""
-    return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES).digest()
-
-
-def next_keys(last: Key, tokens: Tokens, page: int) -> list[Key]:
-    """Keys of the prefixes that end with each whole page of `tokens`, which follow the prefix with
-    key `last`.
-    """
-    raw, step = tokens.astype("<i4").tobytes(), 4 * page
-    keys = []
-    for start in range(0, len(raw) // step * step, step):
-        last = hashlib.blake2b(last + raw[start : start + step], digest_size=KEY_BYTES).digest()
-        keys.append(last)
-    return keys
+def _key(data: bytes) -> Key:
+    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
 
 
 class Chain:
-    """The first tokens of a request, whose state is written, and the keys of their pages of `page`
-    tokens.
-    """
+    """The first tokens of a request, whose state is written, and the keys of pages of `page`."""
 
     __slots__ = ("_keys", "_tokens", "num_tokens", "page", "salt")
 
@@ -66,7 +49,7 @@ class Chain:
         self.num_tokens = 0
         # both may go on behind num_tokens: a prompt is hashed once, when it is looked up
         self._tokens: Tokens = np.empty(0, dtype=np.int32)
-        self._keys = [root_key(salt)]  # of 0, 1, ... pages
+        self._keys = [_key(salt.encode())]  # of 0, 1, ... pages
 
     @property
     def pages(self) -> int:
@@ -84,7 +67,7 @@ class Chain:
         return self._tokens[: self.num_tokens]
 
     def append(self, tokens: Tokens) -> None:
-        """Adds tokens."""
+        """Adds tokens; hashes the pages that they fill."""
         start = self.num_tokens
         self.num_tokens = stop = start + tokens.size
         hashed_tokens = self._tokens[start:stop]
@@ -93,10 +76,10 @@ class Chain:
         if tokens.size:
             self._tokens = np.concatenate([self._tokens[:start], tokens])
             del self._keys[start // self.page + 1 :]
-        hashed = (len(self._keys) - 1) * self.page
-        if hashed < stop:
-            fresh = self._tokens[hashed : self.pages * self.page]
-            self._keys += next_keys(self._keys[-1], fresh, self.page)
+        hashed, step = (len(self._keys) - 1) * self.page, 4 * self.page
+        fresh = self._tokens[hashed : self.pages * self.page].astype("<i4").tobytes()
+        for at in range(0, len(fresh), step):
+            self._keys.append(_key(self._keys[-1] + fresh[at : at + step]))
 
     def truncate(self, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens."""

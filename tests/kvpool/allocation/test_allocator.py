@@ -49,7 +49,7 @@ def started(pool, tokens, **options):
 def snapshot(alloc):
     """All that an allocator knows, and all bytes of its pools."""
     lists = [
-        (name, each._table, each._first, each._stop, each.free_list.num_free)
+        (name, each.ids, each.held_from, each._stop, each.free_list.num_free)
         for name, each in alloc.lists.items()
     ]
     free = [(each.free_list._stack, each.free_list._counts) for each in alloc.lists.values()]
