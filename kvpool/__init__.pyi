@@ -53,12 +53,12 @@ from .layout.template import (
     Template as Template,
 )
 from .models import Declaration as Declaration
+from .pools.access import BufInfos as BufInfos, StateBufInfos as StateBufInfos
 from .pools.base import KVPool as KVPool
-from .pools.buf_infos import BufInfos as BufInfos, StateBufInfos as StateBufInfos
-from .pools.dsv4 import DSv4Pool as DSv4Pool
 from .pools.offload import Saved as Saved
 from .pools.states import LayeredPool as LayeredPool, State as State, UnionPool as UnionPool
 from .pools.typed import (
+    DSv4Pool as DSv4Pool,
     HybridLinearPool as HybridLinearPool,
     MHAPool as MHAPool,
     MLAPool as MLAPool,

@@ -11,7 +11,7 @@ from kvpool.layout.formats import MLA, IndexKey, Ring, V4Latent
 from kvpool.models.config import Fields
 from kvpool.models.layer_types import FULL, INDEXED, SLIDING, always, listed, rotated_layers
 from kvpool.models.rules import HEAD_DIM, HEADS, Declaration, Family, Layer, indexed, latent
-from kvpool.pools.dsv4 import DSv4Pool
+from kvpool.pools.typed import DSv4Pool
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 

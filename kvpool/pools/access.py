@@ -1,9 +1,13 @@
-"""Typed reads and writes of entries, by role and flat location."""
+"""Access to a pool's memory: typed reads and writes of entries, by role and flat location, and
+pointer lists, as connectors of serving engines take them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Union
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Union
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +22,40 @@ from kvpool.device.quant import LARGEST_CODE, SCALE_DTYPES
 from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
-from kvpool.layout.formats import scale_role
+from kvpool.layout.formats import BufferSpec, StateType, scale_role
+from kvpool.layout.grid import StateSection, sharded
 from kvpool.layout.sentences import nearest
 from kvpool.pools.placement import Placement
 
 ArrayLike = Union[npt.ArrayLike, torch.Tensor]
 DTypeLike = Union[str, torch.dtype]
+
+
+class BufInfos(NamedTuple):
+    """Pointers, lengths and item lengths in bytes, and global layer ids, of each buffer."""
+
+    data_ptrs: list[int]
+    data_lens: list[int]
+    item_lens: list[int]
+    layer_ids: list[int]
+
+
+class StateBufInfos(NamedTuple):
+    """One state component, as BufInfos, and how each of its buffers is sharded.
+
+    `dim_per_tensor`: steps of the sharded dimension here, heads or channels; 0 without one.
+    `sections`: what they consist of, in order. `outer_counts`: how many times an item repeats them
+    (taps before channels, entries before heads).
+    """
+
+    state_type: StateType
+    data_ptrs: list[int]
+    data_lens: list[int]
+    item_lens: list[int]
+    layer_ids: list[int]
+    dim_per_tensor: list[int]
+    sections: list[list[StateSection]]
+    outer_counts: list[int]
 
 
 class TypedAccess:
@@ -34,6 +66,7 @@ class TypedAccess:
     """
 
     layout: PoolLayout
+    specs: tuple[BufferSpec, ...]
     device: Device
     owner: str
     dtype: str
@@ -140,6 +173,68 @@ class TypedAccess:
         ids = self._locations((role,), layer, locations)
         (cells,) = self.device.load_rows([ReadRow(self._entries(role, layer))], ids)
         return cells
+
+    @property
+    def kv_buf_group_sizes(self) -> list[int]:
+        """Buffers in each group of the contiguous listing: of K, of V; one for each layer that has
+        the kind.
+        """
+        main = (spec for spec in self.specs if spec.state is None)
+        return [*Counter(spec.name for spec in main for _ in spec.layers).values()]
+
+    @property
+    def kv_buf_groups(self) -> int:
+        """Groups of equal size in the contiguous listing: K and V are two. Raises ValueError where
+        their sizes differ, as group n would not begin at n times the length over the groups.
+        """
+        sizes = self.kv_buf_group_sizes
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"{self.owner} kv_buf_groups: groups of different sizes, {sizes}. Read "
+                "kv_buf_group_sizes."
+            )
+        return len(sizes)
+
+    def get_contiguous_buf_infos(self) -> BufInfos:
+        """The main cache's buffers, group by group: `pointer = data_ptr + page * item_len`."""
+        return self._buf_infos([spec for spec in self.specs if spec.state is None])
+
+    def get_state_buf_infos(self) -> list[StateBufInfos]:
+        """State components other than the main cache; `[]` if there are none."""
+        components = []
+        for spec in self.specs:
+            if spec.state is not None:
+                sections, outer = sharded(replace(spec, layers=(0,)).regions(self.owner))
+                count, steps = len(spec.layers), sum(section.size for section in sections)
+                component = StateBufInfos(
+                    state_type=spec.state,
+                    **self._buf_infos([spec])._asdict(),
+                    dim_per_tensor=[steps] * count,
+                    sections=[sections] * count,
+                    outer_counts=[outer] * count,
+                )
+                components.append(component)
+        return components
+
+    def _buf_infos(self, specs: Sequence[BufferSpec]) -> BufInfos:
+        """The buffers of specifications, one after the other. Raises ValueError where pointers and
+        item lengths cannot say where they lie.
+        """
+        if specs and self.placement in ("page", "block"):
+            raise ValueError(
+                f"{self.owner}: with placement={self.placement!r} the layers of a page lie side by "
+                "side; no pointer and item length per layer describe them. Read pool.layout, or "
+                "build with placement='layer'."
+            )
+        layers = [(spec, layer) for spec in specs for layer in spec.layers]
+        names = [spec.buffer_name(self.owner, layer) for spec, layer in layers]
+        buffers = [self.layout.buffer_by_name[name] for name in names]
+        return BufInfos(
+            data_ptrs=[buffer.base for buffer in buffers],
+            data_lens=[buffer.end - buffer.base for buffer in buffers],
+            item_lens=[buffer.item_bytes for buffer in buffers],
+            layer_ids=[layer for _, layer in layers],
+        )
 
     def _region(self, role: str, layer: int) -> Region:
         region = self.layout.region_by_key.get((self.owner, layer, role))

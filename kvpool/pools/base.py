@@ -23,7 +23,6 @@ from kvpool.layout.described import total_layers
 from kvpool.layout.formats import BufferSpec, Shard
 from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
 from kvpool.pools.budget import fit, needed_items, state_bytes
-from kvpool.pools.buf_infos import BufInfos, StateBufInfos, buf_infos, state_infos
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
     ITEM_COUNTS,
@@ -220,39 +219,6 @@ class KVPool(TypedAccess):
             lists = {spaces[b.space].id_list: b for b in grow}
             return sum(b.item_stride / spaces[b.space].tokens_per_item for b in lists.values())
         return sum(b.item_bytes / spaces[b.space].tokens_per_item for b in grow)
-
-    @property
-    def kv_buf_group_sizes(self) -> list[int]:
-        """Buffers in each group of the contiguous listing: of K, of V; one for each layer that has
-        the kind.
-        """
-        sizes: dict[str, int] = {}
-        for spec in self.specs:
-            if spec.state is None:
-                sizes[spec.name] = sizes.get(spec.name, 0) + len(spec.layers)
-        return list(sizes.values())
-
-    @property
-    def kv_buf_groups(self) -> int:
-        """Groups of equal size in the contiguous listing: K and V are two. Raises ValueError where
-        their sizes differ, as group n would not begin at n times the length over the groups.
-        """
-        sizes = self.kv_buf_group_sizes
-        if len(set(sizes)) > 1:
-            raise ValueError(
-                f"{self.owner} kv_buf_groups: groups of different sizes, {sizes}. Read "
-                "kv_buf_group_sizes."
-            )
-        return len(sizes)
-
-    def get_contiguous_buf_infos(self) -> BufInfos:
-        """The main cache's buffers, group by group: `pointer = data_ptr + page * item_len`."""
-        return buf_infos(self, [spec for spec in self.specs if spec.state is None])
-
-    def get_state_buf_infos(self) -> list[StateBufInfos]:
-        """State components other than the main cache; `[]` if there are none."""
-        components = [(spec, spec.state) for spec in self.specs if spec.state is not None]
-        return [state_infos(self, spec, state) for spec, state in components]
 
     def copy_items(self, space: str, src: ArrayLike, dst: ArrayLike) -> None:
         """Copies items `src` `[N]` of an id list to items `dst` `[N]`, in all of its buffers, also

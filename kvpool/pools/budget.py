@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -146,12 +147,8 @@ def largest(fits: Callable[[int], bool], low: int) -> int:
     """The largest number that fits, where `low` does and a larger number needs more."""
     step = 1
     while fits(low + step):
-        low, step = low + step, 2 * step
-    while step > 1:
-        step //= 2
-        if fits(low + step):
-            low += step
-    return low
+        step *= 2
+    return low + bisect_left(range(1, step), True, key=lambda more: not fits(low + more))
 
 
 def counted(requests: int) -> str:

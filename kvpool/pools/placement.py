@@ -41,11 +41,9 @@ def layer_numbers(layers: Iterable[int], owner: str) -> tuple[int, ...]:
 
 def count_argument(list_space: Space) -> str:
     """Which of `ITEM_COUNTS` gives the items of an id list, named by the space that owns it."""
-    if list_space.block_pool is not None:
+    if list_space.grows or list_space.block_pool is not None:
         return "num_pages"
-    if list_space.per_request:
-        return "num_slots"
-    return "num_pages" if list_space.window is None else "num_window_pages"
+    return "num_slots" if list_space.per_request else "num_window_pages"
 
 
 def used_spaces(named: set[str], names: str, spaces: Iterable[Space]) -> dict[str, Space]:

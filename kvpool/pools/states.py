@@ -130,26 +130,16 @@ class UnionPool(KVPool):
         """
         packing, component = None, None
         if isinstance(kind, LinearState):
-            slots = self.at(
-                layers,
-                "state",
-                1,
-                packing=dtype or self.conv_dtype or self.dtype,
-                prefix=f"linear{number}." if number else "",
-                state=StateType.MAMBA,
-            )
-            return kind, slots
+            packing, component = dtype or self.conv_dtype or self.dtype, StateType.MAMBA
+            prefix = f"linear{number}." if number else ""
+            site = self.at(layers, "state", 1, packing=packing, prefix=prefix, state=component)
+            return kind, site
         if isinstance(kind, IndexKey):
             packing, component = self.dtype if kind.pooled else self.index_packing, StateType.DSA
-        site = self.at(layers, packing=packing, state=component)
-        if window is not None:
-            site = replace(
-                site,
-                space=self.windows[window],
-                entries=self.window_page_size or self.page_size,
-                prefix="swa.",
-                state=StateType.SWA,
-            )
+        if window is None:
+            return kind, self.at(layers, packing=packing, state=component)
+        space, entries, component = self.windows[window], self.window_page_size, StateType.SWA
+        site = self.at(layers, space, entries, packing=packing, prefix="swa.", state=component)
         return kind, site
 
     def part(self, layer: int, wanted: type, part: str = "") -> tuple[Any, At]:
@@ -275,10 +265,10 @@ class LayeredPool(UnionPool):
         }
         self.index_packing, self.conv_dtype = index_packing, conv_dtype
         self.window_page_size = window_page_size or common.get("page_size", 0)
-        kept_windows = (s.window for kept in self.by_layer.values() for s in kept)
-        windows = {window for window in kept_windows if window is not None}
+        states_kept = (state for kept in self.by_layer.values() for state in kept)
+        windows = sorted({s.window for s in states_kept if s.window is not None})
         # named by the whole model, so that all pipeline stages have the same names
-        self.windows = {w: "swa" if len(windows) == 1 else f"swa{w}" for w in sorted(windows)}
+        self.windows = {w: "swa" if len(windows) == 1 else f"swa{w}" for w in windows}
         super().__init__(**common)
 
     def states(self) -> Iterator[tuple[Kind, At]]:

@@ -11,10 +11,9 @@ from typing import Any
 from kvpool.layout import formats
 from kvpool.layout.formats import MHA, MLA, IndexKey, Shard
 from kvpool.pools.base import KVPool
-from kvpool.pools.dsv4 import DSv4Pool
 from kvpool.pools.placement import ITEM_COUNTS
 from kvpool.pools.states import LayeredPool, State
-from kvpool.pools.typed import HybridLinearPool, MHAPool, MLAPool, NSAPool, SWAPool
+from kvpool.pools.typed import DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSAPool, SWAPool
 
 
 @dataclass(frozen=True, slots=True)

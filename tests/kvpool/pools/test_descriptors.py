@@ -6,7 +6,7 @@ import pytest
 
 from kvpool import MHA, Shard, StateType
 from kvpool.layout.formats import gated_delta_net
-from kvpool.pools.buf_infos import BufInfos
+from kvpool.pools.access import BufInfos
 from tests.pools import PACKED, dsv4, every_class, hybrid, hybrid_mla, hybrid_nsa, nsa, swa
 
 SCALED = ("fp8", "mxfp8")
