@@ -3,6 +3,6 @@
 Names load on first use; `disagg.plan` never imports torch.
 """
 
-from kvpool.lazy import attach
+from kvpool.extras import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -3,6 +3,6 @@
 `import kvpool` is light: names load on first use, and `kvpool.layout` never loads torch.
 """
 
-from kvpool.lazy import attach
+from kvpool.extras import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

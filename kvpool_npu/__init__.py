@@ -2,6 +2,6 @@
 imported only where an NPU is used.
 """
 
-from kvpool.lazy import attach
+from kvpool.extras import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

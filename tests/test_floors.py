@@ -12,7 +12,7 @@ MOST_MODULES = 14
 FLOORS = {  # lowest first; folders and modules of one floor do not import one another
     "kvpool": (
         {"extras", "process", "version"},
-        {"_native", "lazy", "layout"},
+        {"_native", "layout"},
         {"device"},
         {"pools"},
         {"prefix"},
@@ -36,7 +36,6 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
 BANNED = {  # by imported package: where
     "torch": (
         "kvpool.extras",
-        "kvpool.lazy",
         "kvpool.layout",
         "kvpool.render",
         "disagg.plan",

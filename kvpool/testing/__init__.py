@@ -5,7 +5,7 @@ the same checks without pytest. Expected bytes are computed in numpy from the la
 the definitions of the formats, never by the device under test or `kvpool.device.quant`.
 """
 
-from kvpool.lazy import attach
+from kvpool.extras import attach
 
 # pytest loads the plugin in every run, which must not import torch
 __getattr__, __dir__, __all__ = attach(__name__, __file__)
