@@ -1,19 +1,27 @@
 """Decode's reads: bound, cut into parts, posted to the engine and polled. Ranks are read side by
-side, each in its lane, so that one failure stops no other rank.
+side, each in its lane, so that one failure stops no other rank. Reads of a lane begin in order;
+small ones that are ready in one step are posted together. Those that another's failure has stopped
+go on after it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from disagg.engines.base import Engine
-from disagg.protocol.events import ReaderEvent
+import numpy as np
+
+from disagg.engines.base import Engine, TransferError
+from disagg.plan.bind import CopyBatch
+from disagg.protocol.events import EngineConnected, ReadBegun, ReaderEvent
 from disagg.protocol.messages import Hello
 from disagg.protocol.peers.link import Link, Read
-from disagg.runtime.reads.begun import ReadContext, TrackedRead
-from disagg.runtime.reads.lane import Lane
+from disagg.runtime.reads import BegunReads, Fence, InFlight, ReadContext, TrackedRead
 from disagg.runtime.staging import StagingBuffers
+
+log = logging.getLogger("disagg")
 
 LOOKS_PER_TIMEOUT = 4
 """A longer pause between two steps than this part of the time-out is no time that a read took."""
@@ -21,6 +29,13 @@ SPIN_SECONDS = 1.0
 """How long parts in flight are polled without a pause after the last one has arrived, unless they
 arrive in the background.
 """
+# a room that is read alone costs a turn of the loop, which comes 5 ms late on a busy host
+READS_AT_ONCE = 64
+"""Reads of one rank that are in flight together, at most, and reads that are posted together."""
+
+
+class Stuck(TransferError):
+    """A peer of which nothing arrives."""
 
 
 class Reader:
@@ -31,15 +46,9 @@ class Reader:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        timeout: float,
-        clock: Callable[[], float] = time.monotonic,
-        stage: StagingBuffers | None = None,
+        self, engine: Engine, timeout: float, clock: Callable[[], float], stage: StagingBuffers
     ) -> None:
-        self._context = ReadContext(
-            engine=engine, stage=stage or StagingBuffers(), timeout=timeout, clock=clock
-        )
+        self._context = ReadContext(engine=engine, stage=stage, timeout=timeout, clock=clock)
         self._lanes: dict[tuple[int, int, str], Lane] = {}
         self._active: dict[Lane, None] = {}  # those with work: a turn costs nothing for others
         self._dropped: list[Lane] = []
@@ -54,17 +63,13 @@ class Reader:
 
     def add(self, read: Read) -> None:
         """Takes a read over."""
-        lane = self._lane(read.link, read.source, read.hello)
-        lane.queue.append(TrackedRead(read))
-        self._active[lane] = None
+        self._lane(read.link, read.source, read.hello).queue.append(TrackedRead(read))
 
     def connect(self, link: Link, source: int, hello: Hello) -> None:
         """Connects the engine to a rank in the next step, so that its first read need not. What
         goes wrong then is for that read to find.
         """
-        lane = self._lane(link, source, hello)
-        lane.connects_early = True
-        self._active[lane] = None
+        self._lane(link, source, hello).connects_early = True
 
     def cancel(self, attempt: str) -> None:
         """Posts nothing more of an attempt's reads."""
@@ -115,10 +120,11 @@ class Reader:
         return self._context.take_events()
 
     def _lane(self, link: Link, source: int, hello: Hello) -> Lane:
-        """The lane of one generation of a rank."""
+        """The lane of one generation of a rank, which has work now."""
         key = id(link), source, hello.generation
         if key not in self._lanes:
             self._lanes[key] = Lane(self._context, link, source, hello)
+        self._active[self._lanes[key]] = None
         return self._lanes[key]
 
     def _reads(self) -> list[TrackedRead]:
@@ -133,3 +139,209 @@ class Reader:
             for part in lane.in_flight():
                 part.posted = min(part.posted + pause, now)
                 part.since = min(part.since + pause, now)
+
+
+class Lane:
+    """Reads that wait (`queue`), that have begun, and those of peers that are being given up
+    (`fences`), of rank `source` of a link that has said `hello`.
+    """
+
+    def __init__(self, context: ReadContext, link: Link, source: int, hello: Hello) -> None:
+        self.queue: deque[TrackedRead] = deque()
+        self.connects_early = False
+        """Whether to connect before the first read, until that was tried."""
+        self.connected = False
+        self._link, self._source, self._hello = link, source, hello
+        self.fences: list[Fence] = []
+        self._context, self._engine = context, context.engine
+        self._begun: list[BegunReads] = []
+        self._peer: Any = None
+        self._dropped = False
+
+    def reads(self) -> Iterator[TrackedRead]:
+        """All its reads that have not ended."""
+        yield from self.queue
+        for begun in (*self._begun, *(begun for fence in self.fences for begun in fence.reads)):
+            yield from begun.reads
+
+    def in_flight(self) -> list[InFlight]:
+        """All parts in flight."""
+        return [flight for begun in self._begun for flight in begun.in_flight]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self.queue or self.connects_early or self._begun)
+
+    def step(self) -> bool:
+        """Connects, polls parts, begins reads and posts theirs; whether anything has moved."""
+        if self.connects_early:
+            self.connects_early = False
+            try:
+                self._connect()
+            except Exception as error:
+                rank = self._link.ranks[self._source]
+                log.info("%s: a read will try to connect again: %s", rank, error)
+            self._context.events.append(EngineConnected(self._link, self._source))
+            return True
+        moved = False
+        for begun in list(self._begun):
+            went_on = self._go_on(begun)
+            if went_on is None:
+                return True
+            moved |= went_on
+        while self.queue and self._room_for_more():
+            moved = True
+            if not self._begin():
+                break
+        return moved
+
+    def step_fences(self) -> None:
+        """Asks whether peers are given up: then their failed reads end, and the others go on."""
+        fences, self.fences = self.fences, []
+        for fence in fences:
+            if not fence.passed(self._context):
+                self.fences.append(fence)
+                continue
+            for begun in fence.reads:
+                self._context.stage.give(*begun.buffers)
+                if begun.problem is None and begun.apart is None and not self._dropped:
+                    begun.stopped()
+                    self._begun.append(begun)
+                else:
+                    self._finish(begun)
+
+    def drop(self) -> None:
+        """Gives the rank up: its rooms have failed."""
+        self._dropped = True
+        landing = [begun for begun in self._begun if begun.in_flight]
+        waiting = [read for begun in self._begun if not begun.in_flight for read in begun.reads]
+        for read in (*self.queue, *waiting):
+            self._context.end(read)
+        self.queue.clear()
+        self._begun.clear()
+        if self.connected:
+            self.fences.append(Fence(self._peer, landing, self._context.clock()))
+
+    def _connect(self) -> None:
+        """Connects the engine, unless it is."""
+        if not self.connected:
+            self._peer = self._engine.connect(self._hello.metadata)
+            self.connected = True
+
+    def _room_for_more(self) -> bool:
+        """Whether another read may begin."""
+        if any(begun.next for begun in self._begun) or len(self._begun) >= READS_AT_ONCE:
+            return False
+        return sum(flight.nbytes for flight in self.in_flight()) < self._engine.max_bytes
+
+    def _begin(self) -> bool:
+        """Begins and posts the next read, or small ones; whether more may begin in this step."""
+        try:
+            self._connect()
+        except Exception as error:
+            first = self.queue.popleft()
+            self._context.end(first, first.problem(error))
+            return False
+        joined: list[TrackedRead] = []
+        while self.queue and len(joined) < READS_AT_ONCE:
+            tracked = self.queue[0]
+            bound = self._bind(tracked)
+            if joined and bound and not tracked.small:
+                break  # it begins in the next turn of this
+            self.queue.popleft()
+            if bound:
+                joined.append(tracked)
+                if not tracked.small:
+                    break
+        return self._post_first(joined) if joined else True
+
+    def _bind(self, tracked: TrackedRead) -> bool:
+        """Whether there is something to be read of it; else it has ended."""
+        problem = None
+        try:
+            if not tracked.cancelled:
+                tracked.bind()
+                return True
+        except Exception as error:  # nothing of it was posted
+            problem = tracked.problem(error)
+        self._context.end(tracked, problem)
+        return False
+
+    def _post_first(self, joined: list[TrackedRead]) -> bool:
+        """Begins reads that are bound; whether more may begin in this step."""
+        now, read, batch = self._context.clock(), joined[0].read, joined[0].batch
+        for tracked in joined:
+            begun = ReadBegun(tracked.read, now, tracked.bind_seconds, tracked.batch.shares)
+            self._context.events.append(begun)
+        if joined[1:]:
+            src, dst, nbytes = map(np.concatenate, zip(*(tracked.batch for tracked in joined)))
+            batch = CopyBatch(src, dst, nbytes)
+        try:
+            parts = self._context.stage.parts(batch, read.plan.sources[read.source], self._engine)
+            self._begun.append(BegunReads(reads=joined, parts=parts, next=next(parts, None)))
+        except Exception as error:
+            for tracked in joined:
+                self._context.end(tracked, tracked.problem(error))
+            return False
+        return self._go_on(self._begun[-1]) is not None
+
+    def _go_on(self, begun: BegunReads) -> bool | None:
+        """Whether anything of reads has moved; None if they have failed."""
+        try:
+            self._connect()  # again, after another's failure
+            return self._move(begun)
+        except Exception as error:  # what goes wrong in one read fails that room and no other
+            self._give_up(begun, error)
+            return None
+
+    def _move(self, begun: BegunReads) -> bool:
+        context = self._context
+        moved = begun.land(context, self._begun)
+        if begun.in_flight:
+            spent = context.clock() - begun.in_flight[0].since
+            if spent > context.timeout:
+                raise Stuck(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
+        if all(tracked.cancelled for tracked in begun.reads):
+            begun.next = None
+        posted = False
+        while begun.next and len(begun.in_flight) < self._engine.parts_in_flight:
+            if not begun.post(begun.next, self._peer, context, self._begun):
+                break
+            posted = True
+        if posted:  # it may be there already
+            begun.land(context, self._begun)
+        ended = begun.next is None and not begun.in_flight
+        if ended:
+            self._begun.remove(begun)
+            self._finish(begun)
+        return moved or posted or ended
+
+    def _finish(self, begun: BegunReads) -> None:
+        """Ends reads of which nothing can land any more, or queues each of them again."""
+        if begun.apart is not None and begun.problem is None and not self._dropped:
+            for tracked in begun.reads:
+                tracked.alone = True
+            self.queue.extendleft(reversed(begun.reads))
+            return
+        for read in begun.reads:
+            self._context.end(read, begun.problem)
+
+    def _give_up(self, begun: BegunReads, error: Exception) -> None:
+        """Their rooms fail now, and the pages come back once nothing can land; of several rooms
+        none does, but each is read for itself. What is posted next reconnects.
+        """
+        rooms = {tracked.read.room for tracked in begun.reads}
+        if len(rooms) > 1 and not isinstance(error, Stuck):
+            begun.apart = error
+        elif self.connected:
+            begun.fail(self._context, error)
+        else:
+            begun.problem = begun.reads[0].problem(error)
+        if not self.connected:  # nothing is in flight
+            self._begun.remove(begun)
+            self._finish(begun)
+            return
+        self.fences.append(Fence(self._peer, self._begun, self._context.clock()))
+        self._begun, self._peer, self.connected = [], None, False
+        self.step_fences()

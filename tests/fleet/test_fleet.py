@@ -13,7 +13,7 @@ from msgspec import structs
 
 from disagg.protocol import codec, messages
 from disagg.protocol.status import EndedRooms
-from disagg.runtime.reads.lane import Lane
+from disagg.runtime.reader import Lane
 from tests.fleet.__main__ import main
 from tests.fleet.fleet import Fleet, growth
 from tests.fleet.spec import Spec

@@ -9,7 +9,7 @@ import pytest
 from disagg import DecodeEndpoint, KVPoll, TransferError
 from disagg.engines.base import engine_class
 from disagg.engines.local import LocalEngine
-from disagg.runtime.reads import lane
+from disagg.runtime import reader, reads
 from kvpool import MHAPool, RequestAddress, Span
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES, prefills
@@ -172,7 +172,7 @@ def all_but(room):
 @pytest.mark.parametrize("bad", [None, 0, 3, ROOMS - 1])
 def test_rooms_that_are_read_side_by_side_fail_alone(both, monkeypatch, bad):
     pair, engine, _, dest = both
-    monkeypatch.setattr(lane, "SMALL_BYTES", 0)
+    monkeypatch.setattr(reads, "SMALL_BYTES", 0)
     engine.open, engine.bad = False, bad
     tables = begin(pair, salted=True)
     pair.step_until(lambda: len(engine.posted) == ROOMS)  # before any has arrived
@@ -185,7 +185,7 @@ def test_rooms_that_are_read_side_by_side_fail_alone(both, monkeypatch, bad):
 
 def test_reads_in_flight_together_are_bounded_by_bytes(both, monkeypatch):
     pair, engine, *_ = both
-    monkeypatch.setattr(lane, "SMALL_BYTES", 0)
+    monkeypatch.setattr(reads, "SMALL_BYTES", 0)
     engine.open, engine.max_bytes = False, 2 * ROOM_BYTES
     begin(pair)
     pair.step(50)
@@ -274,19 +274,19 @@ def test_a_room_that_is_aborted_before_is_left_out(both, monkeypatch):
     pair = both[0]
     begin(pair)
     pair.prefill.step()  # it has published them
-    post = lane.Lane._begin
+    post = reader.Lane._begin
 
     def abort_first(self):
         pair.decode.abort(1, "the user went away.")
         return post(self)
 
-    monkeypatch.setattr(lane.Lane, "_begin", abort_first)
+    monkeypatch.setattr(reader.Lane, "_begin", abort_first)
     assert states(pair) == all_but(1)
 
 
 def test_large_reads_are_posted_alone(both, monkeypatch):
     pair, engine, _, dest = both
-    monkeypatch.setattr(lane, "SMALL_BYTES", ROOM_BYTES - 1)
+    monkeypatch.setattr(reads, "SMALL_BYTES", ROOM_BYTES - 1)
     tables = begin(pair, [16, 3, 3, 16, 3])
     assert states(pair) == all_but(None)
     assert len(engine.posted) == 4  # the second and third together

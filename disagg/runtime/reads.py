@@ -5,16 +5,18 @@ those in flight, and the fence of a peer that is given up.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from disagg.engines.base import Engine, TransferError
+from disagg.plan.bind import CopyBatch
 from disagg.protocol.events import ReadEnded, ReaderEvent, ReadFailed, ReadMoved
 from disagg.protocol.peers.link import Read
-from disagg.runtime.staging import ReadPart, StagingBuffers
+from disagg.runtime.staging import NUM_BUFFERS, ReadPart, StagingBuffers
 from kvpool.layout.sentences import one_line
 from kvpool.layout.types import MAX_REASON
 
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
     from kvpool.device import Event
 
 log = logging.getLogger("disagg")
+
+STAGED_IN_FLIGHT = NUM_BUFFERS // 2
+"""Parts of one rank that are in buffers at once: a rank that is stuck leaves some to the others."""
+SMALL_RUNS, SMALL_BYTES = 256, 256 << 10
+"""Reads of at most so much are posted together."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +40,21 @@ class TrackedRead:
     read: Read
     cancelled: bool = False
     alone: bool = False
+    batch: CopyBatch = field(init=False)
+    """Its runs, once it is bound, and the seconds that this took."""
+    bind_seconds: float = field(init=False)
+
+    def bind(self) -> None:
+        """Finds its runs. Raises as TransferPlan.bind."""
+        began = time.perf_counter()
+        self.batch = self.read.bind()
+        self.bind_seconds = time.perf_counter() - began
+
+    @property
+    def small(self) -> bool:
+        """Whether it may be posted together with others."""
+        few = self.batch.runs <= SMALL_RUNS and self.batch.total <= SMALL_BYTES
+        return few and not self.alone
 
     def problem(self, error: Exception) -> str:
         """Why it has failed."""
@@ -70,6 +92,7 @@ class InFlight:
     """A part of a read that was posted; with a staging buffer, until it is scattered from there."""
 
     part: ReadPart
+    nbytes: int
     posted: float
     since: float
     """When a part that was posted no later than this one has arrived last, or this was posted."""
@@ -99,19 +122,15 @@ class InFlight:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class BegunReads:
-    """One read, or small ones of several rooms that are posted together; `nbytes` are each one's.
-    `next` waits for a buffer. With a `problem` they have failed, and end once no byte can land.
+    """One read, or small ones of several rooms that are posted together. With a `problem` they have
+    failed, and end once no byte can land.
     """
 
     reads: list[TrackedRead]
-    nbytes: list[int]
     parts: Iterator[ReadPart]
-    left: bool = True
-    """Whether there may be parts to post."""
-    next: ReadPart | None = None
+    next: ReadPart | None
+    """To be posted before `parts`, once there is a buffer for it; None if all were posted."""
     in_flight: deque[InFlight] = field(default_factory=deque)
-    moving: int = 0
-    """Bytes of the parts in flight."""
     problem: str | None = None
     apart: Exception | None = None
     """What has failed, where nobody knows which of them did: each is to be read for itself."""
@@ -121,31 +140,59 @@ class BegunReads:
         """Staging buffers that its parts take up."""
         return [part.buffer for part in self.in_flight if part.buffer is not None]
 
-    def arrived(self, context: ReadContext, flight: InFlight, now: float) -> None:
-        """Reports a part that has arrived. What each room has of it is known of a single read; of
-        several, they all have theirs at the end.
-        """
-        self.moving -= flight.part.read.total
-        if len(self.reads) == 1:
-            sizes = [flight.part.payload]
-        else:
-            sizes = [] if self.left or self.in_flight else self.nbytes
-        for tracked, nbytes in zip(self.reads, sizes):
-            context.events.append(ReadMoved(tracked.read, nbytes, now - flight.posted))
+    def post(
+        self, part: ReadPart, peer: Any, context: ReadContext, siblings: Sequence[BegunReads]
+    ) -> bool:
+        """Posts `next`; False while it waits for a buffer. `siblings` are reads of its rank."""
+        read, buffer = part.read, None
+        if part.scatter is not None:
+            if sum(len(begun.buffers) for begun in siblings) < STAGED_IN_FLIGHT:
+                buffer = context.stage.take()
+            if buffer is None:
+                return False
+            read = replace(read, dst=read.dst + buffer)
+        now = context.clock()
+        flight = InFlight(part=part, nbytes=read.total, posted=now, since=now, buffer=buffer)
+        self.in_flight.append(flight)  # also if the engine raises: some bytes may land
+        self.next = next(self.parts, None)
+        flight.transfer = context.engine.read(peer, read)
+        return True
+
+    def land(self, context: ReadContext, siblings: Sequence[BegunReads]) -> bool:
+        """Takes parts off that have arrived; whether there were any."""
+        before = len(self.in_flight)
+        while self.in_flight and self.in_flight[0].landed(context):
+            flight, now = self.in_flight.popleft(), context.clock()
+            self._arrived(context, flight, now)
+            for later in chain.from_iterable(begun.in_flight for begun in siblings):
+                if later.posted >= flight.posted:  # it may have waited for this one
+                    later.since = now
+        return len(self.in_flight) < before
 
     def fail(self, context: ReadContext, error: Exception) -> None:
-        """Their rooms fail; their pages come back once nothing can land."""
-        self.problem = self.reads[0].problem(error)
-        context.events.extend(ReadFailed(tracked.read, self.problem) for tracked in self.reads)
+        """Their rooms fail, unless they have; their pages come back once nothing can land."""
+        if self.problem is None:
+            self.problem = self.reads[0].problem(self.apart or error)
+            context.events.extend(ReadFailed(tracked.read, self.problem) for tracked in self.reads)
 
     def stopped(self) -> None:
         """Parts in flight, of which no byte can land any more, are to be posted again."""
         again = [flight.part for flight in self.in_flight]
         waiting = [] if self.next is None else [self.next]
-        self.parts, self.next = chain(again, waiting, self.parts), None
-        self.left = self.left or bool(again)
+        self.parts = chain(again, waiting, self.parts)
+        self.next = next(self.parts, None)
         self.in_flight.clear()
-        self.moving = 0
+
+    def _arrived(self, context: ReadContext, flight: InFlight, now: float) -> None:
+        """Reports a part that has arrived. What each room has of it is known of a single read; of
+        several, they all have theirs at the end.
+        """
+        sizes = [flight.part.payload]
+        if len(self.reads) > 1:
+            last = not (self.next or self.in_flight)
+            sizes = [tracked.batch.total for tracked in self.reads if last]
+        for tracked, nbytes in zip(self.reads, sizes):
+            context.events.append(ReadMoved(tracked.read, nbytes, now - flight.posted))
 
 
 @dataclass(eq=False, slots=True)
@@ -179,17 +226,12 @@ class Fence:
                 f"its peer was given up {context.timeout:g} s ago, and bytes may still land."
             )
             for begun in self.reads:
-                self._fail(context, begun, late)
+                begun.fail(context, late)
         return passed
-
-    def _fail(self, context: ReadContext, begun: BegunReads, error: Exception) -> None:
-        """Its rooms fail, unless they have."""
-        if begun.problem is None:
-            begun.fail(context, begun.apart or error)
 
     def _quarantine(self, context: ReadContext, begun: BegunReads, error: Exception) -> None:
         log.error("pages stay in quarantine, a read cannot be ended for sure: %s", error)
-        self._fail(context, begun, error)
+        begun.fail(context, error)
         context.stage.mark_lost(len(begun.buffers))
         context.quarantined.extend(begun.reads)
         self.reads.remove(begun)

@@ -1,1 +1,0 @@
-"""What decode reads, by rank: reads that have begun, and peers that are given up."""
