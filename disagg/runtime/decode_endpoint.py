@@ -201,18 +201,16 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             raise ValueError(f"aux={aux!r}: a list of names.")
         name = room_name(room)
         with deferred_signals, self._loop.lock:
-            link, start = link or self._only_link(name), index(start)
-            with self._pinned(name, address, start=start):
-                self.driver.call(
-                    RequestRoom(
-                        room=name,
-                        address=address,
-                        start=start,
-                        link=link,
-                        expected=aux,
-                        at_most=at_most,
-                    )
+            self._call_pinned(
+                RequestRoom(
+                    room=name,
+                    address=address,
+                    start=index(start),
+                    link=link or self._only_link(name),
+                    expected=aux,
+                    at_most=at_most,
                 )
+            )
 
     def decline(self, room: Room, link: Link | None = None) -> None:
         """Reads nothing of a room of which this decode has everything: prefill's pages come back

@@ -59,23 +59,19 @@ class Driver:
         self._paused = 0.0
         """How long the thread waits now, at most: a call that leaves less time wakes it."""
         self._thread: threading.Thread | None = None
+        self.has_thread = threaded
+        """Whether rooms move without `step`."""
         self._wake, self._waker, self._taken = -1, -1, brief.Scratch(4096)
         loop.room_ended = self._waiters.ended
         if threaded:
             self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name=loop.name, daemon=True)
-            loop.dialled = self._wake_up
             loop.engine.notify(self._waker)
 
     def start(self) -> None:
         """The thread begins."""
         if self._thread is not None:
             self._thread.start()
-
-    @property
-    def has_thread(self) -> bool:
-        """Whether rooms move without `step`."""
-        return self._thread is not None
 
     def call(self, *events: Any) -> None:
         """Events of the caller: handled at once, while the endpoint is open. What follows is done
@@ -230,7 +226,7 @@ class Driver:
                 os.close(self._wake)
                 os.close(self._waker)
                 # no cycle keeps the machine, and with it the pools of its block tables
-                self._thread, self._wake, loop.dialled = None, -1, lambda: None
+                self._thread, self._wake = None, -1
 
     def abandon(self, why: str) -> None:
         """In a forked child, where a thread that is not there may hold the locks."""

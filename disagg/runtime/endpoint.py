@@ -9,8 +9,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, Literal, TypeVar, cast
 
@@ -241,16 +240,14 @@ class Endpoint(Generic[M]):
             self._own_transport.close()
         self.engine.close()
 
-    @contextmanager
-    def _pinned(
-        self, name: Room, address: RequestAddress, *, last: bool = True, start: int = 0
-    ) -> Iterator[None]:
-        """Pins the request of `address`, if a holder made it, before a call gives it to a room, for
-        as long as that needs it. Raises what Holder.pin does, and unpins if the call raises.
+    def _call_pinned(self, event: events.OfferChunk | events.RequestRoom) -> None:
+        """Gives a block table to a room. The request of which it is, if a holder made it, is pinned
+        for as long as the room needs it; raises what Holder.pin does, and what the call does.
         """
-        holder, room, chunks, called = address.holder, None, 0, False
+        address, holder = event.address, event.address.holder
+        room, chunks, called = None, 0, False
         if holder is None:
-            yield
+            self.driver.call(event)
             return
 
         # nothing has to be undone when the room ends, and another room of its name is not meant
@@ -258,21 +255,21 @@ class Endpoint(Generic[M]):
             return not called or (room is not None and _needs(room, address, chunks))
 
         pin = Pin(
-            room=name,
-            side="received" if isinstance(self.machine, DecodeMachine) else "offered",
+            room=event.room,
+            side="offered" if isinstance(event, events.OfferChunk) else "received",
             address=address,
             layout=self.layout,
-            last=last,
+            last=event.last if isinstance(event, events.OfferChunk) else True,
             held=held,
-            start=start,
+            start=0 if isinstance(event, events.OfferChunk) else event.start,
         )
         holder.pin(pin)
         try:
-            yield
+            self.driver.call(event)
         except BaseException:
             holder.unpin(pin)
             raise
-        room = self.machine.rooms.by_name.get(name)
+        room = self.machine.rooms.by_name.get(event.room)
         chunks = len(room.addresses) if isinstance(room, PrefillRoom) else 0
         called = True
 

@@ -37,8 +37,8 @@ M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 @dataclass(eq=False, kw_only=True)
 class EventLoop(Generic[M]):
     """One thread at a time may be in `turn`. Any thread may `handle` events and `execute` what
-    follows while it holds `lock`; `execute` not during another thread's turn. `room_ended` and
-    `dialled` are called under `lock`; `name` is for the log.
+    follows while it holds `lock`; `execute` not during another thread's turn. `room_ended` is
+    called under `lock`; `name` is for the log.
     """
 
     name: str
@@ -51,7 +51,6 @@ class EventLoop(Generic[M]):
     clock: Callable[[], float]
     lock: threading.RLock = field(default_factory=threading.RLock)
     room_ended: Callable[[Room], None] = lambda room: None
-    dialled: Callable[[], None] = lambda: None
     closed: str | None = None
     """Why no call is taken any more."""
     pending: deque[Effect] = field(default_factory=deque)
@@ -94,7 +93,20 @@ class EventLoop(Generic[M]):
             with self.lock:
                 self.handle(events.Tick())
                 self.execute()
-            self._work(waits)
+            if waits:
+                self.engine.progress()
+                now = self.clock()
+                if now - self._telemetry_at > TELEMETRY_SECONDS:
+                    # here, because only the thread of the turn may use the engine
+                    self._telemetry_at, self.telemetry = now, dict(self.engine.telemetry())
+            happened: list[Any] = [*self.reader.step(waits)]
+            if waits and (answer := self.digester.step()):
+                key, values, problem = answer
+                happened.append(events.DigestComputed(key=key, values=values, problem=problem))
+            with self.lock:
+                for event in happened:
+                    self.handle(event)
+                self.execute()
             self.busy = self.reader.busy or self.digester.busy or bool(self.pending)
         except BaseException as error:  # what a room waits for must not get lost silently
             self.fail(error)
@@ -123,23 +135,6 @@ class EventLoop(Generic[M]):
             with self.lock:
                 self.handle(events.Malformed(peer, problem))
 
-    def _work(self, waits: bool) -> None:
-        """One step of the engine, of every read and of the digests."""
-        if waits:
-            self.engine.progress()
-            now = self.clock()
-            if now - self._telemetry_at > TELEMETRY_SECONDS:
-                # here, because only the thread of the turn may use the engine
-                self._telemetry_at, self.telemetry = now, dict(self.engine.telemetry())
-        happened: list[Any] = [*self.reader.step(waits)]
-        if waits and (answer := self.digester.step()):
-            key, values, problem = answer
-            happened.append(events.DigestComputed(key=key, values=values, problem=problem))
-        with self.lock:
-            for event in happened:
-                self.handle(event)
-            self.execute()
-
     def _do(self, effect: Effect) -> None:
         match effect:
             case events.Send(peer, data):
@@ -152,7 +147,6 @@ class EventLoop(Generic[M]):
                 self.reader.add(read)
             case events.Connect(peer, address):
                 self.transport.connect(peer, address)
-                self.dialled()  # the transport does it in the next turn
             case events.ConnectEngine(link, source, hello):
                 self.reader.connect(link, source, hello)
             case events.CancelReads(attempt):

@@ -25,20 +25,12 @@ MAX_READERS = 1 << 16
 
 class Rule(NamedTuple):
     """What a value may be: a type that it has as it is (a text is no number and no truth), in words
-    `allowed`, and what else must hold.
+    `allowed`, and what else must hold: `fits` is false, or raises ValueError, where it does not.
     """
 
     kind: Any
     allowed: str
-    fits: Callable[[Any], bool] = lambda value: True
-
-
-def _is_address(text: str) -> bool:
-    try:
-        Address.parse(text)
-    except ValueError:
-        return False
-    return True
+    fits: Callable[[Any], object] = lambda value: True
 
 
 _Path = Annotated[str, Meta(min_length=1)]
@@ -47,7 +39,7 @@ _BOUNDED = f"a number of seconds from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f}"
 _TRUTH = Rule(bool, "True or False")
 RULES: Mapping[str, Rule] = {
     "engine": Rule(str, "an installed engine's name", lambda name: name in engine_names()),
-    "bind": Rule(str | None, "ipc://PATH, tcp://HOST:PORT, or None", _is_address),
+    "bind": Rule(str | None, "ipc://PATH, tcp://HOST:PORT, or None", Address.parse),
     "keys": Rule(_Path | None, "a folder of `kvpool keys` or a file of it, or None"),
     "tls": Rule(
         dict[Literal["ca", "certificate", "key"], _Path] | None,
@@ -112,7 +104,7 @@ def check_values(**values: object) -> None:
         plain = _plain(value)
         try:
             fits = msgspec.convert(plain, rule.kind) is None or rule.fits(plain)
-        except msgspec.ValidationError:
+        except (ValueError, msgspec.ValidationError):
             fits = False
         if not fits:
             alike = ""

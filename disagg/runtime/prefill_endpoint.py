@@ -98,18 +98,17 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         with deferred_signals, self._loop.lock:
             start = self.machine.computed(name)
             chunk = range(start, address.num_tokens) if tokens is None else tokens
-            with self._pinned(name, address, last=last):
-                self.driver.call(
-                    OfferChunk(
-                        room=name,
-                        address=address,
-                        tokens=chunk,
-                        last=last,
-                        aux=aux or {},
-                        after=after,
-                        layers=some,
-                    )
+            self._call_pinned(
+                OfferChunk(
+                    room=name,
+                    address=address,
+                    tokens=chunk,
+                    last=last,
+                    aux=aux or {},
+                    after=after,
+                    layers=some,
                 )
+            )
 
     def reject(self, room: Room, reason: str) -> None:
         """Ends a room that has not ended, as `abort` does, also one that no side knows yet: a

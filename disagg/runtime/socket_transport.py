@@ -120,6 +120,7 @@ class SocketTransport:
         return problem
 
     def flush(self) -> None:
+        self._plug()
         unflushed, self._unflushed = self._unflushed, {}
         for connection in unflushed:
             if connection.up:
@@ -130,7 +131,6 @@ class SocketTransport:
         return origin(connection.stream) if connection and connection.stream else ""
 
     def poll(self) -> Iterator[tuple[Peer, bytes | Lost]]:
-        self._plug()
         self.flush()
         self._tend()
         ended, self._ended = self._ended, deque()
