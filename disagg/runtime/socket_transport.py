@@ -22,9 +22,7 @@ from disagg.runtime.sockets.address import (
     Address,
     DialledAddress,
     Listener,
-    distrust,
     origin,
-    tune,
 )
 from disagg.runtime.sockets.connection import (
     Connection,
@@ -37,6 +35,7 @@ from disagg.runtime.sockets.lifecycle import (
     CLOSE_LINGER_SECONDS,
     MAX_ACCEPTED,
     OUT,
+    STEPS_A_TURN,
     Lifecycle,
     Watch,
 )
@@ -203,17 +202,18 @@ class SocketTransport:
             if old is not None:
                 self._lives.leave(old)
             if address is not None:
-                connection = self._peers[peer] = Connection(peer, DialledAddress(address))
+                connection = self._peers[peer] = Connection(
+                    peer, DialledAddress(address), opening=[]
+                )
                 if old is not None and old.problem is not None:
                     self._lives.dial_later(connection)  # or a loop with one that hangs up
-                elif (problem := self._lives.dial(connection)) is not None:
-                    self._refuse(connection, problem)
+                else:
+                    self._lives.dial(connection)
 
     def _tend(self) -> None:
         """Does what is due: dials, closes what had time to leave, accepts again, checks."""
         now = time.monotonic()
-        for connection, problem in self._lives.tend():
-            self._refuse(connection, problem)
+        self._lives.tend()
         if self._accept_at and self._accept_at <= now and self._listener is not None:
             self._accept_at = 0.0
             self._watch.listen(self._listener.socket)
@@ -225,7 +225,7 @@ class SocketTransport:
     def _turn(self) -> list[Connection]:
         """Accepts, sends what is queued; returns whom to read from."""
         ready, self._again = self._again, {}
-        self._lives.begin_turn()
+        self._lives.steps = STEPS_A_TURN
         for connection, mask in self._watch.ready():
             if connection is None:
                 if self._listener is not None:
@@ -280,17 +280,15 @@ class SocketTransport:
     def _add(self, stream: socket.socket) -> None:
         """A connection that was accepted. Raises OSError if it has ended."""
         connection = Connection(secrets.token_bytes(16))
-        tune(stream)
         try:
-            self._lives.begin(connection, stream.family)
+            problem = self._lives.begin(connection, stream)
         except ValueError:  # of this side's files: the credentials have logged it
             stream.close()
             return
         self._peers[connection.peer] = connection
         self._watch.add(connection, stream)
-        unix = stream.family == socket.AF_UNIX
         # before it speaks: a stranger must not take the place of a peer
-        if unix and (problem := distrust(stream)) is not None:
+        if problem is not None:
             self._refuse(connection, problem)
         elif len(self._watch) > self._most:
             silent = longest_silent(self._watch.connections())

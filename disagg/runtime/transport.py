@@ -97,7 +97,7 @@ class MemoryNetwork:
             connection.dialler.inbox.append((connection.peer, data))
 
 
-class MemoryTransport:
+class MemoryTransport(Transport):
     """See Transport. It sends at once; `poll` takes what is in the inbox when it begins."""
 
     def __init__(self, network: MemoryNetwork) -> None:
@@ -127,12 +127,6 @@ class MemoryTransport:
             return "it cannot be reached."
         self._network.carry(connection, "down" if isinstance(peer, bytes) else "up", data)
         return None
-
-    def flush(self) -> None:
-        """See Transport."""
-
-    def wait(self, timeout: float, wake: int | None = None) -> None:
-        """See Transport."""
 
     def poll(self) -> Iterator[tuple[Peer, bytes]]:
         for _ in range(len(self.inbox)):

@@ -75,24 +75,20 @@ class Connection:
     """Whether it was given up: what was sent still leaves, what comes is nobody's."""
     unread: bytearray = field(default_factory=bytearray)
     unsent: deque[bytes | memoryview] = field(default_factory=deque)
-    opening: list[bytes] | None = field(default_factory=list)
+    opening: list[bytes] | None = None
     _queued_bytes: int = 0
     _piece: bytes = b""
-
-    def __post_init__(self) -> None:
-        if self.dial is None:
-            self.opening = None
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes that the stream has not taken yet."""
-        sealed = 0 if self.session is None else len(self.session.sealed)
+        sealed = 0 if self.session is None else self.session.sealed.pending
         return self._queued_bytes + len(self._piece) + sealed
 
     @property
     def waiting(self) -> bool:
         """Whether the stream has not taken all that it is to take now."""
-        sealed = self.session is not None and self.session.sealed
+        sealed = self.session is not None and self.session.sealed.pending
         return bool(self._piece or sealed or (self.up and self.unsent))
 
     def send(self, data: bytes) -> str | None:
@@ -148,7 +144,7 @@ class Connection:
         ValueError for what is wrong with the peer's TLS.
         """
         count = self.receive(scratch) or 0
-        if self.session is not None and (count or self.session.buffered):
+        if self.session is not None and (count or self.session.incoming.pending):
             count = self.session.unseal(scratch.view[:count], scratch.view)
             if self.session.ended:
                 self.problem = ENDED
@@ -182,10 +178,9 @@ class Connection:
         """What the stream takes next."""
         if self.session is None:
             return self._next_frames()
-        if not self.session.sealed:
+        if not self.session.sealed.pending:
             self.session.seal(self._next_frames())
-        piece, self.session.sealed = self.session.sealed, b""
-        return piece
+        return self.session.sealed.read()
 
     def _next_frames(self) -> bytes:
         frames, left = [], _PIECE
@@ -260,8 +255,8 @@ def excesses(connections: Collection[Connection]) -> Iterator[Excess]:
 
 def longest_silent(connections: Iterable[Connection]) -> Connection | None:
     """Of connections by age, the oldest of a peer that has dialled in and not said a word."""
-    dialled_in = (each for each in connections if each.dial is None and not each.leaving)
-    return next((each for each in dialled_in if not each.heard), None)
+    silent = (each for each in connections if each.dial is None and not each.heard)
+    return next((each for each in silent if not each.leaving), None)
 
 
 def too_much_unread(connections: Collection[Connection]) -> Excess | None:

@@ -51,17 +51,13 @@ class Watch:
         self._connections[stream.fileno()] = connection
         self._epoll.register(stream, connection.mask)
 
-    def update(self, connection: Connection) -> None:
-        """Watches for room to write where something is queued."""
+    def flush(self, connection: Connection) -> None:
+        """Sends what is queued as far as the stream takes it, and watches for room for the rest."""
+        connection.flush()
         mask = IN | OUT if connection.waiting else IN
         if connection.stream is not None and mask != connection.mask:
             connection.mask = mask
             self._epoll.modify(connection.stream, mask)
-
-    def flush(self, connection: Connection) -> None:
-        """Sends what is queued, as far as the stream takes it."""
-        connection.flush()
-        self.update(connection)
 
     def close(self, connection: Connection) -> None:
         """Closes a connection's stream, for both sides: a forked child may hold it open."""
@@ -95,7 +91,13 @@ class Watch:
         Another thread may use all this meanwhile.
         """
         if wake is not None:
-            self._heed(wake)
+            if wake != self._wake and self._wake is not None:
+                with suppress(OSError):
+                    self._epoll.unregister(self._wake)
+            self._wake = wake
+            self._ready.watch(
+                wake, IN
+            )  # another file may have got the number of one that was closed
         if timeout >= 0.001:
             self._epoll.poll(timeout)
         elif timeout > 0:
@@ -110,13 +112,6 @@ class Watch:
                 self.close(connection)
         self._epoll.close()
 
-    def _heed(self, wake: int) -> None:
-        if wake != self._wake and self._wake is not None:
-            with suppress(OSError):
-                self._epoll.unregister(self._wake)
-        self._wake = wake
-        self._ready.watch(wake, IN)  # another file may have got the number of one that was closed
-
 
 class Lifecycle:
     """Of the connections of one transport. Where a peer is refused, methods return why."""
@@ -127,21 +122,22 @@ class Lifecycle:
         """When each is dialled, or closed if it leaves."""
         self._accepted: dict[Connection, None] = {}
         """Those that go on with the handshake of a peer that has dialled in."""
-        self._steps = 0
+        self.steps = 0
+        """Of handshakes, that may be taken in this turn."""
 
     @property
     def due(self) -> float | None:
         """When the next one is dialled, or closed."""
         return min(self._due.values(), default=None)
 
-    def tend(self) -> Iterator[tuple[Connection, str]]:
-        """Dials and closes those whose time has come. Yields peers that are refused, and why."""
+    def tend(self) -> None:
+        """Dials and closes those whose time has come."""
         now = time.monotonic()
         for connection in [waiting for waiting, due in self._due.items() if due <= now]:
             if connection.leaving:
                 self._close(connection)
-            elif (problem := self.dial(connection)) is not None:
-                yield connection, problem
+            else:
+                self.dial(connection)
 
     def discard(self, connection: Connection) -> None:
         """Dials it no more, nor goes on with its handshake."""
@@ -154,40 +150,34 @@ class Lifecycle:
         """Dials in a while."""
         self._due[connection] = time.monotonic() + RETRY_SECONDS
 
-    def dial(self, connection: Connection) -> str | None:
+    def dial(self, connection: Connection) -> None:
         """Tries once, and again in a while if nobody answers."""
         self.dial_later(connection)
         place = connection.dial and connection.dial.next_place(time.monotonic())
         if not place:
-            return None
+            return
         try:
             stream = socket.socket(place[0], socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         except OSError:
-            return None
-        failed = stream.connect_ex(place[1])
-        if failed not in (0, errno.EINPROGRESS):
+            return
+        if stream.connect_ex(place[1]) not in (0, errno.EINPROGRESS):
             stream.close()
-            return None
+            return
         del self._due[connection]
         self._watch.add(connection, stream)
-        return self.reached(connection) if not failed else None
 
     def reached(self, connection: Connection) -> str | None:
         """The stream that was dialled is connected, or has failed to."""
-        stream = connection.stream
+        stream, problem = connection.stream, None
         if stream is None:
             return None
-        unix, problem = stream.family == socket.AF_UNIX, None
         try:
             failed = stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or (
                 # by chance TCP connects a port on which nobody listens to itself
-                not unix and stream.getsockname() == stream.getpeername()
+                stream.family != socket.AF_UNIX and stream.getsockname() == stream.getpeername()
             )
-            tune(stream)
-            if not failed and unix:
-                problem = distrust(stream)
-            if not failed and problem is None:
-                self.begin(connection, stream.family)
+            if not failed:
+                problem = self.begin(connection, stream)
         except (OSError, ValueError):  # of this side's files: the credentials have logged it
             failed = True
         if failed:
@@ -199,22 +189,24 @@ class Lifecycle:
 
     # handshakes
 
-    def begin_turn(self) -> None:
-        """Allows as many steps of handshakes again."""
-        self._steps = STEPS_A_TURN
-
-    def begin(self, connection: Connection, family: int) -> None:
+    def begin(self, connection: Connection, stream: socket.socket) -> str | None:
         """Begins a handshake over a connected stream; without credentials, and over a unix socket,
-        the connection is up. Raises ValueError while the credentials' files are not good.
+        the connection is up, unless another user is at the other end: returns why that is refused.
+        Raises OSError, and ValueError while the credentials' files are not good.
         """
-        if self._credentials is None or family == socket.AF_UNIX:
+        tune(stream)
+        unix = stream.family == socket.AF_UNIX
+        if unix and (problem := distrust(stream)) is not None:
+            return problem
+        if unix or self._credentials is None:
             connection.up = True
-            return
+            return None
         connection.session = Session(self._credentials)
         if connection.dial is None:
             self._accepted[connection] = None
         else:
             self._step(connection, connection.session, self._scratch.view[:0])
+        return None
 
     def crowded_out(self) -> Connection | None:
         """The oldest handshake of a peer that has dialled in, where there are too many."""
@@ -224,11 +216,11 @@ class Lifecycle:
         """Takes a step with what has come; whether the connection is up. Sets its `problem` where
         the stream has ended; raises ValueError for a peer at fault, which an alert tells so.
         """
-        if not self._steps or connection.session is None:
+        if not self.steps or connection.session is None:
             return False  # epoll names it again in the next turn
         count = connection.receive(self._scratch)
         if count:
-            self._steps -= 1
+            self.steps -= 1
             self._step(connection, connection.session, self._scratch.view[:count])
         return connection.up
 

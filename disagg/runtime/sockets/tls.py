@@ -114,29 +114,24 @@ class TLSCredentials:
 
 
 class Session:
-    """What is sent waits in `sealed` until the stream takes it. Methods raise ValueError, which
-    says what is wrong with the peer; an alert for it is in `sealed` then.
+    """What is sent waits in `sealed` until the stream takes it; `incoming` is what came and was not
+    read yet. Methods raise ValueError, which says what is wrong with the peer; an alert for it is
+    in `sealed` then.
     """
 
     def __init__(self, credentials: TLSCredentials) -> None:
         serves = credentials.side == "prefill"
         self._peer: Side = "decode" if serves else "prefill"
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = credentials.context().wrap_bio(self._incoming, self._outgoing, serves)
-        self.sealed = b""
+        self.incoming, self.sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = credentials.context().wrap_bio(self.incoming, self.sealed, serves)
         self.ended = False
         """Whether the peer has said that nothing more comes."""
         self.refused = False
         """Whether the handshake has failed here."""
 
-    @property
-    def buffered(self) -> int:
-        """Bytes of the stream that were not read yet."""
-        return self._incoming.pending
-
     def shake(self, data: memoryview) -> bool:
         """Goes on with the handshake; whether it is done."""
-        self._incoming.write(data)
+        self.incoming.write(data)
         try:
             self._tls.do_handshake()
             problem = role_problem(self._tls.getpeercert(), self._peer)
@@ -144,8 +139,6 @@ class Session:
             return False
         except ssl.SSLError as error:
             problem = self._problem(error)
-        finally:
-            self._collect()
         if problem is not None:
             self.refused = True
             raise ValueError(problem)
@@ -154,38 +147,30 @@ class Session:
     def seal(self, data: bytes | bytearray) -> None:
         """Encrypts what is to be sent."""
         self._tls.write(data)
-        self._collect()
 
     def unseal(self, data: memoryview, into: memoryview) -> int:
         """Decrypts what has come; returns how many bytes of `into` that are. `into` may be the same
         memory, and holds what `data` makes complete, with one more record of 16 KiB.
         """
-        self._incoming.write(data)
+        self.incoming.write(data)
         count = 0
         try:
             while piece := int(self._tls.read(len(into) - count, into[count:])):
                 count += piece
                 # one more call would only say so, and each lets the GIL go
-                if not (self._incoming.pending or self._tls.pending()):
+                if not (self.incoming.pending or self._tls.pending()):
                     return count
             self.ended = True
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
             raise ValueError(self._problem(error)) from None
-        finally:
-            self._collect()
         return count
 
     def end(self) -> None:
         """Says that nothing more is sent."""
         with suppress(ssl.SSLError):  # the peer has not said so yet, or the session has failed
             self._tls.unwrap()
-        self._collect()
-
-    def _collect(self) -> None:
-        if self._outgoing.pending:
-            self.sealed += self._outgoing.read()
 
     def _problem(self, error: ssl.SSLError) -> str:
         reason = error.reason or "UNKNOWN"
