@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.errors import UsageError
@@ -25,9 +26,7 @@ from disagg.protocol import events
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
-from disagg.protocol.status import Ended
 from disagg.runtime.event_loop import EventLoop
-from disagg.runtime.waiters import Waiters
 
 log = logging.getLogger("disagg")
 
@@ -51,8 +50,6 @@ class Driver:
         self._loop = loop
         self._turning = threading.Lock()
         self._waiters = Waiters(loop.lock)
-        self._ended_file: int | None = None
-        self._ended_file_tells = False
         self._idle = min(IDLE_SECONDS, peer_timeout / CHECKS_PER_TIMEOUT)
         self._pace = loop.engine.progress_seconds
         self._next_asked = 0.0
@@ -157,41 +154,10 @@ class Driver:
             self.step(min(self._pause(), left))
         return True
 
-    def take_ended(self) -> list[Ended]:
-        """The rooms that have ended since the last call."""
-        loop = self._loop
-        taken: list[Ended] = []
-        if not loop.machine.ended:
-            return taken
-        try:
-            with deferred_signals, loop.lock:
-                taken = loop.machine.ended.take()
-                self._tell_file()
-        except BaseException:  # of a signal's handler: the caller never sees the list
-            with deferred_signals, loop.lock:
-                loop.machine.ended.give_back(taken)
-                self._tell_file()
-            raise
-        return taken
-
-    def fileno(self) -> int:
-        """A file that can be read while `take_ended` has something; UsageError without a thread."""
-        with deferred_signals, self._loop.lock:
-            self._loop.check_open()
-            if self._thread is None:
-                raise UsageError(
-                    "fileno(): with threaded=False nothing happens between two calls of step(). "
-                    "Ask ended() after each."
-                )
-            if self._ended_file is None:
-                self._ended_file = os.eventfd(0)
-                self._tell_file()
-            return self._ended_file
-
     def tell(self) -> None:
         """Something has changed, under the lock: wakes those that wait for it."""
         self._waiters.turned()
-        self._tell_file()
+        self._loop.tell_file()
 
     def refuse_calls(self, why: str = CLOSED) -> None:
         """From now on the endpoint is closed, and nothing waits."""
@@ -221,7 +187,7 @@ class Driver:
         with deferred_signals, loop.lock:
             for event in loop.reader.close():
                 loop.handle(event)
-            self._close_ended_file()
+            loop.close_file()
             if self._thread is not None:
                 os.close(self._wake)
                 os.close(self._waker)
@@ -233,7 +199,7 @@ class Driver:
         self._loop.lock = threading.RLock()
         self._waiters = Waiters(self._loop.lock)
         self.refuse_calls(why)
-        self._close_ended_file()
+        self._loop.close_file()
 
     def _pause(self) -> float:
         """Seconds that the next turn may wait: until a message comes, or a call."""
@@ -306,18 +272,76 @@ class Driver:
             with self._loop.lock:
                 self.tell()
 
-    def _tell_file(self) -> None:
-        """Lets the file be read as long as `take_ended` has something."""
-        tells = bool(self._loop.machine.ended)
-        if self._ended_file is None or tells == self._ended_file_tells:
-            return
-        self._ended_file_tells = tells
-        if tells:
-            os.eventfd_write(self._ended_file, 1)
-        else:
-            os.eventfd_read(self._ended_file)
 
-    def _close_ended_file(self) -> None:
-        if self._ended_file is not None:
-            os.close(self._ended_file)
-            self._ended_file = None
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    holds: Callable[[], bool]
+    room: Room | None
+    gate: threading.Lock = field(default_factory=threading.Lock)
+    held_once: bool = False
+    """Whether it was woken because `holds()`. That may have changed since."""
+
+    def wakes(self) -> bool:
+        """Whether it need not wait any more; what it asked for may be gone, which it will see."""
+        try:
+            self.held_once = self.holds()
+        except Exception:
+            return True
+        return self.held_once
+
+
+class Waiters:
+    """Threads that wait for something of an endpoint. Each is woken for what it waits for, so that
+    a turn costs the same whether one waits or hundreds. All is used under `lock`, which a thread
+    that waits does not hold.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._for_rooms: dict[_Waiter, None] = {}
+        self._others: dict[_Waiter, None] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many threads wait."""
+        return len(self._for_rooms) + len(self._others)
+
+    def wait(
+        self, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
+    ) -> bool:
+        """Waits until `holds()`, or `close`; whether it held. Of a room it is asked once that has
+        ended, and of anything else once a turn.
+        """
+        waiter = _Waiter(holds, room)
+        waiters = self._others if room is None else self._for_rooms
+        try:
+            with deferred_signals, self._lock:
+                if (result := holds()) or self._closed:
+                    return result
+                waiter.gate.acquire()
+                waiters[waiter] = None
+            waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+        finally:
+            with deferred_signals, self._lock:
+                waiters.pop(waiter, None)  # the time is over, or a signal's handler has raised
+        with self._lock:
+            return waiter.held_once or holds()
+
+    def ended(self, room: Room) -> None:
+        """Wakes those that wait for a room, which has ended."""
+        self._wake(self._for_rooms, [w for w in self._for_rooms if w.room == room])
+
+    def turned(self) -> None:
+        """Wakes those that wait for anything else, if it is so."""
+        self._wake(self._others, [waiter for waiter in self._others if waiter.wakes()])
+
+    def close(self) -> None:
+        """Wakes all; from now on no call waits."""
+        self._closed = True
+        for waiters in (self._others, self._for_rooms):
+            self._wake(waiters, list(waiters))
+
+    def _wake(self, waiters: dict[_Waiter, None], woken: list[_Waiter]) -> None:
+        for waiter in woken:
+            del waiters[waiter]
+            waiter.gate.release()

@@ -139,14 +139,21 @@ class Endpoint(Generic[M]):
         `reading(room)` is false): each once, in that order, unless it was forgotten meanwhile.
         """
         self.driver.turn_for_caller()
-        return self.driver.take_ended()
+        return self._loop.take_ended()
 
     def fileno(self) -> int:
         """A file that can be read while `ended()` has something: for `select`, or asyncio's
         `loop.add_reader(endpoint, ...)`. It is the endpoint's: do not read or close it. Raises
         UsageError for an endpoint without a thread of its own, which goes on in `step()`.
         """
-        return self.driver.fileno()
+        with deferred_signals, self._loop.lock:
+            self._loop.check_open()
+            if not self.driver.has_thread:
+                raise UsageError(
+                    "fileno(): with threaded=False nothing happens between two calls of step(). "
+                    "Ask ended() after each."
+                )
+            return self._loop.ended_file()
 
     def failure(self, room: Room) -> Failure | None:
         """Why the room failed, and on which side; None if it did not."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,12 +16,14 @@ from typing import Any, Generic, TypeVar
 from disagg.digest.digest import Digester
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, WireError
+from disagg.host.signals import deferred_signals
 from disagg.protocol import events
 from disagg.protocol.codec import decode
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.events import Effect, Peer
 from disagg.protocol.messages import Hello, Room
 from disagg.protocol.prefill import PrefillMachine
+from disagg.protocol.status import Ended
 from disagg.runtime.reader import Reader
 from disagg.runtime.transport import Lost, Transport
 from kvpool.layout import PoolLayout
@@ -56,6 +59,8 @@ class EventLoop(Generic[M]):
     pending: deque[Effect] = field(default_factory=deque)
     telemetry: dict[str, float] = field(default_factory=dict)
     _telemetry_at: float = -math.inf
+    _ended_file: int | None = None
+    _file_tells: bool = False
     busy: bool = False
     """Whether the next turn has something to do at once."""
 
@@ -119,6 +124,46 @@ class EventLoop(Generic[M]):
         self.busy = False
         with self.lock:
             self.handle(events.AbortAll(f"the endpoint's loop failed: {error}"))
+
+    def take_ended(self) -> list[Ended]:
+        """The rooms that have ended since the last call."""
+        taken: list[Ended] = []
+        if not self.machine.ended:
+            return taken
+        try:
+            with deferred_signals, self.lock:
+                taken = self.machine.ended.take()
+                self.tell_file()
+        except BaseException:  # of a signal's handler: the caller never sees the list
+            with deferred_signals, self.lock:
+                self.machine.ended.give_back(taken)
+                self.tell_file()
+            raise
+        return taken
+
+    def ended_file(self) -> int:
+        """A file that can be read while `take_ended` has something; to be called under the lock."""
+        if self._ended_file is None:
+            self._ended_file = os.eventfd(0)
+            self.tell_file()
+        return self._ended_file
+
+    def tell_file(self) -> None:
+        """Lets the file be read as long as `take_ended` has something."""
+        tells = bool(self.machine.ended)
+        if self._ended_file is None or tells == self._file_tells:
+            return
+        self._file_tells = tells
+        if tells:
+            os.eventfd_write(self._ended_file, 1)
+        else:
+            os.eventfd_read(self._ended_file)
+
+    def close_file(self) -> None:
+        """Closes the file, if there is one."""
+        if self._ended_file is not None:
+            os.close(self._ended_file)
+            self._ended_file = None
 
     def _receive(self, peer: Peer, data: bytes) -> None:
         try:

@@ -202,9 +202,8 @@ class SocketTransport:
             if old is not None:
                 self._lives.leave(old)
             if address is not None:
-                connection = self._peers[peer] = Connection(
-                    peer, DialledAddress(address), opening=[]
-                )
+                connection = Connection(peer, DialledAddress(address), opening=[])
+                self._peers[peer] = connection
                 if old is not None and old.problem is not None:
                     self._lives.dial_later(connection)  # or a loop with one that hangs up
                 else:

@@ -95,9 +95,8 @@ class Watch:
                 with suppress(OSError):
                     self._epoll.unregister(self._wake)
             self._wake = wake
-            self._ready.watch(
-                wake, IN
-            )  # another file may have got the number of one that was closed
+            # also if it is the same: another file may have got the number of one that was closed
+            self._ready.watch(wake, IN)
         if timeout >= 0.001:
             self._epoll.poll(timeout)
         elif timeout > 0:
