@@ -17,28 +17,9 @@ from collections.abc import Iterator
 from disagg.host.brief import Scratch
 from disagg.host.unix_sockets import new_path
 from disagg.protocol.events import Peer
-from disagg.runtime.sockets.address import (
-    EXHAUSTED,
-    Address,
-    DialledAddress,
-    Listener,
-    origin,
-)
-from disagg.runtime.sockets.connection import (
-    Connection,
-    excesses,
-    longest_silent,
-    max_connections,
-    too_much_unread,
-)
-from disagg.runtime.sockets.lifecycle import (
-    CLOSE_LINGER_SECONDS,
-    MAX_ACCEPTED,
-    OUT,
-    STEPS_A_TURN,
-    Lifecycle,
-    Watch,
-)
+from disagg.runtime.sockets.address import EXHAUSTED, Address, DialledAddress, Listener, origin
+from disagg.runtime.sockets.connection import OUT, Connection, Watch
+from disagg.runtime.sockets.lifecycle import CLOSE_LINGER_SECONDS, STEPS_A_TURN, Lifecycle
 from disagg.runtime.sockets.tls import Side, TLSCredentials
 from disagg.runtime.transport import Lost
 
@@ -70,7 +51,6 @@ class SocketTransport:
         self._again: dict[Connection, None] = {}
         self._unflushed: dict[Connection, None] = {}
         self._ended: deque[Connection] = deque()
-        self._most = max_connections()
         self._accept_at = 0.0
         self._check_at, self._warn_at = time.monotonic() + CHECK_SECONDS, 0.0
         self._exposed: set[str] = set()
@@ -218,7 +198,7 @@ class SocketTransport:
             self._watch.listen(self._listener.socket)
         if self._check_at <= now:
             self._check_at = now + CHECK_SECONDS
-            for connection, problem in excesses(self._watch.connections()):
+            for connection, problem in self._watch.excesses():
                 self._refuse(connection, problem)
 
     def _turn(self) -> list[Connection]:
@@ -258,7 +238,7 @@ class SocketTransport:
             self._again[connection] = None
         elif connection.problem is not None:
             self._end(connection, connection.problem)
-        if connection.unread and (excess := too_much_unread(self._watch.connections())):
+        if connection.unread and (excess := self._watch.too_much_unread()):
             self._refuse(*excess)
         return messages
 
@@ -289,11 +269,8 @@ class SocketTransport:
         # before it speaks: a stranger must not take the place of a peer
         if problem is not None:
             self._refuse(connection, problem)
-        elif len(self._watch) > self._most:
-            silent = longest_silent(self._watch.connections())
-            self._refuse(silent or connection, f"{self._most} connections are open already.")
-        elif (oldest := self._lives.crowded_out()) is not None:
-            self._refuse(oldest, f"{MAX_ACCEPTED} TLS handshakes are under way already.")
+        elif excess := self._watch.one_too_many(connection) or self._lives.one_too_many():
+            self._refuse(*excess)
 
     def _end(self, connection: Connection, problem: str) -> None:
         """A connection has ended. If it was dialled and ended without a word, that was not the

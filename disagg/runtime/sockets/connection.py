@@ -1,15 +1,17 @@
-"""Messages as frames of one non-blocking stream: a length, then the message. And what peers can
-make a process hold, and for how long: memory is taken for what has arrived, never for what a length
-announces.
+"""Messages as frames of one non-blocking stream: a length, then the message. Which streams can be
+read or written now, by epoll. And what peers can make a process hold, and for how long: memory is
+taken for what has arrived, never for what a length announces.
 """
 
 from __future__ import annotations
 
 import resource
+import select
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -19,6 +21,7 @@ from disagg.protocol.events import Peer
 from disagg.runtime.sockets.address import DialledAddress
 from disagg.runtime.sockets.tls import Session
 
+IN, OUT = select.EPOLLIN, select.EPOLLOUT
 LENGTH = struct.Struct(">I")
 MESSAGES_A_TURN = 1000
 QUEUED = 100_000
@@ -118,8 +121,11 @@ class Connection:
                 self._piece = self._piece[sent:]
         except BlockingIOError:
             return
-        except OSError:
-            self._break(self.stream)
+        except OSError:  # no message may follow; what the peer said last is still read
+            self.unsent.clear()
+            self._queued_bytes, self._piece = 0, b""
+            with suppress(OSError):
+                self.stream.shutdown(socket.SHUT_RDWR)
 
     def receive(self, scratch: brief.Scratch) -> int | None:
         """How many bytes of the stream are in `scratch` now; None if it has none, 0 at its end, of
@@ -194,13 +200,6 @@ class Connection:
         self._queued_bytes -= _PIECE - left
         return b"".join(frames)
 
-    def _break(self, stream: socket.socket) -> None:
-        """A message could not be sent: none may follow. What the peer said last is still read."""
-        self.unsent.clear()
-        self._queued_bytes, self._piece = 0, b""
-        with suppress(OSError):
-            stream.shutdown(socket.SHUT_RDWR)
-
 
 def _split(data: memoryview) -> tuple[list[bytes], int, bool]:
     """Whole messages, the bytes that they and their lengths take, and whether more may follow."""
@@ -229,39 +228,110 @@ Excess = tuple[Connection, str]
 """A connection to be closed, and why."""
 
 
-def max_connections() -> int:
-    """How many connections a transport holds at once."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = files == resource.RLIM_INFINITY
-    return MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, files // 2)
+class Watch:
+    """An epoll set of connections by file number, of a listener and of a file to be woken by."""
 
+    def __init__(self) -> None:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        unlimited = files == resource.RLIM_INFINITY
+        self._most = MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, files // 2)
+        self._epoll = select.epoll()
+        self._ready = brief.ReadyFiles(self._epoll.fileno())
+        self._connections: dict[int, Connection] = {}
+        self._wake: int | None = None
 
-def excesses(connections: Collection[Connection]) -> Iterator[Excess]:
-    """Connections whose message, or first message, takes too long, and the one for which the most
-    waits if that is too much for all; to be called once a second.
-    """
-    if sum(connection.unsent_bytes for connection in connections) > MAX_UNSENT_BY_ALL:
-        most = max(connections, key=lambda connection: connection.unsent_bytes)
-        yield most, f"{most.unsent_bytes:,} bytes wait for it, the most of all peers."
-    for connection in connections:
-        if connection.unread or (connection.dial is None and not connection.heard):
-            connection.age += 1
-            if connection.age > MAX_UNFINISHED:
-                yield connection, f"a message was not finished within {MAX_UNFINISHED} s."
-            elif connection.age > MAX_SILENT and not connection.unread:
-                silent = "said nothing" if connection.up else "did not finish its TLS handshake"
-                yield connection, f"it {silent} within {MAX_SILENT} s."
+    def add(self, connection: Connection, stream: socket.socket) -> None:
+        """Gives a connection its stream."""
+        connection.stream = stream
+        connection.mask = IN if connection.up or connection.session else OUT
+        self._connections[stream.fileno()] = connection
+        self._epoll.register(stream, connection.mask)
 
+    def flush(self, connection: Connection) -> None:
+        """Sends what is queued as far as the stream takes it, and watches for room for the rest."""
+        connection.flush()
+        mask = IN | OUT if connection.waiting else IN
+        if connection.stream is not None and mask != connection.mask:
+            connection.mask = mask
+            self._epoll.modify(connection.stream, mask)
 
-def longest_silent(connections: Iterable[Connection]) -> Connection | None:
-    """Of connections by age, the oldest of a peer that has dialled in and not said a word."""
-    silent = (each for each in connections if each.dial is None and not each.heard)
-    return next((each for each in silent if not each.leaving), None)
+    def close(self, connection: Connection) -> None:
+        """Closes a connection's stream, for both sides: a forked child may hold it open."""
+        stream = connection.stream
+        if stream is None:
+            return
+        connection.stream, connection.up = None, False
+        del self._connections[stream.fileno()]
+        with suppress(OSError):
+            self._epoll.unregister(stream)
+        with suppress(OSError):
+            stream.shutdown(socket.SHUT_RDWR)
+        stream.close()
 
+    def listen(self, listener: socket.socket, accepting: bool = True) -> None:
+        """Watches for connections to accept, or stops to for a time."""
+        self._ready.watch(listener.fileno(), IN if accepting else 0)
 
-def too_much_unread(connections: Collection[Connection]) -> Excess | None:
-    """The connection that holds the most, if all together hold too much of unfinished messages."""
-    if sum(len(connection.unread) for connection in connections) <= MAX_UNREAD:
-        return None
-    most = max(connections, key=lambda connection: len(connection.unread))
-    return most, f"{len(most.unread):,} bytes of an unfinished message, the most of all peers."
+    def ready(self) -> Iterator[tuple[Connection | None, int]]:
+        """Connections with what they are ready for, and None if the listener is."""
+        for number, mask in self._ready.take():
+            if number != self._wake:
+                yield self._connections.get(number), mask
+
+    def wait(self, timeout: float, wake: int | None = None) -> None:
+        """Waits at most `timeout` seconds, or until something is ready or `wake` can be read.
+        Another thread may use all this meanwhile.
+        """
+        if wake is not None:
+            if wake != self._wake and self._wake is not None:
+                with suppress(OSError):
+                    self._epoll.unregister(self._wake)
+            self._wake = wake
+            # also if it is the same: another file may have got the number of one that was closed
+            self._ready.watch(wake, IN)
+        if timeout >= 0.001:
+            self._epoll.poll(timeout)
+        elif timeout > 0:
+            time.sleep(timeout)  # epoll waits for whole milliseconds
+
+    def end(self, *, shared: bool = False) -> None:
+        """Closes everything; in a forked child (`shared`) this process's copies only."""
+        for connection in list(self._connections.values()):
+            if shared and connection.stream is not None:
+                connection.stream.close()
+            else:
+                self.close(connection)
+        self._epoll.close()
+
+    def excesses(self) -> Iterator[Excess]:
+        """Connections whose message, or first message, takes too long, and the one for which the
+        most waits if that is too much for all; to be called once a second.
+        """
+        connections = list(self._connections.values())
+        if sum(connection.unsent_bytes for connection in connections) > MAX_UNSENT_BY_ALL:
+            most = max(connections, key=lambda connection: connection.unsent_bytes)
+            yield most, f"{most.unsent_bytes:,} bytes wait for it, the most of all peers."
+        for connection in connections:
+            if connection.unread or (connection.dial is None and not connection.heard):
+                connection.age += 1
+                if connection.age > MAX_UNFINISHED:
+                    yield connection, f"a message was not finished within {MAX_UNFINISHED} s."
+                elif connection.age > MAX_SILENT and not connection.unread:
+                    silent = "said nothing" if connection.up else "did not finish its TLS handshake"
+                    yield connection, f"it {silent} within {MAX_SILENT} s."
+
+    def one_too_many(self, newest: Connection) -> Excess | None:
+        """Where too many are open, the oldest of a peer that has dialled in and not said a word."""
+        if len(self._connections) <= self._most:
+            return None
+        strangers = (each for each in self._connections.values() if each.dial is None)
+        silent = (each for each in strangers if not (each.leaving or each.heard))
+        return next(silent, newest), f"{self._most} connections are open already."
+
+    def too_much_unread(self) -> Excess | None:
+        """The connection that holds most of unfinished messages, if all hold too much of them."""
+        connections = self._connections.values()
+        if sum(len(connection.unread) for connection in connections) <= MAX_UNREAD:
+            return None
+        most = max(connections, key=lambda connection: len(connection.unread))
+        return most, f"{len(most.unread):,} bytes of an unfinished message, the most of all peers."

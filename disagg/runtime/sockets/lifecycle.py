@@ -1,22 +1,19 @@
 """Connections from the dial to the end: tried again and again until somebody answers, encrypted a
-few steps a turn, and seen off. And which of them can be read or written now, by epoll.
+few steps a turn, and seen off.
 """
 
 from __future__ import annotations
 
 import errno
-import select
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
-from disagg.host.brief import ReadyFiles, Scratch
+from disagg.host.brief import Scratch
 from disagg.runtime.sockets.address import distrust, tune
-from disagg.runtime.sockets.connection import Connection
+from disagg.runtime.sockets.connection import Connection, Excess, Watch
 from disagg.runtime.sockets.tls import Session, TLSCredentials
 
-IN, OUT = select.EPOLLIN, select.EPOLLOUT
 RETRY_SECONDS = 0.1
 CLOSE_LINGER_SECONDS = 0.03
 """Time for the last messages to leave."""
@@ -26,90 +23,6 @@ MAX_ACCEPTED = 1024
 """Handshakes of peers that have dialled in, at once: OpenSSL keeps 47 KiB for each, and 131 KiB
 more for a message that is announced.
 """
-
-
-class Watch:
-    """An epoll set of connections by file number, of a listener and of a file to be woken by."""
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        self._ready = ReadyFiles(self._epoll.fileno())
-        self._connections: dict[int, Connection] = {}
-        self._wake: int | None = None
-
-    def __len__(self) -> int:
-        return len(self._connections)
-
-    def connections(self) -> list[Connection]:
-        """All that are watched."""
-        return list(self._connections.values())
-
-    def add(self, connection: Connection, stream: socket.socket) -> None:
-        """Gives a connection its stream."""
-        connection.stream = stream
-        connection.mask = IN if connection.up or connection.session else OUT
-        self._connections[stream.fileno()] = connection
-        self._epoll.register(stream, connection.mask)
-
-    def flush(self, connection: Connection) -> None:
-        """Sends what is queued as far as the stream takes it, and watches for room for the rest."""
-        connection.flush()
-        mask = IN | OUT if connection.waiting else IN
-        if connection.stream is not None and mask != connection.mask:
-            connection.mask = mask
-            self._epoll.modify(connection.stream, mask)
-
-    def close(self, connection: Connection) -> None:
-        """Closes a connection's stream, for both sides: a forked child may hold it open."""
-        stream = connection.stream
-        if stream is None:
-            return
-        connection.stream, connection.up = None, False
-        del self._connections[stream.fileno()]
-        with suppress(OSError):
-            self._epoll.unregister(stream)
-        with suppress(OSError):
-            stream.shutdown(socket.SHUT_RDWR)
-        stream.close()
-
-    def listen(self, listener: socket.socket, accepting: bool = True) -> None:
-        """Watches for connections to accept, or stops to for a time."""
-        mask = IN if accepting else 0
-        try:
-            self._epoll.modify(listener, mask)
-        except FileNotFoundError:
-            self._epoll.register(listener, mask)
-
-    def ready(self) -> Iterator[tuple[Connection | None, int]]:
-        """Connections with what they are ready for, and None if the listener is."""
-        for number, mask in self._ready.take():
-            if number != self._wake:
-                yield self._connections.get(number), mask
-
-    def wait(self, timeout: float, wake: int | None = None) -> None:
-        """Waits at most `timeout` seconds, or until something is ready or `wake` can be read.
-        Another thread may use all this meanwhile.
-        """
-        if wake is not None:
-            if wake != self._wake and self._wake is not None:
-                with suppress(OSError):
-                    self._epoll.unregister(self._wake)
-            self._wake = wake
-            # also if it is the same: another file may have got the number of one that was closed
-            self._ready.watch(wake, IN)
-        if timeout >= 0.001:
-            self._epoll.poll(timeout)
-        elif timeout > 0:
-            time.sleep(timeout)  # epoll waits for whole milliseconds
-
-    def end(self, *, shared: bool = False) -> None:
-        """Closes everything; in a forked child (`shared`) this process's copies only."""
-        for connection in self.connections():
-            if shared and connection.stream is not None:
-                connection.stream.close()
-            else:
-                self.close(connection)
-        self._epoll.close()
 
 
 class Lifecycle:
@@ -207,9 +120,11 @@ class Lifecycle:
             self._step(connection, connection.session, self._scratch.view[:0])
         return None
 
-    def crowded_out(self) -> Connection | None:
+    def one_too_many(self) -> Excess | None:
         """The oldest handshake of a peer that has dialled in, where there are too many."""
-        return next(iter(self._accepted)) if len(self._accepted) > MAX_ACCEPTED else None
+        if len(self._accepted) <= MAX_ACCEPTED:
+            return None
+        return next(iter(self._accepted)), f"{MAX_ACCEPTED} TLS handshakes are under way already."
 
     def go_on(self, connection: Connection) -> bool:
         """Takes a step with what has come; whether the connection is up. Sets its `problem` where
