@@ -107,41 +107,31 @@ class ProtocolError(RuntimeError):
     """An event that cannot happen to a room in its phase: a bug of kvpool, not of a peer."""
 
 
-_FAILS = {RoomEvent.FAILED: Phase.FAILED}
-TRANSITIONS: Mapping[Side, Mapping[Phase, Mapping[RoomEvent, Phase]]] = {
+def _fails(*phases: Phase) -> dict[tuple[Phase, RoomEvent], Phase]:
+    return {(phase, RoomEvent.FAILED): Phase.FAILED for phase in phases}
+
+
+TRANSITIONS: Mapping[Side, Mapping[tuple[Phase, RoomEvent], Phase]] = {
     "decode": {
-        Phase.HANDSHAKE: {RoomEvent.RANKS_KNOWN: Phase.REQUESTED, **_FAILS},
-        Phase.REQUESTED: {RoomEvent.CHUNK_READY: Phase.TRANSFERRING, **_FAILS},
-        Phase.TRANSFERRING: {
-            RoomEvent.CHUNK_READY: Phase.TRANSFERRING,
-            RoomEvent.ALL_READ: Phase.VERIFYING,
-            **_FAILS,
-        },
-        Phase.VERIFYING: {RoomEvent.DIGESTS_EQUAL: Phase.RELEASING, **_FAILS},
-        Phase.RELEASING: {RoomEvent.ALL_ACKED: Phase.SUCCESS, **_FAILS},
-        Phase.SUCCESS: {},
-        Phase.FAILED: {},
+        (Phase.HANDSHAKE, RoomEvent.RANKS_KNOWN): Phase.REQUESTED,
+        (Phase.REQUESTED, RoomEvent.CHUNK_READY): Phase.TRANSFERRING,
+        (Phase.TRANSFERRING, RoomEvent.CHUNK_READY): Phase.TRANSFERRING,
+        (Phase.TRANSFERRING, RoomEvent.ALL_READ): Phase.VERIFYING,
+        (Phase.VERIFYING, RoomEvent.DIGESTS_EQUAL): Phase.RELEASING,
+        (Phase.RELEASING, RoomEvent.ALL_ACKED): Phase.SUCCESS,
+        **_fails(*(phase for phase in Phase if not phase.poll.ended)),
     },
     "prefill": {
-        Phase.HANDSHAKE: {
-            RoomEvent.OFFERED: Phase.HANDSHAKE,
-            RoomEvent.ASKED: Phase.REQUESTED,
-            **_FAILS,
-        },
-        Phase.REQUESTED: {
-            RoomEvent.OFFERED: Phase.TRANSFERRING,
-            RoomEvent.ASKED: Phase.REQUESTED,
-            **_FAILS,
-        },
-        Phase.TRANSFERRING: {
-            RoomEvent.OFFERED: Phase.TRANSFERRING,
-            RoomEvent.ASKED: Phase.TRANSFERRING,
-            RoomEvent.ALL_DONE: Phase.SUCCESS,
-            **_FAILS,
-        },
-        Phase.SUCCESS: {},
+        (Phase.HANDSHAKE, RoomEvent.OFFERED): Phase.HANDSHAKE,
+        (Phase.HANDSHAKE, RoomEvent.ASKED): Phase.REQUESTED,
+        (Phase.REQUESTED, RoomEvent.OFFERED): Phase.TRANSFERRING,
+        (Phase.REQUESTED, RoomEvent.ASKED): Phase.REQUESTED,
+        (Phase.TRANSFERRING, RoomEvent.OFFERED): Phase.TRANSFERRING,
+        (Phase.TRANSFERRING, RoomEvent.ASKED): Phase.TRANSFERRING,
+        (Phase.TRANSFERRING, RoomEvent.ALL_DONE): Phase.SUCCESS,
         # decode has failed the room, and prefill's caller, which has not heard of it, sends it
-        Phase.FAILED: {RoomEvent.OFFERED: Phase.FAILED},
+        (Phase.FAILED, RoomEvent.OFFERED): Phase.FAILED,
+        **_fails(Phase.HANDSHAKE, Phase.REQUESTED, Phase.TRANSFERRING),
     },
 }
 
@@ -166,7 +156,7 @@ class PhasedRoom(ABC):
 
     def move(self, event: RoomEvent) -> None:
         """Goes to the phase that follows. Raises ProtocolError if the event cannot happen now."""
-        phase = TRANSITIONS[self.side][self.phase].get(event)
+        phase = TRANSITIONS[self.side].get((self.phase, event))
         if phase is None:
             raise ProtocolError(
                 f"{event.name} cannot happen to a room of {self.side} in {self.phase.name}."
