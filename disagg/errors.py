@@ -1,6 +1,4 @@
-"""Errors of the hand-off: of the caller (`UsageError`) and of the peer (`PeerError`). Each is also
-the built-in error of its kind.
-"""
+"""Errors of the hand-off, by whose mistake it is. Each is also the built-in error of its kind."""
 
 from __future__ import annotations
 

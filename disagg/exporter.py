@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from wsgiref.simple_server import WSGIServer
 
@@ -18,7 +19,7 @@ from kvpool.extras import needed_by
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from kvpool.allocation.allocator import Usage
+    from kvpool.allocation.allocator import Allocator, Usage
     from kvpool.allocation.prefix_cache import PrefixStats
 
 __all__ = ["Observed", "Server", "export"]
@@ -37,13 +38,6 @@ class Observed(Protocol):
 
     def snapshot(self) -> Snapshot:
         """Its metrics now; called from any thread."""
-
-
-class Allocating(Protocol):
-    """An allocator of items."""
-
-    def usage(self) -> Usage:
-        """Its numbers now; called from any thread."""
 
 
 class Server:
@@ -71,7 +65,7 @@ def export(
     port: int = 0,
     addr: str = "127.0.0.1",
     *,
-    allocators: Mapping[str, Allocating] | None = None,
+    allocators: Mapping[str, Allocator] | None = None,
 ) -> Server:
     """Serves the metrics of endpoints, and of `allocators`, labelled by name; `port` 0 is any free
     port.
@@ -91,27 +85,24 @@ def export(
         raise ValueError(f"export at {addr}, port {port}: {error}.") from None
 
 
+@dataclass(eq=False)
 class _Collector:
-    def __init__(
-        self, endpoints: Mapping[str, Observed], allocators: Mapping[str, Allocating]
-    ) -> None:
-        self._endpoints, self._allocators = endpoints, allocators
+    endpoints: Mapping[str, Observed]
+    allocators: Mapping[str, Allocator]
 
     def collect(self) -> Iterator[Metric]:
-        """All metric families: of every endpoint that answers, of every allocator, and of its
-        prefix cache.
-        """
+        """All families: of each endpoint that answers, of each allocator and its prefix cache."""
         from prometheus_client.core import GaugeMetricFamily
 
         up = GaugeMetricFamily("kvpool_up", "Whether the endpoint answers.", labels=["endpoint"])
         snapshots: dict[str, Snapshot] = {}
-        for name, endpoint in list(self._endpoints.items()):
+        for name, endpoint in list(self.endpoints.items()):
             try:
                 snapshots[name] = endpoint.snapshot()
             except Exception as error:  # one endpoint must not hide the others
                 log.warning("endpoint %r has no metrics: %s", name, error)
             up.add_metric([name], float(name in snapshots))
-        usages = {name: source.usage() for name, source in list(self._allocators.items())}
+        usages = {name: source.usage() for name, source in list(self.allocators.items())}
         caches = {name: usage.prefix for name, usage in usages.items() if usage.prefix is not None}
         yield up
         yield from _families("endpoint", snapshots, ENDPOINT)
@@ -137,11 +128,8 @@ def _families(
         yield family
 
 
-def _by_roles(number: str) -> Callable[[Snapshot], Numbers]:
-    def numbers(snapshot: Snapshot) -> Numbers:
-        return {roles: getattr(runs, number) for roles, runs in snapshot.totals.by_role.items()}
-
-    return numbers
+def _by_roles(snapshot: Snapshot, number: str) -> Numbers:
+    return {roles: getattr(runs, number) for roles, runs in snapshot.totals.by_role.items()}
 
 
 ALLOCATOR: tuple[Series[Usage], ...] = (
@@ -175,8 +163,8 @@ ENDPOINT: tuple[Series[Snapshot], ...] = (
     ("kvpool_failures_total", "side kind", lambda s: s.totals.failures, "Rooms that failed."),
     ("kvpool_chunks_total", "", lambda s: s.totals.chunks, "Chunks bound, per source rank."),
     ("kvpool_moved_bytes_total", "", lambda s: s.totals.bytes_moved, "Bytes that have arrived."),
-    ("kvpool_bound_bytes_total", "owner roles", _by_roles("nbytes"), "Bytes bound."),
-    ("kvpool_runs_total", "owner roles", _by_roles("runs"), "Runs bound."),
+    ("kvpool_bound_bytes_total", "owner roles", lambda s: _by_roles(s, "nbytes"), "Bytes bound."),
+    ("kvpool_runs_total", "owner roles", lambda s: _by_roles(s, "runs"), "Runs bound."),
     ("kvpool_phase_seconds_total", "phase", lambda s: s.totals.seconds, "Time of ended rooms."),
     ("kvpool_plans_total", "cache", lambda s: s.plans, "Plans asked for."),
     ("kvpool_open_rooms", "", lambda s: s.open_rooms, "Rooms that have not ended."),

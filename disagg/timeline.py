@@ -23,20 +23,20 @@ LEGEND: tuple[tuple[Kind, str, str], ...] = (
     ("bar", OTHER, "other steps"),
 )
 
-NOTE = "Figures: how long a chunk took from being ready to its last byte, and each other step."
-
 
 def timeline(rooms: Mapping[str, RoomMetrics], title: str = "Hand-off in time") -> Chart:
     """Rooms by name. In each a row for each chunk of each rank of prefill, from the room's request
     on, and one for each step before and after. Layers of a chunk that are read one by one share its
     row.
     """
-    return Chart(title, LEGEND, [_panel(name, room) for name, room in rooms.items()], [NOTE])
+    note = "Figures: how long a chunk took from being ready to its last byte, and each other step."
+    return Chart(title, LEGEND, [_panel(name, room) for name, room in rooms.items()], [note])
 
 
 def _panel(name: str, metrics: RoomMetrics) -> Panel:
     end = max(metrics.total_seconds, *(read.ended for read in metrics.reads), 1e-6)
-    chunks = list(_chunks(metrics.reads))
+    reads = sorted(metrics.reads, key=attrgetter("source", "start", "stop", "ready"))
+    chunks = [list(chunk) for _, chunk in groupby(reads, attrgetter("source", "start", "stop"))]
     drawn, hidden = chunks[:MAX_CHUNKS], len(chunks[MAX_CHUNKS:])
     rows: list[ChartRow | str] = []
     if metrics.asked_seconds:
@@ -57,13 +57,6 @@ def seconds_of(seconds: float, like: float | None = None) -> str:
     size = seconds if like is None else like
     scale, unit = (1.0, "s") if size >= 1.0 else (1e3, "ms") if size >= 1e-3 else (1e6, "µs")
     return f"{seconds * scale:.3g} {unit}"
-
-
-def _chunks(reads: Sequence[ReadTimes]) -> Iterator[list[ReadTimes]]:
-    """Reads of one chunk each, by rank and position."""
-    in_order = sorted(reads, key=attrgetter("source", "start", "stop", "ready"))
-    for _, of_chunk in groupby(in_order, attrgetter("source", "start", "stop")):
-        yield list(of_chunk)
 
 
 def _chunk(reads: Sequence[ReadTimes]) -> ChartRow:
