@@ -13,7 +13,6 @@ from dataclasses import replace
 from disagg.errors import RoomError
 from disagg.plan import Group
 from disagg.protocol import events, messages
-from disagg.protocol.codec import Aux
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Snapshot
@@ -55,9 +54,7 @@ class DecodeMachine(Machine[DecodeRoom]):
         self._comparisons = Comparisons(layout, self._effects)
 
     def handle(self, event: events.DecodeEvent, now: float) -> list[events.Effect]:
-        """What is to be done now. Raises RoomError or UnknownRoom for a call that does not fit the
-        room; then nothing has changed.
-        """
+        """Raises RoomError or UnknownRoom, and changes nothing, for a call that does not fit."""
         self._now = now
         match event:
             case events.Tick():
@@ -104,20 +101,13 @@ class DecodeMachine(Machine[DecodeRoom]):
                 self._handle_common(event)
         return self._effects.drain()
 
-    def aux(self, name: Room) -> Aux:
-        """The values that came with success; raises RoomError before it."""
-        return dict(self._succeeded(name, "aux values are there").aux)
-
-    def num_tokens(self, name: Room) -> int:
-        """How many tokens the request has; raises RoomError before success."""
-        return self._succeeded(name, "how many tokens it has is known").address.num_tokens
-
     def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
         snapshot, plans = super().snapshot(engine, telemetry), self.peers.plans
         snapshot.totals.seconds["plan"] += plans.seconds
         return replace(snapshot, plans={"hit": plans.hits, "miss": plans.misses})
 
-    def _succeeded(self, name: Room, what: str) -> DecodeRoom:
+    def succeeded(self, name: Room, what: str) -> DecodeRoom:
+        """A room that has succeeded; else raises RoomError, as `what` is true only then."""
         room = self.rooms.known(name)
         if room.phase is not Phase.SUCCESS:
             raise RoomError(f"room {name!r}: {what} once it has succeeded.")
@@ -271,9 +261,7 @@ class DecodeMachine(Machine[DecodeRoom]):
     def _fail(
         self, name: Room, failure: Failure, except_rank: int | None = None, *, tell: bool = True
     ) -> None:
-        """Ends a room. Of the ranks that were asked, before that of all ranks, all but
-        `except_rank` are told: their pages wait.
-        """
+        """Ends a room. The ranks that were asked, before that all, are told but `except_rank`."""
         room = self.rooms.known(name)
         asked = room.phase is not Phase.HANDSHAKE
         room.failure = failure

@@ -1,6 +1,4 @@
-"""What a machine is told: messages of peers, calls of its own side, ends of work, time. And what it
-wants done: one list of effects, in the order in which they happen.
-"""
+"""What a machine is told, and what it wants done: effects, in the order in which they happen."""
 
 from __future__ import annotations
 
@@ -61,8 +59,6 @@ class DigestComputed(Struct, frozen=True):
 
 
 class AbortRoom(Struct, frozen=True):
-    """The caller ends a room."""
-
     room: Room
     reason: str
 
@@ -72,8 +68,6 @@ class RejectRoom(AbortRoom, frozen=True):
 
 
 class ForgetRoom(Struct, frozen=True):
-    """The caller drops an ended room."""
-
     room: Room
 
 
@@ -171,8 +165,6 @@ DecodeEvent = CommonEvent | ConnectLink | DisconnectLink | RequestRoom | ReaderE
 
 
 class Send(Struct, frozen=True):
-    """Send a message."""
-
     peer: Peer
     data: bytes
 

@@ -25,11 +25,9 @@ class Machine(ABC, Generic[R]):
         self._effects, self.ended, self.totals = Effects(), rooms.ended, Totals()
 
     def poll(self, name: Room) -> KVPoll:
-        """The room's state."""
         return self.rooms.known(name).phase.poll
 
     def failure(self, name: Room) -> Failure | None:
-        """Why the room failed, if it did."""
         return self.rooms.known(name).failure
 
     def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
@@ -44,7 +42,6 @@ class Machine(ABC, Generic[R]):
         )
 
     def _handle_common(self, event: object) -> None:
-        """An event that happens to both sides alike."""
         match event:
             case AbortRoom(name, reason):
                 if not self.poll(name).ended:

@@ -17,7 +17,7 @@ from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, Latest
-from disagg.protocol.peers.prefill_peers import LostPeer, PrefillPeers
+from disagg.protocol.peers.prefill_peers import OfServed, PrefillPeers
 from disagg.protocol.rooms.block_tables import BlockTables
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.rooms.prefill_rooms import MAX_TOLD, FailureNotice, PrefillRoom, PrefillRooms
@@ -56,17 +56,15 @@ class PrefillMachine(Machine[PrefillRoom]):
         self._lease, self._next_check = math.inf if lease is None else lease, 0.0
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[events.Effect]:
-        """What is to be done now. Raises RoomError or UnknownRoom for a call that does not fit the
-        room; then nothing has changed.
-        """
+        """Raises RoomError or UnknownRoom, and changes nothing, for a call that does not fit."""
         self._now = now
         match event:
             case events.Received(bytes(peer), message, origin):
                 self._receive(peer, message, origin)
             case events.Malformed(bytes(peer), reason):
-                self._lose(self.peers.refuse(peer, reason))
+                self._drop(peer, self.peers.refuse(peer, reason))
             case events.Unreachable(bytes(peer), reason):
-                self._lose(self.peers.drop(peer, Failure("prefill", f"decode: {reason}", "lost")))
+                self._drop(peer, Failure("prefill", f"decode: {reason}", "lost"))
             case events.Tick():
                 self._tick()
             case events.DigestComputed(
@@ -107,7 +105,8 @@ class PrefillMachine(Machine[PrefillRoom]):
         )
         encode(ready)  # what cannot be sent is refused before anything is kept
         room = self.rooms.at(name, self._now)
-        if self.rooms.forgotten.pop(name) and room.phase is Phase.HANDSHAKE:
+        notice = self.rooms.forgotten.pop(name, None)
+        if notice is not None and notice.refused and room.phase is Phase.HANDSHAKE:
             room.doubtful = True
         self.rooms.unsent.discard(name)
         room.offered.take(tokens, chunk.layers, chunk.last)
@@ -129,10 +128,10 @@ class PrefillMachine(Machine[PrefillRoom]):
             return
         pause = min(self.hello.timeout, self._lease)
         self._next_check = self._now + pause / CHECKS_PER_TIMEOUT
-        for lost in self.peers.find_dead(self._now):
-            self._lose(lost)
-        for name in list(self.rooms.open):
-            room = self.rooms.by_name[name]
+        reason = f"decode was silent for more than {self.hello.timeout:g} s."
+        for peer in self.peers.liveness.dead(self._now):
+            self._drop(peer, Failure("prefill", reason, "lost"))
+        for name, room in list(self.rooms.open.items()):
             if self._now < room.ends_at:
                 continue
             if room.chunks:
@@ -147,28 +146,27 @@ class PrefillMachine(Machine[PrefillRoom]):
                 self._fail(name, Failure("prefill", reason, "timeout"))
 
     def _receive(self, peer: bytes, message: Message, origin: str) -> None:
-        received = self.peers.receive(peer, message, self._now, origin)
-        if received is None or isinstance(received, LostPeer):
-            self._lose(received)
-            return
-        if isinstance(received, messages.DropRoom):
-            self._dropped(received)
-            return
-        if isinstance(received, messages.ReadRequest):
-            self._requested(peer, received)
-            return
-        name = received.room
-        room = self.rooms.by_name.get(name)
+        match self.peers.receive(peer, message, self._now, origin):
+            case messages.DropRoom() as drop:
+                self._dropped(drop)
+            case messages.ReadRequest() as request:
+                self._requested(peer, request)
+            case messages.DigestRequest() as request:
+                if problem := self._digests.asked(peer, request, self._room_of(peer, request)):
+                    self._drop(peer, self.peers.refuse(peer, problem))
+            case messages.ReadDone() as done:
+                self._done(peer, done, self._room_of(peer, done))
+            case messages.Abort(room=name, reason=reason) as abort:
+                if self._room_of(peer, abort) is not None and name in self.rooms.open:
+                    self._fail(name, Failure("decode", reason, "abort"), except_peer=peer)
+            case Failure() as failure:
+                self._drop(peer, failure)
+
+    def _room_of(self, peer: bytes, message: OfServed) -> PrefillRoom | None:
+        """The room, unless it was not asked for, or is an earlier one of that name."""
+        room = self.rooms.by_name.get(message.room)
         request = room.requests.get(peer) if room else None
-        if request is None or request.attempt != received.attempt:
-            room = None  # it was not asked for, or is an earlier one of that name
-        if isinstance(received, messages.ReadDone):
-            self._done(peer, received, room)
-        elif isinstance(received, messages.DigestRequest):
-            if problem := self._digests.asked(peer, received, room):
-                self._lose(self.peers.refuse(peer, problem))
-        elif room is not None and name in self.rooms.open:
-            self._fail(name, Failure("decode", received.reason, "abort"), except_peer=peer)
+        return room if request is not None and request.attempt == message.attempt else None
 
     def _requested(self, peer: bytes, request: messages.ReadRequest) -> None:
         name, decode = request.room, self.peers.alive[peer]
@@ -203,11 +201,10 @@ class PrefillMachine(Machine[PrefillRoom]):
             self._fail(drop.room, Failure("decode", drop.reason, "abort"))
 
     def _reject_reason(self, peer: bytes, request: messages.ReadRequest) -> str | None:
-        """Why a decode may not read a room."""
         room, decode = self.rooms.by_name.get(request.room), self.peers.alive[peer]
         if room is not None and room.notice is not None:
             return room.notice.tell(decode.generation, request.readers)
-        forgotten = self.rooms.forgotten.untold(request, decode.generation, self._now)
+        forgotten = self.rooms.untold(request, decode.generation, self._now)
         if forgotten is not None:
             return forgotten
         if len(decode.rooms) >= MAX_REQUESTED:
@@ -227,15 +224,12 @@ class PrefillMachine(Machine[PrefillRoom]):
                 self._close(done.room, room)
         self._effects.send(peer, done.answer(messages.ReleaseAck, leased=leased))
 
-    def _lose(self, lost: LostPeer | None) -> None:
-        """The rooms fail that a lost peer has asked for and is not done with."""
-        if lost is None:
-            return
-        for name in list(lost.rooms):
-            room = self.rooms.by_name.get(name)
-            reads = room and lost.peer in room.requests and lost.peer not in room.done
-            if room and reads and name in self.rooms.open:
-                self._fail(name, lost.failure, except_peer=lost.peer)
+    def _drop(self, peer: bytes, failure: Failure) -> None:
+        """Serves a peer no more: the rooms fail that it has asked for and is not done with."""
+        for name in self.peers.drop(peer):
+            room = self.rooms.open.get(name)
+            if room and peer in room.requests and peer not in room.done:
+                self._fail(name, failure, except_peer=peer)
 
     def _fail(self, name: Room, failure: Failure, except_peer: bytes | None = None) -> None:
         room = self.rooms.known(name)
@@ -251,9 +245,8 @@ class PrefillMachine(Machine[PrefillRoom]):
 
     def _close(self, name: Room, room: PrefillRoom) -> None:
         self.rooms.end(name, room, self._now)
-        seconds = self._now - room.opened_at
-        numbers = RoomMetrics(chunks=len(room.chunks), total_seconds=seconds)
-        self._record_end(name, room, numbers)
+        total = self._now - room.opened_at
+        self._record_end(name, room, RoomMetrics(chunks=len(room.chunks), total_seconds=total))
         for peer, request in room.requests.items():
             self._ended_attempts[peer, name, request.attempt] = None
             if peer in self.peers.alive:

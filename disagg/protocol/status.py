@@ -204,7 +204,7 @@ class Rooms(ABC, Generic[R]):
 
     def __init__(self) -> None:
         self.by_name: dict[Room, R] = {}
-        self.open: set[Room] = set()
+        self.open: dict[Room, R] = {}
         self.ended = EndedRooms()
 
     def known(self, name: Room) -> R:

@@ -17,7 +17,7 @@ from disagg.protocol.codec import MAX_MESSAGE
 from disagg.protocol.events import ComputeDigest, Effects
 from disagg.protocol.messages import DigestRequest, Digests, Room
 from disagg.protocol.status import Failure, Side
-from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout import PoolLayout
 
 if TYPE_CHECKING:
     from disagg.protocol.rooms.decode_rooms import DecodeRoom
@@ -36,8 +36,6 @@ class Verification:
     room: Room
     attempt: str
     source: int
-    layout: PoolLayout
-    address: RequestAddress
     pieces: list[Piece]
     begun: float
     each: bool = False
@@ -45,7 +43,9 @@ class Verification:
     theirs: bytes | None = None
 
 
-def differences(check: Verification, who: str) -> tuple[Verification | None, str]:
+def differences(
+    check: Verification, layout: PoolLayout, who: str
+) -> tuple[Verification | None, str]:
     """Of digests that are not equal: a finer check, or a sentence that names what differs."""
     counts = [piece.numbers().size if check.each else 1 for piece in check.pieces]
     sizes = [len(side or b"") for side in (check.own, check.theirs)]
@@ -54,7 +54,7 @@ def differences(check: Verification, who: str) -> tuple[Verification | None, str
     own, theirs = (np.frombuffer(side or b"", dtype="<u8") for side in (check.own, check.theirs))
     if check.each:
         edges = np.cumsum(counts)[:-1]
-        named = differing(check.pieces, np.split(own, edges), np.split(theirs, edges), check.layout)
+        named = differing(check.pieces, np.split(own, edges), np.split(theirs, edges), layout)
         what = "\n".join(named) or "not by entry: its pages changed while they were compared."
         return None, f"what was read differs from what {who} holds: {what}"
     wrong = [check.pieces[number] for number in np.flatnonzero(own != theirs)]
@@ -73,14 +73,9 @@ class Comparisons:
         """Asks for digests of all that a room has read, from every rank that contributed."""
         total = room.address.num_tokens
         for source in plan.contributors():
+            parts = pieces(plan, source, range(room.start, total), total)
             check = Verification(
-                room=name,
-                attempt=room.attempt,
-                source=source,
-                layout=self._layout,
-                address=room.address,
-                pieces=pieces(plan, source, range(room.start, total), total),
-                begun=now,
+                room=name, attempt=room.attempt, source=source, pieces=parts, begun=now
             )
             self._ask(room, check)
 
@@ -109,9 +104,7 @@ class Comparisons:
         if not check.pieces or rank.hello is None:
             return
         room.checks[check.source] = check
-        self._effects.append(
-            ComputeDigest(check, check.address, pieces=check.pieces, each=check.each)
-        )
+        self._effects.append(ComputeDigest(check, room.address, check.pieces, check.each))
         request = DigestRequest(
             generation=rank.hello.generation,
             room=check.room,
@@ -134,7 +127,7 @@ class Comparisons:
             del room.checks[check.source]
             room.metrics.verify_seconds += now - check.begun
             return None
-        finer, sentence = differences(check, str(room.link.ranks[check.source]))
+        finer, sentence = differences(check, self._layout, str(room.link.ranks[check.source]))
         if finer is None:
             return Failure("decode", sentence, "digest")
         self._ask(room, finer)
@@ -142,17 +135,13 @@ class Comparisons:
 
 
 class DigestAnswers:
-    """Answers of prefill to requests for digests. `room.digested` are the peers that have asked,
-    each with whether for one of each entry.
-    """
+    """Answers of prefill to requests for digests."""
 
     def __init__(self, layout: PoolLayout, effects: Effects) -> None:
         self._layout, self._effects = layout, effects
 
     def asked(self, peer: bytes, request: DigestRequest, room: PrefillRoom | None) -> str | None:
-        """Takes a request about `room`, None where the peer's room is none. Returns what is wrong
-        with the peer, if anything.
-        """
+        """Takes a request about `room`, None if unknown; returns what is wrong with the peer."""
         if room is None or room.failure is not None or not room.whole or peer in room.done:
             self.answer(peer, request, b"", "the room's pages are not leased.")
             return None

@@ -258,12 +258,13 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     def aux(self, room: Room) -> Aux:
         """The values that prefill sent along. Raises RoomError before the room has succeeded."""
         with self._loop.lock:
-            return self.machine.aux(room_name(room))
+            return dict(self.machine.succeeded(room_name(room), "aux values are there").aux)
 
     def num_tokens(self, room: Room) -> int:
         """How many tokens the request has. Raises RoomError before the room has succeeded."""
         with self._loop.lock:
-            return self.machine.num_tokens(room_name(room))
+            what = "how many tokens it has is known"
+            return self.machine.succeeded(room_name(room), what).address.num_tokens
 
     def metrics(self, room: Room) -> RoomMetrics:
         """What has been moved so far, and what that took."""

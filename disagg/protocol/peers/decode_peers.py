@@ -90,17 +90,17 @@ class DecodePeers:
 
     def disconnect(self, link: Link) -> None:
         """Gives a link up for good, once its rooms have failed."""
-        self._say_goodbye(link)
         self._drop(link)
         self.links.remove(link)
         for rank in link.ranks:
+            self.send(rank, messages.Disconnect())
             del self.by_number[rank.number]
             self._effects.append(Connect(rank.number, None))
 
     def notify_shutdown(self) -> None:
         """Tells every prefill that this decode is gone, so that none waits for a timeout."""
-        for link in self.links:
-            self._say_goodbye(link)
+        for rank in self.by_number.values():
+            self.send(rank, messages.Disconnect())
 
     def live(self) -> int:
         """Ranks that have answered and are not lost."""
@@ -188,9 +188,7 @@ class DecodePeers:
         self.send(rank, self.hello)
 
     def _pause(self, rank: PrefillRank, reason: str, side: Side, now: float) -> LinkFailed:
-        """A rank and this decode do not work together for now: it is dialled again after a pause,
-        which doubles up to the shorter time-out.
-        """
+        """Hangs up on a rank for a pause, which doubles up to the shorter time-out."""
         longest = min(self.hello.timeout, rank.hello.timeout if rank.hello else math.inf)
         rank.pause = min(longest, max(FIRST_PAUSE * longest, 2 * rank.pause))
         lost = self._lose(rank, reason)
@@ -278,10 +276,6 @@ class DecodePeers:
                 self.send(rank, refusal)
         self._drop(link)
         return LinkFailed(link, Failure(side, link.refusal, "refused"))
-
-    def _say_goodbye(self, link: Link) -> None:
-        for rank in link.ranks:
-            self.send(rank, messages.Disconnect())
 
     def _drop(self, link: Link) -> None:
         """Stops to wait for any rank of a link, and to read from it."""

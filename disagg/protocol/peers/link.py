@@ -20,9 +20,7 @@ MAX_UNTOLD = 10_000
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class PrefillRank:
-    """Rank `source` of a link; `number` is its number among all that this decode has ever dialled,
-    by which the transport knows it.
-    """
+    """Rank `source` of a link; the transport knows it by `number`, among all that were dialled."""
 
     link: Link
     source: int
@@ -40,7 +38,6 @@ class PrefillRank:
 
     @property
     def address(self) -> str:
-        """Its endpoint address."""
         return self.link.addresses[self.source]
 
     def __str__(self) -> str:
@@ -73,7 +70,6 @@ class Link:
 
     @property
     def hellos(self) -> list[Hello | None]:
-        """What each rank has answered."""
         return [rank.hello for rank in self.ranks]
 
     @property

@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from msgspec import structs
 
@@ -40,14 +39,6 @@ OfServed = messages.ReadRequest | messages.DigestRequest | messages.ReadDone | m
 """A message about a room, from a decode that is served."""
 
 
-class LostPeer(NamedTuple):
-    """A decode that is served no more: the rooms that it has asked for fail."""
-
-    peer: bytes
-    rooms: set[Room]
-    failure: Failure
-
-
 class PrefillPeers:
     """All decodes of one prefill endpoint, by connection."""
 
@@ -62,10 +53,8 @@ class PrefillPeers:
 
     def receive(
         self, peer: bytes, message: Message, now: float, origin: str = ""
-    ) -> OfServed | messages.DropRoom | LostPeer | None:
-        """Handles what concerns no room; returns what does. Notes signs of life. `origin` is where
-        the peer is, as far as the transport knows.
-        """
+    ) -> OfServed | messages.DropRoom | Failure | None:
+        """Handles what concerns no room; returns what does, or why the peer is to be dropped."""
         decode = self.alive.get(peer)
         if decode is not None:
             self.liveness[peer] = now
@@ -73,9 +62,9 @@ class PrefillPeers:
             return self._handshake(peer, message, now, origin)
         if isinstance(message, messages.Refuse):
             self._note_refusal(message.why)
-            return self.drop(peer, Failure("decode", message.why[:MAX_REASON], "refused"))
+            return Failure("decode", message.why[:MAX_REASON], "refused")
         if isinstance(message, messages.Disconnect):
-            return self.drop(peer, Failure("decode", "decode has disconnected.", "abort"))
+            return Failure("decode", "decode has disconnected.", "abort")
         if isinstance(message, messages.DropRoom):
             return message
         if not isinstance(message, messages.ToPrefill):
@@ -89,23 +78,16 @@ class PrefillPeers:
             return message
         return None
 
-    def find_dead(self, now: float) -> list[LostPeer]:
-        """Gives up decodes that have been silent too long."""
-        reason = f"decode was silent for more than {self.hello.timeout:g} s."
-        silent = Failure("prefill", reason, "lost")
-        lost = [self.drop(peer, silent) for peer in self.liveness.dead(now)]
-        return [peer for peer in lost if peer is not None]
-
-    def refuse(self, peer: bytes, reason: str) -> LostPeer | None:
-        """Drops a peer that breaks the protocol, and tells it why; it may come back."""
+    def refuse(self, peer: bytes, reason: str) -> Failure:
+        """Tells a peer that breaks the protocol why it is to be dropped; it may come back."""
         self._effects.send(peer, messages.Refuse([reason], final=False))
-        return self.drop(peer, Failure("prefill", f"decode was refused: {reason}", "refused"))
+        return Failure("prefill", f"decode was refused: {reason}", "refused")
 
-    def drop(self, peer: bytes, failure: Failure) -> LostPeer | None:
-        """Serves a peer no more, if it was served."""
-        decode = self.alive.pop(peer, None)
+    def drop(self, peer: bytes) -> set[Room]:
+        """Serves a peer no more, if it was served; returns the rooms that it has asked for."""
         self.liveness.pop(peer, None)
-        return None if decode is None else LostPeer(peer, decode.rooms, failure)
+        decode = self.alive.pop(peer, None)
+        return decode.rooms if decode else set()
 
     def live(self) -> int:
         """Decodes that are served."""
@@ -116,7 +98,7 @@ class PrefillPeers:
         for peer in self.alive:
             self._effects.send(peer, messages.UnknownPeer(generation=self.hello.generation))
 
-    def _handshake(self, peer: bytes, hello: Hello, now: float, origin: str) -> LostPeer | None:
+    def _handshake(self, peer: bytes, hello: Hello, now: float, origin: str) -> Failure | None:
         """Answers a connection's hello, once: the answer is hundreds of times as large."""
         decode = self.alive.get(peer)
         if decode is not None and decode.generation == hello.generation:

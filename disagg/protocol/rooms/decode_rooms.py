@@ -53,14 +53,9 @@ class DecodeRoom(PhasedRoom):
     aux: Aux = field(default_factory=dict)
 
     @property
-    def closed(self) -> list[int]:
-        """Source ranks whose last chunk is ready."""
-        return [source for source, offered in self.offered.items() if offered.closed]
-
-    @property
     def whole(self) -> bool:
         """Whether the last chunk of every source rank that is asked is ready."""
-        return len(self.closed) == len(self.offered)
+        return all(offered.closed for offered in self.offered.values())
 
     @property
     def reading(self) -> bool:
@@ -174,22 +169,6 @@ class DecodeRoom(PhasedRoom):
         self.reads.update(dict.fromkeys(reads))
         return reads
 
-    def end_read(self, read: Read, now: float) -> None:
-        """None of a read's bytes can land any more."""
-        begun = self.reads.pop(read)
-        self.touched = now
-        self.metrics.reads.append(
-            ReadTimes(
-                source=read.source,
-                start=read.tokens.start,
-                stop=read.tokens.stop,
-                layers=read.layers,
-                ready=read.ready - self.opened_at,
-                begun=None if begun is None else begun - self.opened_at,
-                ended=now - self.opened_at,
-            )
-        )
-
     def take(self, source: int, ready: ChunkReady) -> RequestAddress | None:
         """Notes a chunk that a rank offers: its block table there, or None if nothing of it is new.
         Raises ValueError for a chunk that cannot be one.
@@ -232,8 +211,8 @@ class DecodeRoom(PhasedRoom):
             return None
         if not self.at_most:
             reason = f"decode made room for {total}."
-        elif self.closed:
-            reason = f"{self.link.ranks[self.closed[0]]} says {total}. Send the same tokens of a "
+        elif closed := [source for source, offered in self.offered.items() if offered.closed]:
+            reason = f"{self.link.ranks[closed[0]]} says {total}. Send the same tokens of a "
             reason += "request from all ranks."
         elif computed > total:
             reason = f"decode made room for at most {total}. Give `receive` a block table with "
@@ -257,7 +236,6 @@ class DecodeRooms(Rooms[DecodeRoom]):
         self, layout: PoolLayout, offer_timeout: float | None, allow_missing: Collection[str] = ()
     ) -> None:
         super().__init__()
-        self._of_link: dict[Link, dict[Room, None]] = {}
         self._written = WrittenItems(layout)
         self._block_tables = BlockTables(layout, allow_missing)
         self._declined: deque[tuple[Room, DecodeRoom]] = deque()
@@ -277,40 +255,30 @@ class DecodeRooms(Rooms[DecodeRoom]):
             tokens = range(room.start, total)
             self._block_tables.check(name, room.address, tokens, at_most=room.at_most)
         self._written.claim(name, room.address, room.start, room.at_most)
-        self.by_name[name] = room
-        self.open.add(name)
-        self._of_link.setdefault(room.link, {})[name] = None
+        self.by_name[name] = self.open[name] = room
 
     def current(self, name: Room, attempt: str) -> DecodeRoom | None:
         """The open room of that name, if this is its attempt."""
-        room = self.by_name.get(name)
-        return room if room and name in self.open and room.attempt == attempt else None
+        room = self.open.get(name)
+        return room if room and room.attempt == attempt else None
 
     def of_link(self, link: Link) -> list[Room]:
         """Open rooms, in the order in which they were asked for."""
-        return list(self._of_link.get(link, ()))
+        return [name for name, room in self.open.items() if room.link is link]
 
     def stuck(self, now: float) -> list[tuple[Room, str]]:
-        """Open rooms in which nothing has happened for too long and nothing is done here, each with
-        the reason. Looks from time to time.
-        """
+        """Open rooms that have waited for another rank for too long, each with the reason."""
         longest = self.offer_timeout
         if longest is None or now < self._next_check:
             return []
         self._next_check = now + longest / CHECKS_PER_TIMEOUT
-        rooms = [(name, self.by_name[name]) for name in self.open]
-        stuck = [(name, room) for name, room in rooms if now - room.touched > longest]
+        stuck = [(name, room) for name, room in self.open.items() if now - room.touched > longest]
         why = f"nothing has happened for {longest:g} s: it waits for"
         return [(name, f"{why} {room.waits_for}.") for name, room in stuck if not room.working]
 
     def end(self, name: Room, now: float) -> None:
         """A room has ended; its items are free unless a read may still write them."""
-        room = self.by_name[name]
-        self.open.discard(name)
-        of_link = self._of_link[room.link]
-        del of_link[name]
-        if not of_link:
-            del self._of_link[room.link]
+        room = self.open.pop(name)
         self._free(name, room)
         if room.declined:  # of no more use to its caller
             self._declined.append((name, room))
@@ -322,7 +290,19 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def end_read(self, read: Read, now: float) -> DecodeRoom | None:
         """None of a read's bytes can land any more; returns its room if that is open."""
         room = self.known(read.room)
-        room.end_read(read, now)
+        begun = room.reads.pop(read)
+        room.touched = now
+        room.metrics.reads.append(
+            ReadTimes(
+                source=read.source,
+                start=read.tokens.start,
+                stop=read.tokens.stop,
+                layers=read.layers,
+                ready=read.ready - room.opened_at,
+                begun=None if begun is None else begun - room.opened_at,
+                ended=now - room.opened_at,
+            )
+        )
         if read.room in self.open:
             return room
         self._free(read.room, room)
@@ -338,7 +318,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def leases(self) -> Leases:
         ended = (room for name, room in self.by_name.items() if name not in self.open)
         return Leases(
-            leased=count_items(self.by_name[name].address for name in self.open),
+            leased=count_items(room.address for room in self.open.values()),
             quarantined=count_items(room.address for room in ended if room.reading),
         )
 

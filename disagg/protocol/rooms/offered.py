@@ -32,7 +32,6 @@ class LayerRange(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def layers(self) -> range:
-        """The numbers."""
         return range(self.start, self.stop)
 
     def __str__(self) -> str:
@@ -102,9 +101,7 @@ class Offered:
         )
 
     def problem(self, tokens: range, layers: LayerRange | None, last: bool) -> str | None:
-        """Why positions `tokens` of `layers` (None: of all) cannot be offered next, and with `last`
-        as what ends the room.
-        """
+        """Why positions `tokens` of `layers` (None: of all) cannot be offered next, as `last`."""
         if self.closed:
             return "its last chunk was sent already."
         left, chunk = self._left_of(tokens, layers), _span(tokens)

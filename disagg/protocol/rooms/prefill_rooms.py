@@ -48,7 +48,6 @@ class FailureNotice:
 
     @property
     def known_to_all(self) -> bool:
-        """Whether every reader knows."""
         return 0 < self.readers <= len(self.told)
 
 
@@ -137,44 +136,6 @@ class PrefillRoom(PhasedRoom):
         return None
 
 
-class ForgottenRooms:
-    """Failed rooms that prefill has forgotten, until every reader knows of the failure.
-
-    A decode that asks for one and does not know is told once, as it may be a reader of the failed
-    room that asks late. It may also be the first reader of the next room of that name: nothing in
-    a request tells them apart. So at most as many are told as read the failed room, and none once
-    all of these know. A new chunk ends the memory.
-    """
-
-    def __init__(self) -> None:
-        self._notices: Latest[Room, FailureNotice] = Latest(MAX_FORGOTTEN)
-
-    def add(self, name: Room, notice: FailureNotice | None, now: float) -> None:
-        """Remembers a room, if it has failed and not every reader knows."""
-        self._notices.pop(name, None)
-        if notice is not None and not notice.known_to_all:
-            notice.forgotten_at = now
-            self._notices[name] = notice
-
-    def pop(self, name: Room) -> bool:
-        """The name stands for another room from now on. Whether a decode was told of the forgotten
-        one that may have meant this one.
-        """
-        notice = self._notices.pop(name, None)
-        return notice is not None and notice.refused
-
-    def untold(self, request: ReadRequest, generation: str, now: float) -> str | None:
-        """Why the room has failed, for a decode that does not know; from now on it does."""
-        notices = self._notices
-        while notices and now - next(iter(notices.values())).forgotten_at > FORGOTTEN_SECONDS:
-            notices.popitem(last=False)
-        notice = notices.get(request.room)
-        if notice is None or notice.known_to_all or generation in notice.told:
-            return None
-        notice.refused = True
-        return notice.tell(generation, request.readers)
-
-
 class PrefillRooms(Rooms[PrefillRoom]):
     """All rooms that are not forgotten, and why those have failed that are. `unsent` are open rooms
     of which nothing was sent, `unpublished` those of which readers may not know every chunk, `read`
@@ -191,7 +152,8 @@ class PrefillRooms(Rooms[PrefillRoom]):
         self.unsent: set[Room] = set()
         self.unpublished: set[Room] = set()
         self.read: set[Room] = set()
-        self.forgotten = ForgottenRooms()
+        self.forgotten: Latest[Room, FailureNotice] = Latest(MAX_FORGOTTEN)
+        """Those that have failed, until every reader knows of the failure or a new chunk comes."""
         self._layers = layers
         self._failed_unsent: deque[tuple[Room, PrefillRoom]] = deque()
 
@@ -202,14 +164,14 @@ class PrefillRooms(Rooms[PrefillRoom]):
     def at(self, name: Room, now: float) -> PrefillRoom:
         """The room of that name, opened if there is none."""
         if name not in self.by_name:
-            self.by_name[name] = self.new(now)
-            self.open.add(name)
+            self.by_name[name] = self.open[name] = self.new(now)
             self.unsent.add(name)
         return self.by_name[name]
 
     def end(self, name: Room, room: PrefillRoom, now: float) -> None:
         """A room has ended; its items are free."""
-        for names in (self.open, self.unsent, self.unpublished, self.read):
+        self.open.pop(name, None)
+        for names in (self.unsent, self.unpublished, self.read):
             names.discard(name)
         self.ended.add(name, room.failure)
         if not room.chunks:
@@ -224,10 +186,29 @@ class PrefillRooms(Rooms[PrefillRoom]):
         room = self.known(name)
         if name in self.open:
             raise RoomError(f"room {name!r} has not ended. Abort it first.")
-        self.forgotten.add(name, room.notice, now)
+        self.forgotten.pop(name, None)
+        if room.notice is not None and not room.notice.known_to_all:
+            room.notice.forgotten_at = now
+            self.forgotten[name] = room.notice
         del self.by_name[name]
         self.ended.pop(name, None)
 
+    def untold(self, request: ReadRequest, generation: str, now: float) -> str | None:
+        """Why a forgotten room has failed, for a decode that does not know; from now on it does.
+
+        The decode may be a reader of the failed room that asks late, and it may be the first reader
+        of the next room of that name: nothing in a request tells them apart. So each is told once,
+        at most as many as read the failed room, and none once all of these know.
+        """
+        notices = self.forgotten
+        while notices and now - next(iter(notices.values())).forgotten_at > FORGOTTEN_SECONDS:
+            notices.popitem(last=False)
+        notice = notices.get(request.room)
+        if notice is None or notice.known_to_all or generation in notice.told:
+            return None
+        notice.refused = True
+        return notice.tell(generation, request.readers)
+
     def leases(self) -> Leases:
-        rooms = (self.by_name[name] for name in self.open)
-        return Leases(count_items(room.addresses[-1] for room in rooms if room.addresses))
+        tables = (room.addresses[-1] for room in self.open.values() if room.addresses)
+        return Leases(count_items(tables))

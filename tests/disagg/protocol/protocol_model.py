@@ -527,7 +527,7 @@ class Decode(Node):
             assert tokens == room.tokens
         table = replace(room.request.address(), num_tokens=tokens)
         check_bytes(self.pool, table, range(room.start, tokens), sources)
-        assert self.machine.aux(name) == salts
+        assert self.machine.rooms.known(name).aux == salts
 
 
 def check_bytes(pool, address, positions: range, sources) -> None:
