@@ -18,9 +18,9 @@ from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
-from disagg.connectors.sglang.layer_set import Ranks
 from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.pools import engine_layout
+from disagg.connectors.sglang.states import Ranks
 from disagg.connectors.stats import summary
 from disagg.protocol.codec import Aux
 
@@ -44,10 +44,8 @@ HTTP_SECONDS = 5.0
 
 
 class KvpoolManager(CommonKVManager):
-    """The endpoints of a rank, and the states of its rooms in SGLang's `request_status`.
-
-    SGLang's bootstrap server gives decode the addresses of prefill's endpoints, in place of those
-    of prefill's managers.
+    """The endpoints of a rank, and the states of its rooms in SGLang's `request_status`. SGLang's
+    bootstrap server gives decode the addresses of prefill's endpoints in place of its managers'.
     """
 
     supports_deferred_decode_kv_release = True
@@ -69,17 +67,15 @@ class KvpoolManager(CommonKVManager):
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         self._refuse_options(prefill)
         model, text = scheduler.model_config, scheduler.model_config.hf_text_config
+        modules = scheduler.tp_worker.model_runner.model.modules()
+        slides = [m for m in modules if getattr(m, "sliding_window_size", -1) > -1]
         ranks = Ranks(
             tp_rank=self.attn_tp_rank,
             tp_size=self.attn_tp_size,
             total_kv_heads=model.get_total_num_kv_heads(),
             window=scheduler.sliding_window_size,
             groups=int(getattr(text, "n_groups", 0) or getattr(text, "mamba_n_groups", 0)),
-            sliding={
-                getattr(module, "layer_id", None)
-                for module in scheduler.tp_worker.model_runner.model.modules()
-                if getattr(module, "sliding_window_size", -1) > -1
-            },
+            sliding={getattr(module, "layer_id", None) for module in slides},
         )
         settings = Settings.of_environment(  # a request waits as long as SGLang would have it wait
             SETTINGS,
@@ -136,9 +132,8 @@ class KvpoolManager(CommonKVManager):
         except (requests.RequestException, TypeError, ValueError) as error:
             log.error("prefill at %s: %s", bootstrap_addr, error)
             return False
-        info.target_tp_rank = 0
+        info.target_tp_rank, info.target_cp_ranks = 0, [0]
         info.target_tp_ranks = list(range(info.attn_tp_size))
-        info.target_cp_ranks = [0]
         info.target_pp_ranks = list(range(info.pp_size))
         info.required_dst_info_num = info.required_prefill_response_num = 1
         self.prefill_info_table[bootstrap_addr] = info

@@ -20,8 +20,7 @@ ONE_SIDED = ("kv_checksum", "output_dsa_topk_indices")
 
 def buffer_rows(buffers: Any, row: int) -> dict[str, torch.Tensor]:
     """A request's row of each buffer that a `MetadataBuffers` has, by name."""
-    tensors = {name: t for name, t in vars(buffers).items() if isinstance(t, torch.Tensor)}
-    return {name: tensor[row] for name, tensor in tensors.items()}
+    return {name: t[row] for name, t in vars(buffers).items() if isinstance(t, torch.Tensor)}
 
 
 def read_row(buffers: Any, row: int) -> Aux:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from disagg.connectors.sglang.layer_set import Ranks
-from disagg.connectors.sglang.states import read_pool
+from disagg.connectors.sglang.states import Ranks, read_pool
 from disagg.connectors.tensors import layout_of
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 
@@ -20,22 +19,19 @@ IDS = {"swa": ("swa", "c4.ring"), "mamba": ("state",), "c128_state": ("c128.ring
 
 @dataclass(frozen=True)
 class SglangLayout:
-    """What a rank's pools mean, and how SGLang's indices address them. `state_types`: the
-    components of `KVArgs.state_types`, by value.
-    """
+    """What a rank's pools mean, and how SGLang's indices address them. `state_types`: of KVArgs."""
 
     layout: PoolLayout
     state_types: tuple[str, ...] = ()
 
     @property
     def held_back(self) -> int:
-        """How many of a request's last positions only its last chunk can bring: SGLang lists the
+        """How many of a request's last positions come with its last chunk only: SGLang lists the
         pages of windows with it.
         """
-        spaces = (s for s in self.layout.spaces if not s.per_request and s.window is not None)
-        return max(
-            ((s.window or 0) + s.window_step - 1 for s in spaces if s.ids is None), default=0
-        )
+        spaces = (s for s in self.layout.spaces if s.ids is None and not s.per_request)
+        tails = (s.window + s.window_step - 1 for s in spaces if s.window is not None)
+        return max(tails, default=0)
 
     def address(
         self,
@@ -47,14 +43,13 @@ class SglangLayout:
         """The block table of a request's first `tokens` positions.
 
         `kv_indices` are its pages from number `first_page` on; `state_indices` are parallel to
-        `state_types` (None: the block table has pages only, as that of a chunk that is not the
-        last).
+        `state_types` (None: pages only, as for a chunk that is not the last).
         """
         spans = {"kv": Span(np.asarray(kv_indices), first_page)}
         for kind, indices in zip(self.state_types, state_indices or ()):
-            for name in IDS.get(kind, ()) if indices is not None else ():
+            for name in IDS.get(kind, ()):
                 space = self.layout.space_by_name.get(name)
-                if space is not None:
+                if space is not None and indices is not None:
                     ids = np.asarray(indices, dtype=np.int64).ravel()
                     spans[name] = self.span_of(space, ids, tokens)
         return RequestAddress(tokens, spans)

@@ -6,16 +6,18 @@ SGLang is imported. Page 0 and slot 0 are padding. Read in SGLang 0.5.23.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from disagg.connectors.linear_states import LinearKind, LinearShard, states
-from disagg.connectors.sglang.layer_set import LayerSet, Ranks, paged
 from disagg.connectors.tensors import (
+    LayerTensor,
     PlacedTensor,
+    TensorPart,
     UnknownFormat,
     head_items,
     head_rows,
@@ -34,8 +36,54 @@ ORDERS = ("nhd", "hnd")
 """Of tokens and heads in a page, by SGLang's names."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """What the pools of a rank do not say: its place in attention's tensor parallelism, the model's
+    KV heads, the tokens before a position that its sliding `window` sees (the scheduler's
+    `sliding_window_size`), its `groups` of Mamba-2's B and C, and the layers that see that window,
+    whether or not their pool holds more (`sliding`).
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    total_kv_heads: int = 1
+    window: int | None = None
+    groups: int = 0
+    sliding: Collection[int | None] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSet:
+    """Layers of one pool. `prefix` precedes their roles; `pool` names it in what is refused."""
+
+    ranks: Ranks
+    owner: str
+    numbers: Sequence[int]
+    space: Space
+    prefix: str = ""
+    pool: str
+
+    def tensors(self, views: Iterable[torch.Tensor], part: TensorPart) -> Iterator[PlacedTensor]:
+        """A tensor of each of the layers, in their order, which is all of one part."""
+        for number, view in zip(self.numbers, views, strict=True):
+            slides = self.owner == "target" and number in self.ranks.sliding
+            prefix = self.prefix or ("swa." if slides else "")
+            name, owner = f"{self.pool} layer {number}", self.owner
+            layer = LayerTensor(
+                name=name, number=number, view=view, parts=[part], owner=owner, prefix=prefix
+            )
+            yield self.space, layer
+
+
 PoolReader = Callable[[Any, LayerSet], Iterator[PlacedTensor]]
 """Yields the tensors of a pool, which holds these layers."""
+
+
+def paged(tensor: torch.Tensor, page: int, heads: int = 1) -> torch.Tensor:
+    """A view of rows `[token, head, content]`, in any number of dims, in pages of `page` tokens."""
+    tokens = tensor.view(-1, heads, tensor.shape[-1])
+    pages = len(tokens) // page
+    return tokens[: pages * page].view(pages, page, heads, -1).transpose(1, 2)
 
 
 def read_heads(
@@ -48,8 +96,7 @@ def read_heads(
         buffers = [paged(buffer, pool.page_size, pool.head_num) for buffer in buffers]
     if order in ORDERS:
         return layers.tensors(buffers, head_rows(cell, heads))
-    inside = buffers[0][0, 0]  # a head's part of an item
-    count = inside.numel() * inside.element_size() // ITEMSIZE[cell.dtype]
+    count = buffers[0][0, 0].nbytes // ITEMSIZE[cell.dtype]  # of a head's part of an item
     return layers.tensors(buffers, head_items(replace(cell, count=count), heads, order))
 
 
@@ -65,10 +112,8 @@ def read_mha(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         raise UnknownFormat(
             f"kv_cache_layout {order!r} is not known (known: {', '.join(ORDERS)}, vectorized_5d)."
         )
-    for role, buffers, dim in (
-        ("k", pool.k_buffer, pool.head_dim),
-        ("v", pool.v_buffer, pool.v_head_dim),
-    ):
+    planes = ("k", pool.k_buffer, pool.head_dim), ("v", pool.v_buffer, pool.v_head_dim)
+    for role, buffers, dim in planes:
         name = order
         if order not in ORDERS:  # dim and tokens are cut in tiles
             name = f"sglang {order} {role}, {pool.page_size} x {dim} by {buffers[0].shape[-1]}"
@@ -79,11 +124,10 @@ def read_mxfp8(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     """K and V, and a scale for 32 elements of each; in pages of 128, in the order of a kernel."""
     yield from read_mha(pool, layers)
     for role, buffers in (("k.scale", pool.k_scale_buffer), ("v.scale", pool.v_scale_buffer)):
-        *_, count = shape = buffers[0].shape[2:]
-        order = "nhd"
-        if pool.mxfp8_sf_interleaved:
-            order = f"sglang mxfp8 scales, {' x '.join(map(str, shape))}"
-        yield from read_heads(pool, layers, buffers, Cell(role, count, "ue8m0"), order)
+        shape = buffers[0].shape[2:]
+        tiles = f"sglang mxfp8 scales, {' x '.join(map(str, shape))}"
+        order = tiles if pool.mxfp8_sf_interleaved else "nhd"
+        yield from read_heads(pool, layers, buffers, Cell(role, shape[-1], "ue8m0"), order)
 
 
 def read_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -96,12 +140,10 @@ def read_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
 
 
 def read_index_keys(pool: Any, layers: LayerSet, page: int) -> Iterator[PlacedTensor]:
-    """Pages of index keys in fp8, then of their scales; layers that reuse another's top-k have
-    none.
-    """
+    """Pages of index keys in fp8, then of their scales."""
     item = index_key_page(page, pool.index_head_dim, dtype="e4m3", scale="float32")
     tensors = zip(layers.numbers, pool.index_k_with_scale_buffer)
-    keys = {number: tensor for number, tensor in tensors if len(tensor)}
+    keys = {n: tensor for n, tensor in tensors if len(tensor)}  # others reuse another's top-k
     views = (tensor.view(len(tensor), 1, page, -1) for tensor in keys.values())
     yield from replace(layers, numbers=[*keys]).tensors(views, items(item))
 
@@ -150,13 +192,11 @@ def read_swa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     if layers.ranks.window is None:
         raise UnknownFormat("sliding_window_size is None. Pass that of the scheduler.")
     window = Space("swa", entries_per_item=pool.page_size, window=layers.ranks.window)
-    for part, slides in ((pool.full_kv_pool, False), (pool.swa_kv_pool, True)):
-        places = {place: n for n, (place, swa) in pool.layers_mapping.items() if swa == slides}
-        holders = replace(layers, numbers=[places[place] for place in sorted(places)])
-        if slides:
-            holders = replace(holders, space=window, prefix="swa.")
+    full, swa = layers, replace(layers, space=window, prefix="swa.")
+    for part, slides, holders in (pool.full_kv_pool, False, full), (pool.swa_kv_pool, True, swa):
+        places = {at: n for n, (at, is_swa) in pool.layers_mapping.items() if is_swa == slides}
         if places:
-            yield from read(part, holders)
+            yield from read(part, replace(holders, numbers=[places[at] for at in sorted(places)]))
 
 
 def read_hybrid(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -212,18 +252,16 @@ def read_dsv4(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         "index_pools": not any(keys.use_fp4_indexer for keys in pool.index_pools.values()),
         "c4_kv_pool": "HiSparse" not in type(pool.kv_pools.get(4)).__name__,
     }
-    if not all(fits.values()):
-        wrong = ", ".join(name for name, is_known in fits.items() if not is_known)
+    if wrong := ", ".join(name for name, is_known in fits.items() if not is_known):
         raise UnknownFormat(
             f"{wrong}: known are paged latents of DeepSeek-V4 in fp8, compressed 4 and 128 to one, "
             f"their index keys in fp8, and rings of tokens. Use those, or {HERE}."
         )
     ratios = {n: layer.compress_ratio for n, layer in enumerate(pool.layer_mapping) if layer}
-    page, window = pool.swa_kv_pool.page_size, pool.sliding_window - 1
-    space = Space("swa", entries_per_item=page, window=window)
+    page = pool.swa_kv_pool.page_size
+    space = Space("swa", entries_per_item=page, window=pool.sliding_window - 1)
     sliding = replace(layers, numbers=[*ratios], space=space, prefix="swa.")
-    latents = items(v4_latent_page(page))
-    yield from sliding.tensors(pool.swa_kv_pool.kv_buffer, latents)
+    yield from sliding.tensors(pool.swa_kv_pool.kv_buffer, items(v4_latent_page(page)))
     for ratio in sorted({*ratios.values()} - {0}):
         numbers = [n for n in ratios if ratios[n] == ratio]
         yield from read_compressed(pool, replace(layers, numbers=numbers), ratio)
@@ -234,17 +272,13 @@ def read_compressed(pool: Any, layers: LayerSet, ratio: int) -> Iterator[PlacedT
     entries = pool.page_size // ratio
     space = Space(f"c{ratio}", entries_per_item=entries, tokens_per_entry=ratio, ids="kv")
     layers = replace(layers, space=space, prefix=f"c{ratio}.")
-    latents = items(v4_latent_page(entries))
-    yield from layers.tensors(pool.kv_pools[ratio].kv_buffer, latents)
+    yield from layers.tensors(pool.kv_pools[ratio].kv_buffer, items(v4_latent_page(entries)))
     if ratio in pool.index_pools:
         yield from read_index_keys(pool.index_pools[ratio], layers, entries)
-    for role, rings in (
-        ("state", pool.compress_state_pools),
-        ("index_state", pool.indexer_compress_state_pools),
-    ):
-        for number in layers.numbers:
-            if (ring := rings[number]) is not None:
-                yield from read_ring(ring, replace(layers, numbers=[number]), role, ratio)
+    rings = {"state": pool.compress_state_pools, "index_state": pool.indexer_compress_state_pools}
+    for role, number in product(rings, layers.numbers):
+        if (ring := rings[role][number]) is not None:
+            yield from read_ring(ring, replace(layers, numbers=[number]), role, ratio)
 
 
 def read_ring(ring: Any, layer: LayerSet, role: str, ratio: int) -> Iterator[PlacedTensor]:
@@ -297,13 +331,9 @@ def read(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
 def read_pool(pool: Any, ranks: Ranks, owner: str = "target") -> list[PlacedTensor]:
     """The states of a whole pool. Layers of a draft are numbered from 0."""
     first, count = getattr(pool, "start_layer", 0), getattr(pool, "layer_num", 0)
-    layers = LayerSet(
-        ranks=ranks,
-        owner=owner,
-        numbers=range(first, first + count),
-        space=Space("kv", entries_per_item=getattr(pool, "page_size", 1)),
-        pool=owner,
-    )
+    space = Space("kv", entries_per_item=getattr(pool, "page_size", 1))
+    numbers: Sequence[int] = range(first, first + count)
+    layers = LayerSet(ranks=ranks, owner=owner, numbers=numbers, space=space, pool=owner)
     with naming(owner):
         tensors = [*read(pool, layers)]
     if owner == "target":

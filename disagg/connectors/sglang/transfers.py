@@ -8,11 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import (
-    CommonKVReceiver,
-    CommonKVSender,
-    KVTransferError,
-)
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSender, KVTransferError
 
 from disagg.connectors.sglang.bootstrap import join
 from disagg.connectors.sglang.metadata import read_row
@@ -137,17 +133,15 @@ class KvpoolReceiver(CommonKVReceiver):
         mgr, room, start = self.kv_mgr, self.bootstrap_room, decode_prefix_len or 0
         if mgr.check_status(room) == KVPoll.Failed:
             return
-        first = start // mgr.kv_args.page_size
+        first, aux = start // mgr.kv_args.page_size, (FIRST_TOKEN,)
         try:
             address = mgr.layout.address(self._tokens(), kv_indices, state_indices, first)
             mgr.known[self.bootstrap_addr].add(peers := self._peers())
-            aux = (FIRST_TOKEN,)
             mgr.rank.receive(str(room), room, address, start=start, peers=peers, aux=aux)
+            mgr.reading[room] = aux_index
+            mgr.update_status(room, KVPoll.Transferring)
         except Exception as error:  # of one request: the engine serves others
             mgr.fail(room, error)
-            return
-        mgr.reading[room] = aux_index
-        mgr.update_status(room, KVPoll.Transferring)
 
     def poll(self) -> Any:
         """SGLang's state of the room."""
@@ -170,15 +164,12 @@ class KvpoolReceiver(CommonKVReceiver):
         """How many tokens prefill is to have computed: SGLang passes on pages only, which would
         hold a longer or shorter prompt too.
         """
-        queue = self.kv_mgr.queue.queue
-        request = next((entry.req for entry in queue if entry.kv_receiver is self), None)
-        if request is None:
-            raise ValueError(
-                "SGLang's queue has no request of this room, so its length is unknown."
-            )
-        # what decode has computed already is handed over with the prompt
-        again = getattr(request, "pd_rebootstrap_in_progress", False)
-        return len(request.origin_input_ids) + (len(request.output_ids) if again else 0)
+        for entry in self.kv_mgr.queue.queue:
+            if entry.kv_receiver is self:
+                # what decode has computed already is handed over with the prompt
+                again = getattr(entry.req, "pd_rebootstrap_in_progress", False)
+                return len(entry.req.origin_input_ids) + (len(entry.req.output_ids) if again else 0)
+        raise ValueError("SGLang's queue has no request of this room, so its length is unknown.")
 
     def _peers(self) -> tuple[str, ...]:
         """Endpoint addresses of prefill's ranks."""

@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.connectors.sglang.layer_set import Ranks
 from disagg.connectors.sglang.pools import SglangLayout, engine_layout
+from disagg.connectors.sglang.states import Ranks
 from kvpool.layout import RequestAddress
 from tests.engines.sglang import oracle
 from tests.engines.sglang.oracle import Request, Side

@@ -15,9 +15,8 @@ import torch
 pytest.importorskip("sglang")
 
 from disagg import IncompatibleLayouts
-from disagg.connectors.sglang.layer_set import Ranks
 from disagg.connectors.sglang.pools import engine_layout
-from disagg.connectors.sglang.states import POOLS as POOL_READERS, reader
+from disagg.connectors.sglang.states import POOLS as POOL_READERS, Ranks, reader
 from disagg.connectors.tensors import UnknownFormat
 from disagg.plan import plan
 from kvpool import Allocator, DSv4Pool
