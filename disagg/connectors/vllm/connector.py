@@ -29,7 +29,6 @@ from disagg.connectors.settings import Settings
 from disagg.connectors.vllm.layout import SPECS, Blocks, engine_layout
 from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step, log
 from disagg.connectors.vllm.worker import ConnectorWorker
-from disagg.protocol.messages import Convention
 from kvpool.device.cpu import CPUDevice
 
 KVConnectorMetadata.register(Step)
@@ -72,20 +71,19 @@ class KvpoolPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._metrics = {name: self._metric(name, *series) for name, series in stats.SERIES.items()}
+        self._metrics: dict[str, Any] = {}
+        for name, series in stats.SERIES.items():
+            labels = [*self._labelnames, *([series.label] if series.label else [])]
+            named = {"name": f"vllm:kvpool_{name}", "labelnames": labels}
+            kind = self._histogram_cls if series.buckets else self._counter_cls
+            buckets = {"buckets": series.buckets} if series.buckets else {}
+            self._metrics[name] = kind(**named, documentation=series.help, **buckets)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
         for name, label, value in stats.observations(transfer_stats_data):
             metric = self._metrics[name].labels(*engine, *label)
             (metric.observe if stats.SERIES[name].buckets else metric.inc)(value)
-
-    def _metric(self, name: str, text: str, label: str | None, buckets: tuple[float, ...]) -> Any:
-        labels = [*self._labelnames, *([label] if label else [])]
-        named = {"name": f"vllm:kvpool_{name}", "documentation": text, "labelnames": labels}
-        if buckets:
-            return self._histogram_cls(**named, buckets=buckets)
-        return self._counter_cls(**named)
 
 
 @dataclass
@@ -112,21 +110,17 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.read(transfer.kv_connector_extra_config, EXTRA)
         self._roles = {"produces": transfer.is_kv_producer, "consumes": transfer.is_kv_consumer}
+        stream = self._settings.stream
         # microbatches compute a layer several times a step, each time for some requests
-        self._by_layer = (
-            self._settings.stream == "layers" and not vllm_config.parallel_config.use_ubatching
-        )
+        self._by_layer = stream == "layers" and not vllm_config.parallel_config.use_ubatching
         if role == KVConnectorRole.SCHEDULER:
             cuts = _moves_on(kv_cache_config)
             # vLLM cannot be told of a block that did not come where it has several groups, and an
             # engine that waits for another must not be one that another waits for
             whole = cuts or len(kv_cache_config.kv_cache_groups) > 1 or transfer.is_kv_producer
+            waits = stream == "layers" and not whole
             self._scheduler = ConnectorScheduler(
-                kv_cache_config,
-                **self._roles,
-                stream=self._settings.stream is not None,
-                cuts=cuts,
-                waits=self._settings.stream == "layers" and not whole,
+                kv_cache_config, **self._roles, stream=stream is not None, cuts=cuts, waits=waits
             )
 
     # scheduler
@@ -139,7 +133,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    ) -> tuple[int, bool]:
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -168,8 +162,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         return SharedAllocation() if shared else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        described = engine_layout(self._vllm_config, self._kv_cache_config, kv_caches)
-        parallel = self._vllm_config.parallel_config
+        config = self._vllm_config
+        described = engine_layout(config, self._kv_cache_config, kv_caches)
+        parallel, model = config.parallel_config, config.model_config
         readers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         readers *= parallel.prefill_context_parallel_size
         rank = Rank(
@@ -178,7 +173,13 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
             **self._roles,
             readers=readers,
             log=log,
-            conventions=_conventions(self._vllm_config),
+            conventions=conventions(
+                model.hf_text_config,
+                revision=getattr(model.revision, "resolved", None),
+                folder=None if config.load_config.load_format == "dummy" else model.model,
+                quantization=model.quantization,
+                index_keys="plain",  # vLLM's indexer turns none
+            ),
         )
         self._worker = ConnectorWorker(rank, described.groups, described.layers)
 
@@ -225,9 +226,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         return extra_config.get("stream") == "layers"
 
     @classmethod
-    def build_kv_connector_stats(
-        cls, data: dict[str, Any] | None = None
-    ) -> KVConnectorStats | None:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
         return KvpoolStats(data or {})
 
     @classmethod
@@ -240,15 +239,3 @@ def _moves_on(kv_cache_config: Any) -> bool:
     specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
     inner = [getattr(spec, "kv_cache_specs", {"": spec}).values() for spec in specs]
     return any(SPECS.get(type(spec).__name__) != "kv" for group in inner for spec in group)
-
-
-def _conventions(vllm_config: Any) -> dict[str, Convention]:
-    """What this engine's bytes mean. Its indexer turns no keys."""
-    model, loads = vllm_config.model_config, vllm_config.load_config.load_format != "dummy"
-    return conventions(
-        model.hf_text_config,
-        revision=getattr(model.revision, "resolved", None),
-        folder=model.model if loads else None,
-        quantization=model.quantization,
-        index_keys="plain",
-    )

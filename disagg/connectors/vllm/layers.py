@@ -44,8 +44,7 @@ FLOATS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 
 class Platform(NamedTuple):
     """What vLLM decides by its platform: the dtype that it calls fp8, the dtype of index keys'
-    scales, whether conv states are `(dim, tap)` and states of delta nets `(head, key, value)`, and
-    its version.
+    scales, whether conv states are `(dim, tap)` and states of delta nets `(head, key, value)`.
     """
 
     fp8: str = "float8_e4m3fn"
@@ -75,7 +74,7 @@ def platform_of_process() -> Platform:
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredLayer:
-    """A layer as vLLM has registered it, `name` its name there."""
+    """A layer as vLLM has registered it, under `name`."""
 
     config: Any
     name: str
@@ -119,9 +118,8 @@ class RegisteredLayer:
     @property
     def backend(self) -> str:
         """vLLM's name of what reads and writes it."""
-        if self.is_linear:
-            return str(self.spec.mamba_type.name)
-        return str(self.module.get_attn_backend().get_name())
+        spec, module = self.spec, self.module
+        return str(spec.mamba_type.name if self.is_linear else module.get_attn_backend().get_name())
 
     @property
     def element(self) -> str:
@@ -168,24 +166,17 @@ def read_layer(layer: RegisteredLayer) -> LayerTensor:
     """Raises UnknownFormat, which names the layer and its backend."""
     name = f"{layer.name} ({layer.owner} layer {layer.number}), {layer.backend}"
     with naming(name):
-        if layer.is_linear:
-            view, parts = layer.view, read_linear(layer)
-        else:
-            view, parts = read_attention(layer)
+        view, parts = read_linear(layer) if layer.is_linear else read_attention(layer)
     # where all groups are made one, their spec has the window of any layer
     window = getattr(layer.module, "sliding_window", None)
     slides = window or type(layer.spec).__name__.startswith("Sliding")
+    prefix, owner = "swa." if slides else "", layer.owner
     return LayerTensor(
-        name=name,
-        number=layer.number,
-        view=view,
-        parts=parts,
-        owner=layer.owner,
-        prefix="swa." if slides else "",
+        name=name, number=layer.number, view=view, parts=parts, owner=owner, prefix=prefix
     )
 
 
-def read_linear(layer: RegisteredLayer) -> Parts:
+def read_linear(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
     """The slots of a layer of linear attention (`MambaBase.bind_kv_cache`)."""
     spec, parallel = layer.spec, layer.config.parallel_config
     if layer.backend not in LINEAR or len(spec.shapes) != 2:
@@ -203,7 +194,8 @@ def read_linear(layer: RegisteredLayer) -> Parts:
         key_first=layer.platform.key_first,
     )
     conv, temporal = spec.shapes
-    return [items(Seq(*states(LINEAR[layer.backend], conv, temporal, spec.dtypes, shard)))]
+    slot = states(LINEAR[layer.backend], conv, temporal, spec.dtypes, shard)
+    return layer.view, [items(Seq(*slot))]
 
 
 def read_attention(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
@@ -236,7 +228,7 @@ def whole_items(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
         )
     names = {1: "heads", 2: "tokens", 3: "elements"}
     shape = " x ".join(f"{view.shape[dim]} {names[dim]}" for dim in inner)
-    item = Cell("kv", ordered[0].numel() * view.element_size(), "uint8")
+    item = Cell("kv", ordered[0].nbytes, "uint8")
     heads = f"head {layer.heads.start} of {layer.heads.total}"
     return ordered, [items(item, f"{layer.packing(OPAQUE)}, {shape}, {heads}")]
 

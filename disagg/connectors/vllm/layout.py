@@ -16,12 +16,7 @@ import numpy as np
 import torch
 
 from disagg.connectors.tensors import PlacedTensor, UnknownFormat, fold_blocks, layout_of
-from disagg.connectors.vllm.layers import (
-    Platform,
-    RegisteredLayer,
-    platform_of_process,
-    read_layer,
-)
+from disagg.connectors.vllm.layers import Platform, RegisteredLayer, platform_of_process, read_layer
 from kvpool.layout import Interleave, PoolLayout, RequestAddress, Space, Span
 
 HERE = "add it to disagg/connectors/vllm/layout.py"
@@ -34,8 +29,6 @@ SPECS = {
     "MambaSpec": "state",
 }
 """Specs that are known, and what the spaces of their groups are called."""
-
-
 Blocks = tuple[Sequence[int], ...]
 """Block ids of a request, by group."""
 
@@ -123,10 +116,10 @@ def engine_layout(
 
 
 def registered_layers(
-    group: Any, vllm_config: Any, views: Mapping[str, torch.Tensor], platform: Platform
+    group: Any, config: Any, views: Mapping[str, torch.Tensor], platform: Platform
 ) -> list[RegisteredLayer]:
     """A group's layers that have state of their own."""
-    modules = vllm_config.compilation_config.static_forward_context
+    modules = config.compilation_config.static_forward_context
     own_specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     layers = []
     for name in group.layer_names:
@@ -143,16 +136,10 @@ def registered_layers(
             problem = f"a {kind} of {spec.tokens_per_state} tokens a state is not known, only of 1"
         if problem:
             raise UnknownFormat(f"{name}: {problem}. Use another model, or {HERE}.")
-        layers.append(
-            RegisteredLayer(
-                config=vllm_config,
-                name=name,
-                module=module,
-                spec=spec,
-                view=views[name],
-                platform=platform,
-            )
+        layer = RegisteredLayer(
+            config=config, name=name, module=module, spec=spec, view=views[name], platform=platform
         )
+        layers.append(layer)
     return layers
 
 

@@ -37,9 +37,7 @@ class SendTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveTask:
-    """Positions `start` to `stop` of a request are to be read to `blocks`. With `waits`, the step
-    computes with them, and waits for each layer.
-    """
+    """Positions to be read to `blocks`. With `waits`, the step waits for them layer by layer."""
 
     request: str
     source: Source
@@ -51,8 +49,8 @@ class ReceiveTask:
 
 @dataclass(slots=True)
 class Step:
-    """What the workers do in one step. `declines` are rooms of which nothing is needed: prefill may
-    have its blocks back. `aborts` are requests.
+    """What the workers do in one step. Of rooms in `declines` nothing is needed: prefill may have
+    its blocks back. `aborts` are requests.
     """
 
     sends: list[SendTask] = field(default_factory=list)
@@ -63,9 +61,7 @@ class Step:
 
 @dataclass(slots=True, kw_only=True)
 class _Sending:
-    """A request of prefill: `stop` positions go to `room`, of which `sent` were offered;
-    `following` is the token after them.
-    """
+    """A request of prefill: `stop` positions, before token `following`, of which `sent` went."""
 
     request: Any
     room: Room
@@ -164,17 +160,16 @@ class ConnectorScheduler:
 
     def _send(self, sending: _Sending, blocks: Any, stop: int) -> None:
         last = stop == sending.stop
-        self._step.sends.append(
-            SendTask(
-                request=sending.request.request_id,
-                room=sending.room,
-                blocks=self._transferred(blocks),
-                start=sending.sent,
-                stop=stop,
-                last=last,
-                following=sending.following if last else None,
-            )
+        send = SendTask(
+            request=sending.request.request_id,
+            room=sending.room,
+            blocks=self._transferred(blocks),
+            start=sending.sent,
+            stop=stop,
+            last=last,
+            following=sending.following if last else None,
         )
+        self._step.sends.append(send)
         sending.sent = stop
 
     def _transferred(self, blocks: Any) -> Blocks:
@@ -209,16 +204,15 @@ class ConnectorScheduler:
             if not self._waits:
                 self._receiving.add(name)
             stop = request.num_prompt_tokens - 1
-            self._step.receives.append(
-                ReceiveTask(
-                    request=name,
-                    source=source,
-                    blocks=self._transferred(blocks.get_block_ids()),
-                    start=stop - external,
-                    stop=stop,
-                    waits=self._waits,
-                )
+            receive = ReceiveTask(
+                request=name,
+                source=source,
+                blocks=self._transferred(blocks.get_block_ids()),
+                start=stop - external,
+                stop=stop,
+                waits=self._waits,
             )
+            self._step.receives.append(receive)
 
     def received(self, requests: Sequence[str]) -> None:
         """Requests whose rooms have ended."""

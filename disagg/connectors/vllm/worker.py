@@ -11,9 +11,7 @@ from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step
 
 
 class ConnectorWorker:
-    """Does what a scheduler step asks of a rank. `groups` are vLLM's cache groups, `layers` all
-    that have state here by vLLM's names.
-    """
+    """Does what a scheduler step asks of a rank. `layers`: all with state here, by vLLM's names."""
 
     def __init__(
         self, rank: Rank, groups: tuple[BlockGroup, ...], layers: Mapping[str, LayerId]
@@ -68,13 +66,12 @@ class ConnectorWorker:
         begun wait for no result: blocks of those that have failed are `invalid_blocks`.
         """
         results = self.rank.results(finished)
-        for request in results.received & self._loading.keys():
-            results.received.remove(request)
-            if request in results.failed:
-                results.failed.remove(request)
-                receive = self._loading[request]
-                first = receive.start // self._groups[0].tokens
-                self._invalid.update(receive.blocks[0][first:])
+        for request in results.failed & self._loading.keys():
+            receive = self._loading[request]
+            first = receive.start // self._groups[0].tokens
+            self._invalid.update(receive.blocks[0][first:])
+        results.received -= self._loading.keys()
+        results.failed -= self._loading.keys()
         self._loading.clear()
         return results
 
@@ -99,25 +96,16 @@ class ConnectorWorker:
     def _send(self, send: SendTask, layer: LayerId | None) -> None:
         last = send.last and not self._left
         aux = {FIRST_TOKEN: send.following} if last and send.following is not None else None
-        self.rank.send(
-            send.request,
-            send.room,
-            block_table(self._groups, send.blocks, send.stop),
-            range(send.start, send.stop),
-            last=last,
-            layer=layer,
-            aux=aux,
-        )
+        address = block_table(self._groups, send.blocks, send.stop)
+        tokens, room = range(send.start, send.stop), send.room
+        self.rank.send(send.request, room, address, tokens, last=last, layer=layer, aux=aux)
 
     def _receive(self, receive: ReceiveTask) -> None:
+        source, start = receive.source, receive.start
         try:
-            self.rank.receive(
-                receive.request,
-                receive.source.room,
-                block_table(self._groups, receive.blocks, receive.stop),
-                start=receive.start,
-                peers=receive.source.addresses,
-            )
+            address = block_table(self._groups, receive.blocks, receive.stop)
+            peers = source.addresses
+            self.rank.receive(receive.request, source.room, address, start=start, peers=peers)
         except Exception as error:  # of one request: the engine serves others
             self.rank.not_received(receive.request, error)
         if receive.waits:
