@@ -70,9 +70,7 @@ def conventions(
 
 
 def weights_digest(folder: str | Path) -> str | None:
-    """A digest of the safetensors files of a folder: their names, sizes, and the first and last
-    64 KiB of each. None without such files.
-    """
+    """Of the names, sizes, and first and last 64 KiB of a folder's safetensors files, or None."""
     files = sorted(Path(folder).glob("*.safetensors"))
     digest = hashlib.sha256()
     for file in files:
@@ -95,20 +93,17 @@ def _fields(config: Any) -> Mapping[str, Any]:
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary embedding in one form, from `rope_parameters` or fields of its own."""
     rope = dict(fields.get("rope_scaling") or {}) | dict(fields.get("rope_parameters") or {})
-    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope.pop("type", None)
-    values = {
-        name: rope.pop(name, fields.get(name))
-        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    }
+    older = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or older or "default"
+    names = "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"
+    values = {name: rope.pop(name, fields.get(name)) for name in names}
     return values | {"rope": kind, "rope_parameters": rope}
 
 
 def _short(value: Any) -> Convention:
     """A value as it is sent: what is no number or short text as JSON, or its digest."""
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        text: Convention = value
-    else:
+    text: Convention = value
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     if isinstance(text, str) and (len(text) > MAX_CONVENTION or not is_printable(text)):
         return "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -50,12 +50,9 @@ def states(
     """
     conv_dtype, temporal_dtype = map(dtype_name, dtypes)
     channels, taps = conv if shard.dim_first else conv[::-1]
+    parts = sections(kind, channels, temporal, shard)
     conv_item = conv_state(
-        sections(kind, channels, temporal, shard),
-        taps - shard.spare,
-        conv_dtype,
-        taps_first=not shard.dim_first,
-        spare=shard.spare,
+        parts, taps - shard.spare, conv_dtype, taps_first=not shard.dim_first, spare=shard.spare
     )
     shape, axis = temporal[1:], ""
     if kind == "delta_net":
@@ -66,12 +63,8 @@ def states(
 def sections(
     kind: LinearKind, channels: int, temporal: Sequence[int], shard: LinearShard
 ) -> list[ConvSection]:
-    """The sections of a conv state of `channels` channels, derived as vLLM's
-    ssm_conv_transfer_utils.py does.
-    """
-    heads, dim, *rest = temporal
-    if kind == "mamba1":
-        dim, rest = 1, []
+    """The sections of a conv state, derived as vLLM's ssm_conv_transfer_utils.py does."""
+    heads, dim, *rest = (temporal[0], 1) if kind == "mamba1" else temporal
     inner = rest[0] if rest else 1
     others = (channels - heads * dim) // (2 * inner)  # heads of each of the other two
     if heads * dim + 2 * inner * others != channels or (others < 1) == bool(rest):

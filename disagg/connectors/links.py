@@ -12,12 +12,10 @@ from disagg.protocol.peers.link import Link
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 
 DEAD_SECONDS = 10.0
-"""How long an unused link is kept whose prefill is gone or was refused: a request that comes later
-begins with a new hello.
-"""
+"""How long an unused link is kept whose prefill is gone or was refused: a later one says hello."""
 UNUSED_SECONDS = 120.0
-"""How long an unused link is kept whose prefill is there: its pings have then cost about as much
-time as the hello with which it is made again (docs/scale.md).
+"""And one whose prefill is there: its pings have then cost about as much as its next hello would
+(docs/scale.md).
 """
 
 
@@ -37,14 +35,14 @@ class Links:
     """Links of one endpoint: made where there is none, closed where one is of no more use."""
 
     def __init__(self, decode: DecodeEndpoint, clock: Callable[[], float] = time.monotonic) -> None:
-        self._decode, self._clock = decode, clock
+        self.decode, self._clock = decode, clock
         self._links: dict[tuple[str, ...], _Used] = {}
 
     def to(self, addresses: tuple[str, ...]) -> Link:
         """The link to a prefill's ranks. Raises ValueError for an address that is none."""
         used = self._links.get(addresses)
         if used is None:
-            used = self._links[addresses] = _Used(self._decode.connect(addresses), self._clock())
+            used = self._links[addresses] = _Used(self.decode.connect(addresses), self._clock())
         elif not used.dead:
             used.used_at = self._clock()
         return used.link
@@ -63,4 +61,4 @@ class Links:
             elif now - used.used_at > (DEAD_SECONDS if used.dead else UNUSED_SECONDS):
                 del self._links[addresses]
                 with suppress(RoomError):  # it was disconnected already
-                    self._decode.disconnect(used.link)
+                    self.decode.disconnect(used.link)

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from disagg.connectors.links import Links
 from disagg.connectors.settings import Settings
@@ -28,10 +27,8 @@ from disagg.runtime.prefill_endpoint import PrefillEndpoint
 from kvpool.device import Event, get_device
 from kvpool.layout import PoolLayout, RequestAddress
 
-E = TypeVar("E")
 LayerId = tuple[str, int]
 """Owner and number of a layer, as layouts have them."""
-
 BUSY_SECONDS = 0.001
 """How long an endpoint that says that it has more to do may keep the engine from its next step."""
 ABORTED = "the request was aborted or preempted."
@@ -42,8 +39,7 @@ EXPECTED = (ValueError, UsageError)
 @dataclass(slots=True)
 class Results:
     """Requests whose pages may be reused (`sent`), whose rooms have ended (`received`), and those
-    of them whose state did not come (`failed`). `why` a room has failed, on either side; `aux`
-    values of those that were received.
+    of them whose state did not come (`failed`). `why` a room has failed; `aux` that has come.
     """
 
     sent: set[str] = field(default_factory=set)
@@ -93,15 +89,16 @@ class Rank:
         self.stats, self._log = Stats(), log
         options = settings.options(conventions)
         self._prefill: PrefillEndpoint | None = None
-        self._decode: DecodeEndpoint | None = None
         self._links: Links | None = None
+        self._endpoints: list[PrefillEndpoint | DecodeEndpoint] = []
         if produces:
             engine = create_engine(settings.engine)
             self._prefill = PrefillEndpoint(
                 layout, engine, settings.bind, lease=settings.lease, **options
             )
+            self._endpoints.append(self._prefill)
         if consumes:
-            self._decode = DecodeEndpoint(
+            decode = DecodeEndpoint(
                 layout,
                 create_engine(settings.engine),
                 ranks=readers,
@@ -109,8 +106,8 @@ class Rank:
                 offer_timeout=settings.offer_timeout,
                 **options,
             )
-            self._links = Links(self._decode)
-        self._endpoints = [side for side in (self._prefill, self._decode) if side is not None]
+            self._links = Links(decode)
+            self._endpoints.append(decode)
         memory = layout.buffers[0].memory
         self._device = None if memory == "cpu" else get_device(memory.partition(":")[0])
         self._sending: dict[Room, _Sending] = {}
@@ -122,22 +119,24 @@ class Rank:
     @property
     def prefill(self) -> PrefillEndpoint:
         """Raises ValueError if this engine was not started for prefill."""
-        return _needed(self._prefill, "prefill")
-
-    @property
-    def decode(self) -> DecodeEndpoint:
-        """Raises ValueError if this engine was not started for decode."""
-        return _needed(self._decode, "decode")
+        if self._prefill is None:
+            raise ValueError("this engine was not started for prefill.")
+        return self._prefill
 
     @property
     def links(self) -> Links:
         """To prefills. Raises ValueError if this engine was not started for decode."""
-        return _needed(self._links, "decode")
+        if self._links is None:
+            raise ValueError("this engine was not started for decode.")
+        return self._links
+
+    @property
+    def decode(self) -> DecodeEndpoint:
+        """Raises ValueError if this engine was not started for decode."""
+        return self.links.decode
 
     def expect(self, request: str, room: Room) -> None:
-        """The engine has a request that it will send: `results` tells of its room from now on.
-        Raises RoomError for a room that has no name of one.
-        """
+        """The engine will send a request: `results` tells of its room. Raises RoomError."""
         self._sending.setdefault(room_name(room), _Sending(request))
 
     def asked(self, room: Room) -> bool:
@@ -248,9 +247,8 @@ class Rank:
             self.decode.wait(room)
 
     def results(self, finished: Collection[str]) -> Results:
-        """What has ended since the last call, in which the engine has `finished` these requests.
-        A room may end before its request is computed: its reader is gone. It is told when the
-        engine is done with its pages too.
+        """What has ended since the last call, in which the engine has `finished` these requests. A
+        room that ends before its request is computed is told when the engine has finished that too.
         """
         self.turn()
         with deferred_signals:  # what a handler raises comes when the lists are in ours
@@ -295,7 +293,7 @@ class Rank:
         while self._ended:
             endpoint, (room, _, failure) = self._ended[0]
             with self._contained(room):
-                if endpoint is self._decode:
+                if isinstance(endpoint, DecodeEndpoint):
                     self._received(room, failure)
                 else:
                     if sending := self._sending.get(room):
@@ -317,8 +315,8 @@ class Rank:
                 failure = Failure("decode", f"its values are not there: {error}", "aux")
         if failure:
             self._results.why[request] = failure
-        if failure and not receiving.aborted:
-            self._results.failed.add(request)
+            if not receiving.aborted:
+                self._results.failed.add(request)
         self._results.received.add(request)
         del self._receiving[room]
         # from here on nothing is lost, whatever the engine's log and counters raise
@@ -327,9 +325,3 @@ class Rank:
         metrics = decode.metrics(room)
         self._log.debug("request %s: %s", request, metrics)
         self.stats.received(metrics, failure)
-
-
-def _needed(part: E | None, side: str) -> E:
-    if part is None:
-        raise ValueError(f"this engine was not started for {side}.")
-    return part

@@ -59,12 +59,11 @@ class Settings:
     def read(cls, values: Mapping[str, Any], source: str) -> Settings:
         """The settings that a user has given the engine in its option `source`."""
         names = sorted(f.name for f in fields(cls))
-        for name in values:
-            if name not in names:
-                raise ValueError(
-                    f"{source}: {name!r} is not known; there are {', '.join(names)}."
-                    f"{nearest(str(name), names)}"
-                )
+        if unknown := [name for name in values if name not in names]:
+            raise ValueError(
+                f"{source}: {unknown[0]!r} is not known; there are {', '.join(names)}."
+                f"{nearest(str(unknown[0]), names)}"
+            )
         try:
             return cls(**values)
         except ValueError as error:
@@ -86,16 +85,13 @@ class Settings:
         return cls.read(defaults | values, variable)
 
     def options(self, conventions: Mapping[str, Convention]) -> Options:
-        """What both endpoints take. `conventions` are the engine's, as far as these settings say
-        nothing else.
-        """
+        """What both endpoints take. These settings come before `conventions`, the engine's."""
         document = {**conventions, **self.conventions}
-        # an engine can hold the GIL for long: while it compiles, or captures graphs
-        peer_timeout = STEPPED_PEER_TIMEOUT if self.peer_timeout is None else self.peer_timeout
         return {
             "keys": self.keys,
             "tls": self.tls,
             "insecure": self.insecure,
-            "peer_timeout": peer_timeout,
+            # an engine can hold the GIL for long: while it compiles, or captures graphs
+            "peer_timeout": self.peer_timeout or STEPPED_PEER_TIMEOUT,
             "conventions": {name: v for name, v in document.items() if v is not None},
         }

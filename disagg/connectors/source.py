@@ -35,18 +35,14 @@ class Source:
         if not room and ids is not None:
             room = named_room(told.get("room"), ids)
         required = {"remote_request_id": room, "remote_addresses": addresses}
-        missing = [key for key, value in required.items() if not value]
-        if missing:
-            raise ValueError(
-                f"kv_transfer_params have no {', '.join(missing)}. Did a kvpool prefill answer?"
-            )
+        if missing := ", ".join(key for key, value in required.items() if not value):
+            raise ValueError(f"kv_transfer_params have no {missing}. Did a kvpool prefill answer?")
         try:
             room = room_name(room)
         except RoomError as error:
             raise ValueError(f"kv_transfer_params: remote_request_id: {error}") from None
-        if not isinstance(addresses, (list, tuple)) or not all(
-            isinstance(address, str) for address in addresses
-        ):
+        is_list = isinstance(addresses, list | tuple)
+        if not is_list or not all(isinstance(address, str) for address in addresses):
             raise ValueError("kv_transfer_params: remote_addresses is a list of texts.")
         return cls(room, tuple(addresses), told.get("remote_prompt"))
 
@@ -64,7 +60,7 @@ class Source:
     def check_prompt(self, ids: Sequence[int] | None) -> None:
         """Raises ValueError if prefill has computed another prompt than these tokens."""
         ours = None if ids is None else prompt_digest(ids[:-1])
-        if self.prompt is not None and ours is not None and self.prompt != ours:
+        if None not in (self.prompt, ours) and self.prompt != ours:
             raise ValueError(
                 f"prefill computed another prompt ({self.prompt!r}), this one is {ours!r}. Do both "
                 "engines have the same tokenizer and chat template?"
@@ -79,12 +75,11 @@ class Recent:
 
     def add(self, room: Room) -> bool:
         """Notes a room; False if it is known."""
-        if room in self._known:
-            return False
-        self._known[room] = None
+        is_new = room not in self._known
+        self._known.setdefault(room)
         if len(self._known) > self._most:
             del self._known[next(iter(self._known))]
-        return True
+        return is_new
 
 
 def prompt_digest(ids: Sequence[int]) -> str:

@@ -24,15 +24,12 @@ class Series(NamedTuple):
     buckets: tuple[float, ...] = ()
 
 
+BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 SERIES = {
     "rooms": Series("Hand-offs that ended, by outcome.", "outcome"),
     "failures": Series("Failed hand-offs, by side and kind.", "kind"),
     "bytes": Series("Bytes of KV state read from prefill."),
-    "seconds": Series(
-        "Seconds of a hand-off, by phase.",
-        "phase",
-        (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
-    ),
+    "seconds": Series("Seconds of a hand-off, by phase.", "phase", BUCKETS),
 }
 
 

@@ -64,14 +64,12 @@ def head_shard(count: int, of_model: int, rank: int, ranks: int) -> Heads:
     says; of fewer heads than ranks, several ranks hold the same. `of_model` are all heads of this
     state, which need not be the model's KV heads.
     """
-    total = count * ranks
-    if count == 1 and ranks > 1:
-        if of_model > ranks:
-            raise UnknownFormat(
-                f"1 KV head on each of {ranks} ranks of a model of {of_model}: how many the layer "
-                "has is not known. Use a smaller TP size."
-            )
-        total = of_model
+    total = of_model if count == 1 and ranks > 1 else count * ranks
+    if count == 1 and total > ranks:
+        raise UnknownFormat(
+            f"1 KV head on each of {ranks} ranks of a model of {of_model}: how many the layer has "
+            "is not known. Use a smaller TP size."
+        )
     return Heads(rank * total // ranks, count, total)
 
 
@@ -89,11 +87,9 @@ class LayerTensor:
     prefix: str = ""
 
     def describe(self, space: str) -> Described:
-        """One buffer, whose items are all of the tensor's, and its regions. Raises UnknownFormat,
-        which names the layer.
-        """
+        """One buffer, all of the tensor, and its regions. Raises UnknownFormat with the name."""
         with naming(self.name):
-            (first, *_) = item_regions(self.parts[0].item, owner=self.owner, layer=0, buffer="?")
+            first, *_ = item_regions(self.parts[0].item, owner=self.owner, layer=0, buffer="?")
             dims = ("item", *map(str, range(1, self.view.dim())))
             name = f"{self.owner}.{self.number}.{self.prefix}{first.role}"
             buffer = describe_buffer(self.view, dims, name=name, space=space)
@@ -113,13 +109,13 @@ class LayerTensor:
             return Described((buffer,), tuple(region for part in parts for region in part.regions))
 
     def folded(self, ratio: int) -> LayerTensor | None:
-        """The layer with each `ratio` kernel blocks as one, if they can be read so: its format has
-        tokens of their own, and all of a block are one stride apart.
+        """The layer with each `ratio` kernel blocks as one, if its format has tokens of their own,
+        and all of a block are one stride apart.
         """
         by_tokens = all("entry" in part.dims for part in self.parts)
         count, heads, tokens, content = self.view.shape
         block, head, token, element = self.view.stride()
-        if not by_tokens or block != tokens * token:
+        if ratio > 1 and not (by_tokens and block == tokens * token):
             return None
         shape = count // ratio, heads, ratio * tokens, content
         view = self.view.as_strided(shape, (ratio * block, head, token, element))
@@ -183,9 +179,8 @@ def fold_blocks(layers: Sequence[LayerTensor], blocks: int) -> tuple[list[LayerT
             f"views of {blocks} blocks, {shapes}: not known, only as many kernel blocks a block in "
             "all layers of a group. Use a block size that all backends take."
         )
-    folded = [layer.folded(ratio) for layer in layers] if ratio > 1 else [*layers]
-    whole = [layer for layer in folded if layer is not None]
-    return (whole, 1) if len(whole) == len(layers) else ([*layers], ratio)
+    folded = [whole for layer in layers if (whole := layer.folded(ratio))]
+    return (folded, 1) if len(folded) == len(layers) else ([*layers], ratio)
 
 
 def join_nested(layers: Iterable[Described]) -> Described:
@@ -196,12 +191,10 @@ def join_nested(layers: Iterable[Described]) -> Described:
     regions: list[Region] = []
     for layer in sorted(layers, key=lambda layer: layer.buffers[0].base):
         (buffer,) = layer.buffers
-        shift = buffer.base - buffers[-1].base if buffers else 0
-        if not buffers or shift >= buffers[-1].item_bytes:
+        if not buffers or buffer.base >= buffers[-1].base + buffers[-1].item_bytes:
             buffers.append(buffer)
-            regions += layer.regions
-            continue
         outer = buffers[-1]
+        shift = buffer.base - outer.base
         regions += (replace(r, buffer=outer.name, offset=r.offset + shift) for r in layer.regions)
         reach = max(outer.item_bytes, shift + buffer.item_bytes)
         buffers[-1] = replace(outer, item_bytes=reach)
