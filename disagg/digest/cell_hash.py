@@ -21,7 +21,7 @@ from kvpool.layout import Axis, Buffer, Key
 from kvpool.layout.grid import Ints
 
 Hashes = npt.NDArray[np.uint64]
-ReadCells = Callable[[Ints, int], npt.NDArray[np.void]]
+ReadCells = Callable[[Buffer, Ints, int], npt.NDArray[np.void]]
 """Reads that many bytes at each offset `[E, C]` of a buffer, `[E, C]`."""
 
 CELL = 4096
@@ -64,61 +64,44 @@ def cells_of(axes: tuple[Axis, ...], width: int, box: Box) -> tuple[Cells, ...]:
     whole, rest = divmod(width, CELL)
     numbers *= np.uint64(whole + bool(rest))
     cells = []
-    if whole:
-        parts = np.arange(whole, dtype=np.int64)
-        many = (numbers[:, None] + parts.astype(np.uint64)).ravel()
-        cells.append(Cells((offsets[:, None] + parts * CELL).ravel(), many * _NUMBER, CELL))
-    if rest:
-        last = numbers + np.uint64(whole)
-        cells.append(Cells(offsets + whole * CELL, last * _NUMBER, rest))
+    for parts, size in ((range(whole), CELL), (range(whole, whole + bool(rest)), rest)):
+        if parts:
+            part = np.arange(parts.start, parts.stop, dtype=np.int64)
+            many = (numbers[:, None] + part.astype(np.uint64)).ravel()
+            cells.append(Cells((offsets[:, None] + part * CELL).ravel(), many * _NUMBER, size))
     return tuple(cells)
 
 
-def sums(read: ReadCells, starts: Ints, cells: Cells, key: Key, entries: Ints) -> Hashes:
-    """Sums mod 2**64 of the cell hashes of `entries`, whose first bytes `read` has at `starts`."""
-    hashes = _multilinear(read(starts[:, None] + cells.offsets, cells.width))
+def sums(rows: npt.NDArray[np.void], cells: Cells, key: Key, entries: Ints) -> Hashes:
+    """Sums mod 2**64 of the cell hashes of `entries`, whose cells are `rows`, `[E, C]`."""
+    hashes = _multilinear(rows)
     hashes += cells.numbers
     hashes += (entries.astype(np.uint64) * _ENTRY + _seed(key))[:, None]
     return np.asarray(_mix(hashes).sum(axis=1), dtype=np.uint64)
 
 
-def reader(buffer: Buffer) -> ReadCells:
-    """What reads a buffer by offset. Raises ValueError, as it does, without its device."""
-    return _of_host(buffer) if buffer.on_host else _of_device(buffer)
-
-
-def _of_host(buffer: Buffer) -> ReadCells:
+def read_memory(buffer: Buffer, offsets: Ints, width: int) -> npt.NDArray[np.void]:
+    """Reads cells of a buffer, see `ReadCells`. Raises ValueError without its device."""
+    if not buffer.on_host:
+        return _read_device(buffer, offsets, width)
     memory: Any = (ctypes.c_ubyte * (buffer.end - buffer.base)).from_address(buffer.base)
-
-    def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
-        shape = (len(memory) - width + 1,)
-        rows: Any = np.ndarray(shape, f"V{width}", memory, strides=(1,))
-        return np.asarray(rows[offsets])
-
-    return read
+    rows: Any = np.ndarray((len(memory) - width + 1,), f"V{width}", memory, strides=(1,))
+    return np.asarray(rows[offsets])
 
 
-def _of_device(buffer: Buffer) -> ReadCells:
+def _read_device(buffer: Buffer, offsets: Ints, width: int) -> npt.NDArray[np.void]:
     from kvpool.device import DeviceUnavailable, get_device  # imports torch
 
-    subject = f"buffer {buffer.name} on {buffer.memory}"
+    lengths = np.full(offsets.size, width, dtype=np.int64)
     try:
         device = get_device(buffer.memory)
-    except DeviceUnavailable as reason:
-        raise ValueError(f"{subject}: {reason}") from None
-
-    def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
         stage = device.allocate(offsets.size * width)
         packed = stage.data_ptr() + np.arange(offsets.size, dtype=np.int64) * width
-        lengths = np.full(offsets.size, width, dtype=np.int64)
-        try:
-            device.copy_runs(buffer.base + offsets.ravel(), packed, lengths)
-            device.record().synchronize()
-        except DeviceUnavailable as reason:
-            raise ValueError(f"{subject}: {reason}") from None
-        return stage.cpu().numpy().view(f"V{width}").reshape(offsets.shape)
-
-    return read
+        device.copy_runs(buffer.base + offsets.ravel(), packed, lengths)
+        device.record().synchronize()
+    except DeviceUnavailable as reason:
+        raise ValueError(f"buffer {buffer.name} on {buffer.memory}: {reason}") from None
+    return stage.cpu().numpy().view(f"V{width}").reshape(offsets.shape)
 
 
 @lru_cache(maxsize=4096)

@@ -7,19 +7,19 @@ ids, page sizes, ring sizes, axis order, shards, placement or padding.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, reader, sums
+from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, read_memory, sums
 from disagg.plan import TransferPlan
 from disagg.plan.pairing import cut
 from disagg.plan.positions import BlockLookup
 from disagg.plan.runs import Box, volume
-from kvpool.layout import Axis, Buffer, Interleave, Key, PoolLayout, Region, RequestAddress
+from kvpool.layout import Axis, Interleave, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import axis_steps, by_layers, held_words, one_line, ranges
 from kvpool.layout.spaces import EVERY
@@ -79,10 +79,10 @@ def digests(
     address: RequestAddress,
     pieces: Iterable[Piece],
     each: bool = False,
-    reader: Callable[[Buffer], ReadCells] = reader,
+    read: ReadCells = read_memory,
 ) -> Iterator[Hashes | None]:
-    """Digests of the pieces in order, one per piece, or with `each` one per entry. `reader` makes
-    what reads a buffer, which need not be memory.
+    """Digests of the pieces in order, one per piece, or with `each` one per entry. `read` reads
+    cells of a buffer, which need not be memory.
 
     Yields after about `STEP_BYTES` of work: the digests of pieces completed since, or None. Pieces
     may be untrusted: raises ValueError, naming owner, layer and role, if a piece lies outside the
@@ -94,7 +94,7 @@ def digests(
     for piece in pieces:
         region = _region(layout, piece)
         starts, numbers = _rows(layout, address, region, piece)
-        read = reader(layout.buffer_of(region))
+        buffer = layout.buffer_of(region)
         # looking for the entries of a piece takes time by this side's entries, all of them
         entries = len(layout.space_of(region).held.part(piece.entries))
         live -= entries * volume(piece.box) * region.width
@@ -107,7 +107,8 @@ def digests(
                 if work >= STEP_BYTES:
                     yield np.concatenate(ready) if ready else None
                     ready, work = [], 0
-                hashes[rows] += sums(read, starts[rows], part, region.key, numbers[rows])
+                data = read(buffer, starts[rows, None] + part.offsets, part.width)
+                hashes[rows] += sums(data, part, region.key, numbers[rows])
                 work += part.work * (rows.stop - rows.start)
         ready.append(hashes if each else hashes.sum(keepdims=True))
     if ready:
@@ -129,9 +130,7 @@ def differing(
         raise ValueError("digests to compare: need an array per piece, of one number per entry.")
     wrong = ((piece, np.flatnonzero(a != b)) for piece, a, b in zip(pieces, own, theirs))
     return by_layers(
-        (piece.key, f"{_where(layout, piece)}: {_positions(layout, piece, entries)}")
-        for piece, entries in wrong
-        if entries.size
+        (piece.key, _difference(layout, piece, entries)) for piece, entries in wrong if entries.size
     )
 
 
@@ -211,8 +210,8 @@ def to_wire(pieces: Sequence[Piece]) -> bytes:
         raise ValueError(f"{len(pieces)} pieces: at most {MAX_PARTS} are sent at once.")
     shapes: dict[_PieceShape, int] = {}
     which = [shapes.setdefault(_shape(piece), len(shapes)) for piece in pieces]
-    layers = [piece.key[1] for piece in pieces]
-    return msgspec.msgpack.encode(_Pieces(list(shapes), which, layers))
+    pieces_by_shape = _Pieces(list(shapes), which, [piece.key[1] for piece in pieces])
+    return msgspec.msgpack.encode(pieces_by_shape)
 
 
 def _shape(piece: Piece) -> _PieceShape:
@@ -249,23 +248,18 @@ def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
     return moved
 
 
-def _where(layout: PoolLayout, piece: Piece) -> str:
-    """The axis steps of a piece, if they are not the whole model's."""
+def _difference(layout: PoolLayout, piece: Piece, entries: Ints) -> str:
+    """The axis steps of a piece, if they are not the whole model's, and positions of `entries`."""
     region = layout.region_by_key[piece.key]
+    space = layout.space_of(region)
     cut = [
         axis_steps(Axis(name, high - low, 0, low, axis.total))
         for name, low, high in piece.box
         if (axis := region.axis(name)) and high - low < axis.total
     ]
-    return f" ({', '.join(cut)})" if cut else ""
-
-
-def _positions(layout: PoolLayout, piece: Piece, entries: Ints) -> str:
-    """A sentence about the positions of some of a piece's entries."""
-    region = layout.region_by_key[piece.key]
-    space = layout.space_of(region)
+    where = f" ({', '.join(cut)}):" if cut else ":"
     if space.per_request and (region.packing or not space.has_entries):
-        return "its state differs."
+        return f"{where} its state differs."
     numbers = piece.numbers()[entries]
     breaks = np.flatnonzero(np.diff(numbers) > 1) + 1
     more = ""
@@ -275,8 +269,8 @@ def _positions(layout: PoolLayout, piece: Piece, entries: Ints) -> str:
     size = space.tokens_per_item if region.packing else space.tokens_per_entry
     tokens = numbers[:, None] * size + np.arange(size)
     if tokens.size == 1:
-        return f"position {tokens.item()} differs."
-    return f"positions {ranges(tokens.ravel().tolist())}{more} differ."
+        return f"{where} position {tokens.item()} differs."
+    return f"{where} positions {ranges(tokens.ravel().tolist())}{more} differ."
 
 
 def _region(layout: PoolLayout, piece: Piece) -> Region:

@@ -12,7 +12,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from disagg.digest.cell_hash import ReadCells
 from disagg.digest.digest import digests
 from disagg.snapshot.header import LENGTH, Header, SnapshotRefused, decode, header_bytes
 from disagg.snapshot.portable import block_table, live_pieces
@@ -57,7 +56,7 @@ class SnapshotFile:
         layout, tokens = self.header.layout, self.header.tokens
         pieces = [p for p in live_pieces(layout, tokens) if keys is None or p.key in keys]
         try:
-            parts = list(digests(layout, self.address, pieces, reader=self._reader))
+            parts = list(digests(layout, self.address, pieces, read=self._read_cells))
         except SnapshotRefused:
             raise
         except ValueError as error:  # cells without number
@@ -115,22 +114,18 @@ class SnapshotFile:
                 raise SnapshotRefused("cut off while it was loaded.")
             left, offset = left[count:], offset + count
 
-    def _reader(self, buffer: Buffer) -> ReadCells:
+    def _read_cells(self, buffer: Buffer, offsets: Ints, width: int) -> npt.NDArray[np.void]:
         """Reads cells of a buffer. See disagg.digest.cell_hash."""
-
-        def read(offsets: Ints, width: int) -> npt.NDArray[np.void]:
-            low, high = int(offsets.min()), int(offsets.max()) + width
-            if high - low <= MAX_SPAN:
-                span = np.empty(high - low, dtype=np.uint8)
-                self.read(buffer.base + low, span)
-                rows = np.ndarray((span.size - width + 1,), f"V{width}", span, strides=(1,))
-                return np.asarray(rows[offsets - low])
-            cells = np.empty((offsets.size, width), dtype=np.uint8)
-            for cell, offset in zip(cells, offsets.ravel().tolist()):
-                self.read(buffer.base + offset, cell)
-            return cells.view(f"V{width}").reshape(offsets.shape)
-
-        return read
+        low, high = int(offsets.min()), int(offsets.max()) + width
+        if high - low <= MAX_SPAN:
+            span = np.empty(high - low, dtype=np.uint8)
+            self.read(buffer.base + low, span)
+            rows = np.ndarray((span.size - width + 1,), f"V{width}", span, strides=(1,))
+            return np.asarray(rows[offsets - low])
+        cells = np.empty((offsets.size, width), dtype=np.uint8)
+        for cell, offset in zip(cells, offsets.ravel().tolist()):
+            self.read(buffer.base + offset, cell)
+        return cells.view(f"V{width}").reshape(offsets.shape)
 
 
 @contextmanager
@@ -142,11 +137,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     folder = os.path.dirname(target)
     descriptor, temporary = tempfile.mkstemp(prefix=".kvpool-", suffix=".tmp", dir=folder)
     try:
-        try:
+        with os.fdopen(descriptor, "wb"):
             yield descriptor
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         os.replace(temporary, target)
     except BaseException:
         with suppress(OSError):

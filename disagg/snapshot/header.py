@@ -117,8 +117,9 @@ def decode(data: bytes, size: int) -> Header:
     """Reads a header without its length, of `size` bytes of data. Raises SnapshotRefused."""
     try:
         return _decode(data, size)
-    except SnapshotRefused as error:
-        raise SnapshotRefused(str(error)[:MAX_REASON]) from None  # it may quote megabytes
+    except ValueError as error:
+        what = "layout: " if isinstance(error, LayoutError) else ""
+        raise SnapshotRefused(f"{what}{error}"[:MAX_REASON]) from None  # it may quote megabytes
     except RecursionError:
         raise SnapshotRefused("header: nested too deeply.") from None
 
@@ -148,15 +149,10 @@ def _decode(data: bytes, size: int) -> Header:
     if not re.fullmatch("[1-9][0-9]{0,8}", text) or int(text) > MAX_TOKENS:
         raise SnapshotRefused(f"tokens {text!r}: 1 to {MAX_TOKENS}.")
     tokens = int(text)
-    settings = _object(metadata["conventions"], "conventions")
-    try:
-        layout = PoolLayout.from_json(metadata["layout"])
-        conventions = checked_conventions(settings)
-        request = checked_request(metadata["request"])
-        expected = portable(layout, tokens)
-    except ValueError as error:
-        what = "layout: " if isinstance(error, LayoutError) else ""
-        raise SnapshotRefused(f"{what}{error}") from None
+    layout = PoolLayout.from_json(metadata["layout"])
+    conventions = checked_conventions(_object(metadata["conventions"], "conventions"))
+    request = checked_request(metadata["request"])
+    expected = portable(layout, tokens)
     _same(json.loads(layout.to_json()), json.loads(expected.to_json()), "layout")
     _same(document, tensors(layout), "tensors")
     if size != data_bytes(layout):
@@ -176,9 +172,7 @@ def checked_request(name: str) -> str:
 
 
 def tensors(layout: PoolLayout) -> dict[str, Tensor]:
-    """The tensors of a file of that layout, by name: `[item, axes..., element]`, with the entries
-    of an item as an axis where there are several.
-    """
+    """A file's tensors by name: `[item, axes..., element]`, with an axis of entries if several."""
     by_name: dict[str, Tensor] = {}
     for region in layout.regions:
         buffer, entry = layout.buffer_of(region), region.axis("entry")
