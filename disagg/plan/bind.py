@@ -75,11 +75,10 @@ class CopyBatch:
             yield CopyBatch(self.src, self.dst, self.nbytes)
             return
         whole = self.cut(max_bytes)
-        edge = np.cumsum(whole.nbytes)
+        edges = np.append(0, np.cumsum(whole.nbytes))
         start = 0
         while start < whole.runs:
-            before = int(edge[start - 1]) if start else 0
-            stop = int(np.searchsorted(edge, before + max_bytes, side="right"))
+            stop = int(np.searchsorted(edges, edges[start] + max_bytes, side="right")) - 1
             stop = min(stop, start + max_runs)
             src, dst, nbytes = (column[start:stop] for column in whole)
             yield CopyBatch(src, dst, nbytes)

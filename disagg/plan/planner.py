@@ -7,7 +7,7 @@ destination exactly once.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -82,18 +82,14 @@ class TransferPlan:
 
     def contributes(self, source: int, layers: range | None = None, owner: str = "target") -> bool:
         """Whether bytes are read from a source rank, or bytes of `owner`'s `layers`."""
-        if layers is None:
-            return bool(self._routes_of.get((source, False)))
-        routes = self._routes_of.get((source, True), ())
-        return any(route.owner == owner and route.within(layers).any() for route in routes)
+        routes = self._routes_of[source, None if layers is None else owner]
+        return any(layers is None or route.within(layers).any() for route in routes)
 
     def needs_count(self, source: int) -> bool:
         """Whether some of what moves from a source rank depends on how many tokens a request has:
         windows, slots, rings, and the last item of a packed region.
         """
-        return any(
-            route.packed or not route.grows for route in self._routes_of.get((source, False), ())
-        )
+        return any(route.packed or not route.grows for route in self._routes_of[source, None])
 
     def bind(
         self,
@@ -133,9 +129,8 @@ class TransferPlan:
         part = source, None if layers is None else owner
         binder = self._binders.get(part)
         if binder is None:
-            routes = self._routes_of.get((source, layers is not None), ())
-            own = [route for route in routes if layers is None or route.owner == owner]
-            binder = self._binders[part] = Binder(own, self.sources[source], self.dest)
+            routes = self._routes_of[part]
+            binder = self._binders[part] = Binder(routes, self.sources[source], self.dest)
         return binder.bind(source_address, dest_address, tokens=tokens, layers=layers, count=count)
 
     @cached_property
@@ -144,12 +139,13 @@ class TransferPlan:
         return {}
 
     @cached_property
-    def _routes_of(self) -> dict[tuple[int, bool], list[Route]]:
-        """`routes` by source rank and False, `layer_routes` by source rank and True."""
-        by_source: dict[tuple[int, bool], list[Route]] = {}
-        for by_layer, routes in ((False, self.routes), (True, self.layer_routes)):
-            for route in routes:
-                by_source.setdefault((route.source, by_layer), []).append(route)
+    def _routes_of(self) -> dict[tuple[int, str | None], list[Route]]:
+        """`routes` by source rank and None, `layer_routes` by source rank and owner."""
+        by_source: dict[tuple[int, str | None], list[Route]] = defaultdict(list)
+        for route in self.routes:
+            by_source[route.source, None].append(route)
+        for route in self.layer_routes:
+            by_source[route.source, route.owner].append(route)
         return by_source
 
     def bind_all(

@@ -26,15 +26,6 @@ class RecordEnd(NamedTuple):
     item: Item
 
 
-class _Moved(NamedTuple):
-    """A key of a record pair: the runs of an entry, and the buffers that its regions are in."""
-
-    key: Key
-    runs: Runs
-    src: str
-    dst: str
-
-
 class _Pair(NamedTuple):
     """A record pair of a route, and its keys."""
 
@@ -52,14 +43,14 @@ def routes_of(
     runs_of: dict[object, ItemRuns] = {}
     shapes: dict[object, tuple[int, bool, ItemRuns, list[_Pair]]] = {}
     for (source, packed, _), moved in _by_pair(records, parts, by_layer).items():
-        src, src_starts = records[source].end([part.src for part in moved])
-        dst, dst_starts = records[-1].end([part.dst for part in moved])
-        placed = list(zip([part.runs for part in moved], src_starts, dst_starts))
+        keys = [key for key, _ in moved]
+        src, src_starts = records[source].end(keys)
+        dst, dst_starts = records[-1].end(keys)
+        placed = list(zip([runs for _, runs in moved], src_starts, dst_starts))
         content = packed, src.item, dst.item, *placed
         runs = runs_of.get(content)
         if runs is None:
             runs = runs_of[content] = item_runs(src.item, dst.item, join(placed), packed)
-        keys = [part.key for part in moved]
         roles = [(owner, role) for owner, _, role in keys]
         shape = source, src.space.name, dst.space.name, *roles, *content
         shapes.setdefault(shape, (source, packed, runs, []))[3].append(_Pair(src, dst, keys))
@@ -95,10 +86,10 @@ def _route(source: int, packed: bool, runs: ItemRuns, pairs: Sequence[_Pair]) ->
 
 def _by_pair(
     records: Sequence[Records], parts: Sequence[Part], by_layer: bool
-) -> dict[tuple[int, bool, object], list[_Moved]]:
-    """What moves, by source rank, whether it is packed, and record pair."""
+) -> dict[tuple[int, bool, object], list[tuple[Key, Runs]]]:
+    """Keys and the runs of an entry, by source rank, whether it is packed, and record pair."""
     grids: dict[bytes, Runs] = {}
-    pairs: dict[tuple[int, bool, object], list[_Moved]] = {}
+    pairs: dict[tuple[int, bool, object], list[tuple[Key, Runs]]] = {}
     dest, wants = records[-1], records[-1].layout.region_by_key
     for part in parts:
         source = records[part.source]
@@ -115,7 +106,7 @@ def _by_pair(
             src, dst = offers[key].buffer, wants[key].buffer
             ends: object = source.beside[src][0].name, dest.beside[dst][0].name
             pair = part.source, packed, (src, dst, key[:2]) if by_layer else ends
-            pairs.setdefault(pair, []).append(_Moved(key, runs, src, dst))
+            pairs.setdefault(pair, []).append((key, runs))
     return pairs
 
 
@@ -147,9 +138,10 @@ class Records:
             regions.setdefault(region.buffer, []).append(region)
         return regions
 
-    def end(self, buffers: Sequence[str]) -> tuple[RecordEnd, list[int]]:
-        """The record that runs of these buffers may join, and where their items begin in its."""
-        by_name = self.layout.buffer_by_name
+    def end(self, keys: Sequence[Key]) -> tuple[RecordEnd, list[int]]:
+        """The record in which runs of these may join, and where in its items each buffer begins."""
+        by_name, regions = self.layout.buffer_by_name, self.layout.region_by_key
+        buffers = [regions[key].buffer for key in keys]
         one = len(set(buffers)) == 1
         record = [by_name[buffers[0]]] if one else self.beside[buffers[0]]
         first = record[0]
