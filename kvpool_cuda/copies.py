@@ -2,9 +2,8 @@
 """Copies of whole items in all buffers at once, and of many runs between pointers.
 
 Items are cut into pieces. A table on the device has each piece's pointer in item 0, the item stride
-and the length, so that one launch copies every piece of every item.
-
-Long runs are cut into pieces, so that a program's tile is rows of equal size.
+and the length, so that one launch copies every piece of every item. Long runs are cut into pieces,
+so that a program's tile is rows of equal size.
 """
 
 from __future__ import annotations

@@ -152,14 +152,3 @@ def interpreted() -> bool:
     language = import_module("triton.language")
     interpreter = import_module("triton.runtime.interpreter")
     return isinstance(language.cdiv, interpreter.InterpretedFunction)
-
-
-def missing_interpreter() -> str | None:
-    """Why kernels cannot be interpreted in this process, or None."""
-    reason = missing_triton()
-    if reason is not None or interpreted():
-        return reason
-    return (
-        "triton was imported to compile kernels for a GPU. Set TRITON_INTERPRET=1 before the "
-        "process starts."
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvpool.device.cpu import CPUDevice, HostDevice
-from kvpool_cuda.device import KernelDevice, missing_interpreter
+from kvpool_cuda.device import KernelDevice, interpreted, missing_triton
 
 
 class InterpretedDevice(KernelDevice, HostDevice):
@@ -17,8 +17,14 @@ class InterpretedDevice(KernelDevice, HostDevice):
     _host = CPUDevice()
 
     def availability(self) -> str | None:
-        """Whether triton is installed and interprets."""
-        return missing_interpreter()
+        """None if triton is installed and interprets, else the reason why not."""
+        reason = missing_triton()
+        if reason is not None or interpreted():
+            return reason
+        return (
+            "triton was imported to compile kernels for a GPU. Set TRITON_INTERPRET=1 before the "
+            "process starts."
+        )
 
     def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
         """See CPUDevice.allocate."""

@@ -1,7 +1,6 @@
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
-"""Common parts of launches and kernels: device, constants, upload of host arrays, argument checks,
-pointers given as integers; and how a kernel walks strided tensors: which axes fuse, and how wide an
-access can be.
+"""Common parts of launches and kernels: device, constants, upload, checks, pointers from integers;
+and how a kernel walks strided tensors: which axes fuse, and how wide an access can be.
 
 Sizes become constants of a kernel, so that its divisions are cheap. Strides and pointers stay
 arguments, so that another batch length compiles nothing.
@@ -140,11 +139,6 @@ def fused(axes: Iterable[Dim]) -> list[Dim]:
     return left
 
 
-def divisor(numbers: Iterable[int]) -> int:
-    """The largest power of two up to `WIDEST` that divides all of `numbers`."""
-    return gcd(WIDEST, *numbers)
-
-
 class AccessPattern(NamedTuple):
     """A walk in units of `unit` bytes: `sizes`, innermost first, and strides by tensor."""
 
@@ -167,7 +161,7 @@ def access_pattern(axes: Sequence[Dim], itemsize: int, fixed: Iterable[int]) -> 
     run = inner.size if set(inner.strides) == {1} else 1
     if run == 1:
         outer.insert(0, inner)
-    unit = divisor((run, *fixed, *(stride for axis in outer for stride in axis.strides)))
+    unit = gcd(WIDEST, run, *fixed, *(stride for axis in outer for stride in axis.strides))
     steps = [Dim(run // unit, (1,) * tensors)] if run > unit or not outer else []
     steps += [Dim(a.size, tuple(stride // unit for stride in a.strides)) for a in outer]
     strides = tuple(zip(*(axis.strides for axis in steps)))

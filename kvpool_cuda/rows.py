@@ -1,6 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc"
-"""All rows of a write, or of a read, in one launch: each row is a part of it with its own
-programs.
+"""All rows of a write, or of a read, in one launch: each is a part with programs of its own.
 
 Of rows that move unchanged, a program moves a tile by units of a row, so that a row's location and
 item are computed once for all of its units. Of rows of floats that are quantised into two views,
@@ -12,27 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 
 import torch
 import triton
 import triton.language as tl
 
 from kvpool.device.torch_ops import ReadRow, WriteRow
-from kvpool_cuda.formats import (
-    CODE_IDS,
-    FLOAT_IDS,
-    INF,
-    SCALE_IDS,
-    decode,
-    encode_block,
-    largest_of,
-    load_floats,
-    load_scales,
-    poison,
-    store_floats,
-    store_scales,
-)
+from kvpool_cuda import formats
+from kvpool_cuda.formats import CODE_IDS, FLOAT_IDS, SCALE_IDS
 from kvpool_cuda.launch import (
     WIDEST,
     Dim,
@@ -41,7 +28,6 @@ from kvpool_cuda.launch import (
     checked,
     columns,
     constants,
-    divisor,
     fused,
     on,
     power_of_two,
@@ -171,18 +157,18 @@ def _scaled_geometry(
     scales: int,
     all_strides: tuple[tuple[int, ...], ...],
     itemsize: int,
-    formats: tuple[int, int, int],
+    ids: tuple[int, int, int],
     low: tuple[int, int],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     value, cell, scale = all_strides
-    kind, factor, code = formats
+    kind, factor, code = ids
     block = shape[-1] // scales
     outer = zip(shape[2:-1], zip(value[1:-1], cell[2:-1], scale[2:-1]))
     steps = block * value[-1], block * cell[-1], scale[-1]
     dims = [Dim(scales, steps), *(Dim(size, strides) for size, strides in outer)]
     axes = fused(dims) or [Dim(1, steps)]
-    value_unit = divisor((low[0], itemsize * value[0], *(itemsize * a.strides[0] for a in axes)))
-    code_unit = divisor((low[1], cell[0], cell[1], *(axis.strides[1] for axis in axes)))
+    value_unit = gcd(WIDEST, low[0], itemsize * value[0], *(itemsize * a.strides[0] for a in axes))
+    code_unit = gcd(WIDEST, low[1], cell[0], cell[1], *(axis.strides[1] for axis in axes))
     padded = power_of_two(block)
     per_row = scales * prod(shape[2:-1])
     # the kernels' PART; its first number, of CODE_IDS, marks quantised rows
@@ -276,14 +262,14 @@ def _quantise_part(program, arguments, locations, count, PART: tl.constexpr):
     """Quantises one program's blocks into the view and its scales."""
     CODE: tl.constexpr = PART[0]
     value, cell, scale, inside, valid = _places(program, arguments, locations, count, PART)
-    floats = load_floats(arguments[0], value, inside, PART[4], PART[6])
-    codes, stored, largest = encode_block(floats, CODE, PART[5])
-    if tl.max(largest, axis=0) >= INF:
+    floats = formats.load_floats(arguments[0], value, inside, PART[4], PART[6])
+    codes, stored, largest = formats.encode_block(floats, CODE, PART[5])
+    if tl.max(largest, axis=0) >= formats.INF:
         # rare: load them again rather than keep them in registers until here
-        again = load_floats(arguments[0], value, inside, PART[4], PART[6])
-        codes = poison(codes, again, largest, CODE)
+        again = formats.load_floats(arguments[0], value, inside, PART[4], PART[6])
+        codes = formats.poison(codes, again, largest, CODE)
     tl.store(words_at(arguments[1], 1, PART[7]) + cell, codes.to(tl.uint8), mask=inside)
-    store_scales(arguments[2], scale, stored, valid, PART[5])
+    formats.store_scales(arguments[2], scale, stored, valid, PART[5])
 
 
 @triton.jit
@@ -291,23 +277,13 @@ def _dequantise_part(program, arguments, locations, count, PART: tl.constexpr):
     """Dequantises one program's blocks; values beyond the floats become their largest number."""
     value, cell, scale, inside, valid = _places(program, arguments, locations, count, PART)
     codes = tl.load(words_at(arguments[1], 1, PART[7]) + cell, mask=inside, other=0).to(tl.int32)
-    factors = load_scales(arguments[2], scale, valid, PART[5])
-    floats = decode(codes, PART[0]) * factors[:, None]
+    factors = formats.load_scales(arguments[2], scale, valid, PART[5])
+    floats = formats.decode(codes, PART[0]) * factors[:, None]
     # comparisons with NaN are false, so NaN stays
-    largest = largest_of(PART[4])
+    largest = formats.largest_of(PART[4])
     floats = tl.where(floats > largest, largest, floats)
     floats = tl.where(floats < -largest, -largest, floats)
-    store_floats(arguments[0], value, floats, inside, PART[4], PART[6])
-
-
-@triton.jit
-def _programs(count, PART: tl.constexpr):
-    """How many programs `count` rows take."""
-    if PART[0]:
-        programs = tl.cdiv(count * PART[8], PART[1])
-    else:
-        programs = tl.cdiv(count, PART[1]) * PART[3]
-    return programs
+    formats.store_floats(arguments[0], value, floats, inside, PART[4], PART[6])
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -315,7 +291,11 @@ def _rows(arguments, locations, count, PARTS: tl.constexpr, LOADS: tl.constexpr)
     program = tl.program_id(0)
     first = 0
     for part in tl.static_range(len(PARTS)):
-        end = first + _programs(count, PARTS[part])
+        # programs that `count` quantised rows take, or plain ones
+        if PARTS[part][0]:
+            end = first + tl.cdiv(count * PARTS[part][8], PARTS[part][1])
+        else:
+            end = first + tl.cdiv(count, PARTS[part][1]) * PARTS[part][3]
         if (program >= first) & (program < end):
             if not PARTS[part][0]:
                 _move_part(program - first, arguments[part], locations, count, PARTS[part], LOADS)
