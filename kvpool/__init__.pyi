@@ -12,6 +12,7 @@ from .device import Device as Device, DeviceUnavailable as DeviceUnavailable
 from .layout import (
     Axis as Axis,
     Buffer as Buffer,
+    Described as Described,
     Interleave as Interleave,
     LayoutError as LayoutError,
     PoolLayout as PoolLayout,
@@ -22,7 +23,6 @@ from .layout import (
     Space as Space,
     Span as Span,
 )
-from .layout.described import Described as Described
 from .layout.formats import (
     MHA as MHA,
     MLA as MLA,

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NPUMLA(MLA):
-    """Multi-head latent attention, latent and rope in two tensors: `[item, entry, 512]` and
-    `[.., 64]`.
+    """Multi-head latent attention, latent and rope apart: `[item, entry, 512]` and `[.., 64]`.
 
     Source: SGLang's `NPUMLATokenToKVPool` (hardware_backend/npu/memory_pool_npu.py), which has an
     axis of one head before the last; vllm-ascend's caches too.

@@ -123,9 +123,7 @@ def copy(src: Column, dst: Column, nbytes: Column) -> bool:
 
 
 class Job:
-    """Runs that a worker copies. What they point to must stay until the job has `ended`; it keeps
-    `keep` as long.
-    """
+    """Runs that a worker copies. Their memory must stay until it has `ended`; it keeps `keep`."""
 
     def __init__(self, library: _Library, job: _Job, keep: Any, mine: set[Job]) -> None:
         self._library, self._job, self._keep, self._mine = library, job, keep, mine
@@ -191,9 +189,8 @@ class Worker:
         keep: Any = None,
         at_once: bool = False,
     ) -> Job:
-        """Copies runs, see `copy`; the columns must not change until the job has ended. With
-        `at_once` it ends in this call, which keeps the GIL: to wake a thread takes as long as to
-        copy a few kilobytes.
+        """Copies runs, see `copy`; the columns must not change until the job has ended: `at_once`
+        in this call, which keeps the GIL. To wake a thread takes as long as to copy a few KiB.
 
         With `pid` the sources are that process's (`process_vm_readv`), and `peer` is a connection
         to it over which nothing comes as long as it lives.

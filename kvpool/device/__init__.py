@@ -80,8 +80,7 @@ class Device(Protocol):
     ) -> None:
         """Copies items `src` `[N]` of each of `views`, uint8 `[item, byte]`, to items `dst` `[N]`.
 
-        All sources are read before anything is written; `disjoint` promises that `src` and `dst`
-        have no item in common.
+        All sources are read before anything is written; with `disjoint` no item is in both.
         """
 
     def copy_runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:

@@ -18,12 +18,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.layout.described import Described, join, total_layers
 from kvpool.layout.grid import Ints, merge_intervals
 from kvpool.layout.request_address import Holder, Pin, RequestAddress, RequestPinned, Span
 from kvpool.layout.spaces import Interleave, Space
-from kvpool.layout.types import Axis, Buffer, Key, LayoutError, Region, Slab
-from kvpool.layout.validate import VERSION, check_layout
+from kvpool.layout.types import Axis, Buffer, Described, Key, LayoutError, Region, Slab
+from kvpool.layout.validate import VERSION, check_layout, total_layers
 
 __all__ = [
     "VERSION",
@@ -49,8 +48,7 @@ MEMORY_PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """All buffers, regions and spaces of one pool (or of a target merged with its draft) on one
-    rank.
+    """All buffers, regions and spaces of one pool (or of target and draft merged) on one rank.
 
     Raises LayoutError, naming owner, layer and role, where regions overlap, exceed their item or do
     not fit their space. `total_kv_layers` counts the target model's layers; `generation` is a
@@ -206,8 +204,7 @@ class PoolLayout:
 
     def fingerprint(self) -> str:
         """Hex digest of everything but pointers, with which buffers lie side by side: equal for
-        equal pools of two processes. Plans between layouts of equal fingerprints differ in pointers
-        only. Computed once.
+        equal pools of two processes, whose plans differ in pointers only. Computed once.
         """
         return self._fingerprint
 
@@ -257,10 +254,9 @@ class PoolLayout:
             v = describe(values, ("item", "entry", "head", "dim"), role="v", layer=0)
             PoolLayout.of(k, v, spaces=[Space("kv", entries_per_item=16)])
 
-        Raises LayoutError, naming what does not fit, and TypeError for an argument that describe
-        did not return.
+        Raises LayoutError, naming what does not fit, and TypeError for what is no description.
         """
-        joined = join(described)
+        joined = Described.join(described)
         owners = {region.owner for region in joined.regions}
         owner = "target" if "target" in owners or not owners else min(owners)
         layers = sorted({region.layer for region in joined.regions if region.owner == owner})
@@ -283,13 +279,11 @@ class PoolLayout:
                         "pools with the same page sizes, windows, rings and block pools, or the "
                         "draft with own_spaces=True."
                     )
-        return PoolLayout(
+        return replace(
+            first,
             buffers=tuple(buffer for layout in layouts for buffer in layout.buffers),
             regions=tuple(region for layout in layouts for region in layout.regions),
             spaces=tuple(spaces.values()),
-            total_kv_layers=first.total_kv_layers,
-            model=first.model,
-            generation=first.generation,
         )
 
 

@@ -7,22 +7,51 @@ Nothing is copied or allocated. This is the only place that reads strides.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from typing_extensions import Unpack
 
-from kvpool.layout.described import Described, DescribeOptions, RegionOptions
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 from kvpool.layout.template import Template, item_bytes, item_regions
-from kvpool.layout.types import HOST, Axis, Buffer, LayoutError, Region
+from kvpool.layout.types import HOST, Axis, Buffer, Described, LayoutError, Region
 
 if TYPE_CHECKING:
     import torch
 
 NOT_INNER = ("item", "layer", "role")
 """Dims that lie outside an item, or say which region it is."""
+Shards = Mapping[str, tuple[int, int]]
+"""(start, total) of sharded axes, by name."""
+
+
+class DescribeOptions(TypedDict, total=False):
+    """The options of RegionOptions that all `describe_*` take."""
+
+    space: str
+    owner: str
+    shards: Shards
+    buffer: Buffer | None
+    padding: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionOptions:
+    """What the regions of one tensor have in common."""
+
+    space: str = "kv"
+    owner: str = "target"
+    shards: Shards = field(default_factory=dict)
+    buffer: Buffer | None = None
+    """From `describe_buffer`: several slices of one tensor become regions of one buffer."""
+    padding: bool = False
+    """Bytes between the described ones are foreign: transfers neither read nor write them. Where
+    the caller owns the whole tensor and nobody uses them, this lets them travel with their
+    neighbours, which makes runs longer.
+    """
+    cell: str | None = "dim"
+    dtype: str | torch.dtype | None = None
 
 
 def describe(
@@ -225,10 +254,7 @@ def describe_array(
 
 
 def _by_dim(
-    dims: Sequence[str],
-    shape: tuple[int, ...],
-    strides: Sequence[int],
-    dtype: str | torch.dtype,
+    dims: Sequence[str], shape: tuple[int, ...], strides: Sequence[int], dtype: str | torch.dtype
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes and strides in bytes by dim name, of strides in elements."""
     if len(dims) != len(shape):

@@ -23,8 +23,7 @@ class StateSection(NamedTuple):
     """Consecutive steps of the sharded dimension that ranks cut by themselves, such as the channels
     of q, k or v in a convolution: `size` here, from step `start` of the model's `total`.
 
-    Equal `start` and `size` on two ranks: both hold the same steps. `size` of `total`: every rank
-    holds them all.
+    Equal `start` and `size` on two ranks: both hold the same steps. `size` of `total`: all do.
     """
 
     role: str

@@ -1,9 +1,10 @@
-"""The parts of a layout: axes, regions, buffers and slabs, each validated by itself; spaces are in
-`kvpool.layout.spaces`. What bounds all of them.
+"""The parts of a layout: axes, regions, buffers and slabs, each validated by itself, and what is
+described with them; spaces are in `kvpool.layout.spaces`. What bounds all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Annotated
@@ -182,10 +183,8 @@ class Buffer:
         subject = f"buffer {self.name}"
         need_name(self.space, f"{subject} space")
         need_name(self.memory, f"{subject} memory")
-        need_int(self.base, 0, f"{subject} base")
-        need_int(self.item_bytes, 1, f"{subject} item_bytes")
-        need_int(self.item_stride, 1, f"{subject} item_stride")
-        need_int(self.items, 1, f"{subject} items")
+        for field, low in (("base", 0), ("item_bytes", 1), ("item_stride", 1), ("items", 1)):
+            need_int(getattr(self, field), low, f"{subject} {field}")
         if self.items > 1 and self.item_bytes > self.item_stride:
             raise LayoutError(
                 f"{subject}: items of {self.item_bytes} bytes overlap at a stride of "
@@ -219,3 +218,43 @@ class Slab:
     def end(self) -> int:
         """The pointer after the slab."""
         return self.base + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Buffers and the regions that lie in them."""
+
+    buffers: tuple[Buffer, ...]
+    regions: tuple[Region, ...]
+
+    @staticmethod
+    def join(described: Iterable[Described]) -> Described:
+        """All regions, and all buffers once: that of `describe_buffer` comes with each slice.
+
+        Raises TypeError for what is no description, LayoutError where a state is described twice or
+        two buffers have one name.
+        """
+        buffers: dict[str, Buffer] = {}
+        regions: dict[Key, Region] = {}
+        for number, part in enumerate(described):
+            if not isinstance(part, Described):
+                raise TypeError(
+                    f"argument {number}: what describe(...) returned, got {type(part).__name__}."
+                )
+            for region in part.regions:
+                first = regions.setdefault(region.key, region)
+                if first is not region:
+                    raise LayoutError(
+                        f"{region}: described twice, in buffers {first.buffer} and "
+                        f"{region.buffer}. Give each state its layer, role and owner "
+                        "(owner='draft' for a draft model)."
+                    )
+            for buffer in part.buffers:
+                twin = buffers.setdefault(buffer.name, buffer)
+                if twin != buffer:
+                    raise LayoutError(
+                        f"buffer {buffer.name}: two of this name, at {twin.base:#x} in space "
+                        f"{twin.space} and at {buffer.base:#x} in space {buffer.space}. Give "
+                        "describe_buffer another name for each."
+                    )
+        return Described(tuple(buffers.values()), tuple(regions.values()))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from operator import index
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
 import numpy as np
 
 from kvpool.layout.grid import region_runs, run_count
-from kvpool.layout.sentences import is_printable
+from kvpool.layout.sentences import is_printable, ranges
 from kvpool.layout.spaces import Space
 from kvpool.layout.types import MAX_NAME, MAX_PARTS, Buffer, LayoutError, Region, need_int
 
@@ -53,7 +54,7 @@ def check_layout(layout: PoolLayout) -> None:
                 f"buffer {buffer.name}: {buffer.items} items, of which space {space.name} reserves "
                 f"{space.reserved}."
             )
-    _check_shared_ids(layout.spaces)
+    _check_shared_ids(layout)
     _check_block_pools(layout)
     inside: dict[str, list[Region]] = defaultdict(list)
     for region in layout.regions:
@@ -63,6 +64,28 @@ def check_layout(layout: PoolLayout) -> None:
         inside[region.buffer].append(region)
     _check_items(layout, inside)
     _check_apart(layout)
+
+
+def total_layers(total: int | None, layers: Sequence[int], owner: str) -> int:
+    """Layers of the target model, of which `owner` holds `layers`, in order. Raises LayoutError
+    where their number is not given and does not follow, or where `layers` has more.
+    """
+    if total is None:
+        if owner == "target" and list(layers) == list(range(len(layers))):
+            return len(layers)
+        raise LayoutError(
+            f"{owner} total_kv_layers: not given, and layers {ranges(layers)} alone do not say how "
+            "many the target model has. Give total_kv_layers."
+        )
+    if isinstance(total, bool) or not isinstance(total, SupportsIndex):
+        raise LayoutError(
+            f"{owner} total_kv_layers: how many layers the target model has, one whole number, got "
+            f"{total!r}."
+        )
+    count = index(total)
+    if owner == "target" and layers and count <= layers[-1]:
+        raise LayoutError(f"{owner} total_kv_layers: {count}, but layer {layers[-1]} is there.")
+    return count
 
 
 def _check_unique(
@@ -75,10 +98,9 @@ def _check_unique(
         seen.add(key(part))
 
 
-def _check_shared_ids(spaces: Sequence[Space]) -> None:
-    by_name = {space.name: space for space in spaces}
-    for space in spaces:
-        first = by_name.get(space.id_list)
+def _check_shared_ids(layout: PoolLayout) -> None:
+    for space in layout.spaces:
+        first = layout.space_by_name.get(space.id_list)
         if first is None or first.id_list != first.name:
             raise LayoutError(
                 f"space {space.name}: shares the ids of {space.ids!r}, which has no id list itself."

@@ -19,8 +19,8 @@ from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
 from kvpool.layout import LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
-from kvpool.layout.described import total_layers
 from kvpool.layout.formats import BufferSpec, Shard
+from kvpool.layout.validate import total_layers
 from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
 from kvpool.pools.budget import fit, needed_items, state_bytes
 from kvpool.pools.offload import Saved, load_items, save_items

@@ -1,6 +1,5 @@
 """What items hold, format by format, as templates: each stands here once. Pools place them, and
-connectors describe an engine's tensors with them. A kind of state (`MHA`, `LinearState`, ..) stands
-beside its templates.
+connectors describe an engine's tensors with them. Kinds of state (`MHA`) stand beside theirs.
 
 `entries` is how many tokens, or compressed tokens, an item holds; counts are elements.
 """

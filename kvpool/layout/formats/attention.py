@@ -13,7 +13,6 @@ from kvpool.layout.formats.kind import At, Attention, BufferSpec, Heads, scaled
 from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template
 
 Order = Literal["nhd", "hnd"]
-ORDERS: tuple[Order, ...] = get_args(Order)
 
 
 def head_page(cell: Cell, heads: Heads, entries: int, order: Order) -> Template:
@@ -39,8 +38,8 @@ class MHA(Attention):
     inputs = ("k", "v")
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise ValueError(f"order: one of {ORDERS}, got {self.order!r}.")
+        if self.order not in get_args(Order):
+            raise ValueError(f"order: one of {get_args(Order)}, got {self.order!r}.")
 
     def buffers(self, at: At) -> Iterator[BufferSpec]:
         v_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
@@ -72,8 +71,7 @@ def v4_latent_page(entries: int, latent: int = 448, rope: int = 64) -> Pad:
     """A page of DeepSeek-V4's latents: all rows of e4m3 latents and bf16 rope, then for each row a
     ue8m0 scale for each 64 latents, and a byte that is not used.
 
-    448 and 64 elements make 584 bytes an entry; the page is rounded up to a multiple of the 576
-    bytes of a row.
+    448 and 64 elements make 584 bytes an entry; a page is a multiple of the 576 bytes of a row.
     """
     values, scales = scaled("latent", latent, 64, "ue8m0")
     rows = Repeat("entry", entries, Seq(values, Cell("rope", rope, "bf16")))
@@ -87,9 +85,7 @@ def _rope_key(rope: int, dtype: str) -> list[Cell]:
 @dataclass(frozen=True, slots=True)
 class MLA(Attention):
     """Multi-head latent attention: one row a token, the latent and then the rope key. Without
-    dims for it there is no rope key (layers without rotation).
-
-    Packing `fp8`: `fp8_latent_row`.
+    dims for it there is no rope key (layers without rotation). Packing `fp8`: `fp8_latent_row`.
 
     `rope_pairs`: the two elements of the rope key that are rotated together are neighbours, as
     engines' kernels write them (`is_neox_style=False` of vLLM). A model that keeps them a half
@@ -115,9 +111,7 @@ class MLA(Attention):
 @dataclass(frozen=True, slots=True)
 class V4Latent(Attention):
     """DeepSeek-V4's shared key and value: a row of latent and rope per token, or per compressed
-    token.
-
-    Packing `fp8`: `v4_latent_page`.
+    token. Packing `fp8`: `v4_latent_page`.
     """
 
     latent_dim: int = 448
@@ -145,9 +139,7 @@ def index_key_page(entries: int, dim: int, *, dtype: str = "e4m3", scale: str = 
 
 @dataclass(frozen=True, slots=True)
 class IndexKey:
-    """Keys of a sparse-attention indexer.
-
-    Packing `fp8`: `index_key_page`.
+    """Keys of a sparse-attention indexer. Packing `fp8`: `index_key_page`.
 
     `pooled`: the indexer pools the keys of several tokens when it reads them (GLM-5-Next). A row is
     a token's key, as many weights, and whether the token counts; it is not quantised.

@@ -70,8 +70,7 @@ def temporal_state(heads: Heads, shape: Sequence[int], dtype: str, axis: str = "
 @dataclass(frozen=True, slots=True)
 class LinearState:
     """The state of a linear-attention layer, per request: the last `taps` inputs of its
-    convolution, and the temporal state of every head. Without `taps` or without `heads` there is
-    only the other one.
+    convolution, and the temporal state of every head; without `taps` or `heads` only the other.
 
     The convolution's channels are `sections` of (name, heads, dim), each sharded over its heads.
     `conv_layout`: `channels_first` stores `[head, dim, tap]`, `taps_first` `[tap, channels]`.
@@ -91,9 +90,10 @@ class LinearState:
     conv_inputs: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
-        layouts = get_args(ConvLayout)
-        if self.conv_layout not in layouts:
-            raise ValueError(f"conv_layout: one of {layouts}, got {self.conv_layout!r}.")
+        if self.conv_layout not in get_args(ConvLayout):
+            raise ValueError(
+                f"conv_layout: one of {get_args(ConvLayout)}, got {self.conv_layout!r}."
+            )
         if bool(self.sections) != bool(self.taps) or not (self.taps or self.heads):
             raise ValueError(
                 f"LinearState: {len(self.sections)} sections, {self.taps} taps, {self.heads} "
@@ -142,10 +142,7 @@ def gated_delta_net(
 
 def kda(heads: int, dim: int, kernel: int, conv_layout: ConvLayout = "taps_first") -> LinearState:
     """Kimi Delta Attention (Kimi-Linear): q, k, v over the same heads, states as of Qwen3-Next."""
-    sections = ("q", heads, dim), ("k", heads, dim), ("v", heads, dim)
-    return LinearState(
-        sections, kernel - 1, heads, (dim, dim), conv_layout=conv_layout, state_axis="key"
-    )
+    return gated_delta_net(heads, heads, dim, dim, kernel, conv_layout=conv_layout)
 
 
 def mamba2(
