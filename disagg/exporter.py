@@ -19,7 +19,7 @@ from kvpool.extras import needed_by
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from kvpool.allocation.allocator import Allocator, Usage
+    from kvpool.allocation.allocator import Usage
     from kvpool.allocation.prefix_cache import PrefixStats
 
 __all__ = ["Observed", "Server", "export"]
@@ -38,6 +38,13 @@ class Observed(Protocol):
 
     def snapshot(self) -> Snapshot:
         """Its metrics now; called from any thread."""
+
+
+class Allocating(Protocol):
+    """An allocator of items."""
+
+    def usage(self) -> Usage:
+        """Its numbers now; called from any thread."""
 
 
 class Server:
@@ -65,7 +72,7 @@ def export(
     port: int = 0,
     addr: str = "127.0.0.1",
     *,
-    allocators: Mapping[str, Allocator] | None = None,
+    allocators: Mapping[str, Allocating] | None = None,
 ) -> Server:
     """Serves the metrics of endpoints, and of `allocators`, labelled by name; `port` 0 is any free
     port.
@@ -88,7 +95,7 @@ def export(
 @dataclass(eq=False)
 class _Collector:
     endpoints: Mapping[str, Observed]
-    allocators: Mapping[str, Allocator]
+    allocators: Mapping[str, Allocating]
 
     def collect(self) -> Iterator[Metric]:
         """All families: of each endpoint that answers, of each allocator and its prefix cache."""

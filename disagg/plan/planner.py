@@ -7,7 +7,7 @@ destination exactly once.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -82,14 +82,15 @@ class TransferPlan:
 
     def contributes(self, source: int, layers: range | None = None, owner: str = "target") -> bool:
         """Whether bytes are read from a source rank, or bytes of `owner`'s `layers`."""
-        routes = self._routes_of[source, None if layers is None else owner]
+        routes = self._routes_of.get((source, None if layers is None else owner), ())
         return any(layers is None or route.within(layers).any() for route in routes)
 
     def needs_count(self, source: int) -> bool:
         """Whether some of what moves from a source rank depends on how many tokens a request has:
         windows, slots, rings, and the last item of a packed region.
         """
-        return any(route.packed or not route.grows for route in self._routes_of[source, None])
+        routes = self._routes_of.get((source, None), ())
+        return any(route.packed or not route.grows for route in routes)
 
     def bind(
         self,
@@ -129,7 +130,7 @@ class TransferPlan:
         part = source, None if layers is None else owner
         binder = self._binders.get(part)
         if binder is None:
-            routes = self._routes_of[part]
+            routes = self._routes_of.get(part, ())
             binder = self._binders[part] = Binder(routes, self.sources[source], self.dest)
         return binder.bind(source_address, dest_address, tokens=tokens, layers=layers, count=count)
 
@@ -141,12 +142,12 @@ class TransferPlan:
     @cached_property
     def _routes_of(self) -> dict[tuple[int, str | None], list[Route]]:
         """`routes` by source rank and None, `layer_routes` by source rank and owner."""
-        by_source: dict[tuple[int, str | None], list[Route]] = defaultdict(list)
+        by_part: dict[tuple[int, str | None], list[Route]] = {}
         for route in self.routes:
-            by_source[route.source, None].append(route)
+            by_part.setdefault((route.source, None), []).append(route)
         for route in self.layer_routes:
-            by_source[route.source, route.owner].append(route)
-        return by_source
+            by_part.setdefault((route.source, route.owner), []).append(route)
+        return by_part
 
     def bind_all(
         self,
