@@ -2,9 +2,8 @@
 """Number formats in kernels: floats as float32, and block-scaled e4m3 and int8, bit for bit as
 `kvpool.device.quant` defines them.
 
-Floats are encoded by one addition and integer arithmetic, so that hardware and Triton's interpreter
-agree: the interpreter's own conversion to e4m3 is wrong where rounding carries into the exponent
-(7.75 becomes 4.0).
+Floats are encoded by one addition and integer arithmetic, so that hardware and the interpreter
+agree: its own conversion to e4m3 is wrong where rounding carries into the exponent (7.75: 4.0).
 """
 
 from __future__ import annotations

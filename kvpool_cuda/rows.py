@@ -120,8 +120,7 @@ def _plain_geometry(
 
 def _scaled(view: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> LaunchPart:
     """Quantises floats `values` `[N, ..., D]` to e4m3 or int8 `view` `[item, entry, ..., D]` and
-    its `scales` `[item, entry, ..., S]`, or reads them back. Raises ValueError for other dtypes and
-    shapes.
+    `scales` `[.., S]`, or reads them back. Raises ValueError for other dtypes and shapes.
     """
     supported = values.dtype in FLOAT_IDS, scales.dtype in SCALE_IDS, view.dtype in CODE_IDS
     if not all(supported):

@@ -1,6 +1,5 @@
 """Pools in the layout of engines on Ascend, and their kinds of state: one tensor per role, stacked
-over layers. Roles, axes and dtypes are those of kvpool.layout.formats, so that GPU and NPU pools
-exchange state.
+over layers. Roles, axes and dtypes are those of GPU pools, so that both exchange state.
 """
 
 from __future__ import annotations

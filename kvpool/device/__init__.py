@@ -112,9 +112,7 @@ class MappedMemory(Protocol):
 
 @runtime_checkable
 class Sharing(Protocol):
-    """A device whose memory other processes of the host can map. Its `copy_runs` takes any pointer
-    of the device, mapped ones too.
-    """
+    """A device whose memory other processes can map; its `copy_runs` takes mapped pointers too."""
 
     def share(self, base: int, nbytes: int) -> IpcHandle:
         """A handle of `nbytes` bytes at pointer `base`, valid while their tensor lives. Raises

@@ -1,6 +1,4 @@
-"""Copies of many runs of host memory: one compiled call (`kvpool._native`), or one call a run where
-that was not compiled.
-"""
+"""Copies of many runs of host memory: by one compiled call (`kvpool._native`), else one a run."""
 
 from __future__ import annotations
 

@@ -106,9 +106,7 @@ def copy_items(
 
 
 def widest_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The same bytes as the widest integers, one dtype for all, that their last axes and strides
-    allow: fewer elements move faster.
-    """
+    """The same bytes as the widest integers of one dtype that fit: fewer elements move faster."""
     size = 8
     for tensor in tensors:
         itemsize, steps = tensor.element_size(), tensor.stride()

@@ -57,8 +57,7 @@ class Span:
         (`Space.items_per_block`).
 
         `Span.from_blocks([0, 0, 5, 2])` is `Span([5, 2], first_item=2)`, and of 3 items a block
-        `Span([15, 16, 17, 6, 7, 8], first_item=6)`. Raises ValueError if a null block stands after
-        a live one.
+        `Span([15, 16, 17, 6, 7, 8], first_item=6)`. Raises ValueError for null after a live block.
         """
         listed = _flat(blocks)
         live = listed != null
@@ -106,8 +105,7 @@ class Pin:
 
     They are read by peers (`offered`), or written by reads, from position `start` on (`received`).
     With `last`, all that is alive at `address.num_tokens` tokens must stay; without, more of the
-    request will be offered. `call`: not a room but a call of the name `room` reads or writes them,
-    until it returns.
+    request will be offered. `call`: `room` names not a room but a call that uses them.
     """
 
     room: int | str

@@ -27,8 +27,7 @@ class Interleave:
     `ranks`-th stretch of `size`, so number x if `x // size % ranks == rank`.
 
     The numbers that it holds are counted densely: its `index` 0, 1, ... are the first, the second.
-    `Interleave(16, rank=1, ranks=2)` holds 16 to 31, 48 to 63, ...: number 48 is its index 16, and
-    `below(50)` is 18.
+    `Interleave(16, rank=1, ranks=2)` holds 16-31, 48-63, ...: 48 is index 16, `below(50)` is 18.
     """
 
     size: int
@@ -85,8 +84,7 @@ class Space:
 
     `block_pool`: the pool of blocks that the ids come from (None: ids of its own). A block is in
     use by one of the pool's id lists at a time, so their buffers may lie over one another, block
-    over block. Block b is items `b * items_per_block` to `(b + 1) * items_per_block - 1` of an id
-    list.
+    over block. Block b of an id list is `items_per_block` items, from `b * items_per_block` on.
 
     `interleave`: the positions of which this rank holds the entries, where ranks share them out
     (context parallelism; paged spaces only). Its entries are then numbered densely, as those of a

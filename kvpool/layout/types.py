@@ -165,8 +165,7 @@ class Buffer:
 
     `memory` is `cpu`, `cuda:0`, `npu:3`, or `meta` (no memory; `base` counts from 0). Bytes of an
     item that no region claims are foreign: a transfer neither reads nor writes them. With
-    `padding` the owner of the memory says that nobody else uses them: they may travel with their
-    neighbours.
+    `padding` the memory's owner says that nobody else uses them: they may travel along.
     """
 
     name: str
