@@ -22,9 +22,8 @@ SKIPPED = {"missing": "no source has it; allowed", "unsent": "the destination ha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainRow:
-    """How roles that share runs travel: direct, strided, resharded, missing or unsent.
-
-    Runs are those of the worst case, in which no two pages of the request are adjacent.
+    """How roles that share runs travel: direct, strided, resharded, missing or unsent. Runs are
+    those of the worst case, in which no two pages of the request are adjacent.
     """
 
     owner: str
@@ -132,8 +131,7 @@ def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
         if (theirs.start, theirs.size) != (ours.start, ours.size)
     ]
     if route.src.space.held != route.dst.space.held:
-        spaces = route.src.space, route.dst.space
-        words = [held_words(space) or "all positions" for space in spaces]
+        words = [held_words(s.space) or "all positions" for s in (route.src, route.dst)]
         cut.append(f"{words[0]} on the source, {words[1]} on the destination")
     if cut:
         return "resharded", "; ".join(cut)

@@ -23,6 +23,18 @@ from kvpool.layout.sentences import ranges
 MAX_LISTED = 20
 """Owners and roles that a reason names."""
 
+CURES = {
+    "": "Build both pools with the same dtype and packing",
+    " elements per cell": "Build both pools for the same model",
+    " axes": "Declare the same axes on both sides",
+    " in total": "Build both pools for the same model",
+    " space": "Use the same kind of space on both sides",
+    " tokens per entry": "Use the same compression on both sides",
+    " entries an item": "Items of packing {packing!r} move whole: use the same page size on both "
+    "sides",
+}
+"""What to do where sides differ, by the words for what differs."""
+
 Holders = tuple[int, ...]
 """Source ranks that hold the same."""
 
@@ -102,56 +114,37 @@ def named_pairs(pairs: Collection[tuple[str, str]]) -> str:
 
 def mismatches(alike: Alike) -> dict[str, list[int]]:
     """Reasons why the holders' bytes cannot fill these regions, and the source ranks of each."""
-    wanted, space, packed = alike.region, alike.space, bool(alike.region.packing)
-    totals = {axis.name: axis.total for axis in wanted.inner_axes}
+    wanted, space = alike.region, alike.space
     reasons: dict[str, list[int]] = {}
     for holder in alike.holders:
         offered, source = holder.region, holder.space
         if offered.packing != wanted.packing:
             reasons.setdefault(_other_packing(offered, wanted), []).extend(holder.sources)
             continue
-        offers = {axis.name: axis.total for axis in offered.inner_axes}
         # pages and rings pair by entries, of which the destination needs those that are alive
-        by_entry = source.has_entries and space.has_entries and not packed
-        for what, theirs, ours, cure in (
-            ("", offered.dtype, wanted.dtype, "Build both pools with the same dtype and packing"),
-            (
-                " elements per cell",
-                offered.width // ITEMSIZE[offered.dtype],
-                wanted.width // ITEMSIZE[wanted.dtype],
-                "Build both pools for the same model",
-            ),
-            (" axes", sorted(offers), sorted(totals), "Declare the same axes on both sides"),
-            (
-                " in total",
-                {name: total for name, total in offers.items() if name in totals},
-                {name: total for name, total in totals.items() if name in offers},
-                "Build both pools for the same model",
-            ),
-            (
-                " space",
-                by_entry or source.kind,
-                by_entry or space.kind,
-                "Use the same kind of space on both sides",
-            ),
-            (
-                " tokens per entry",
-                source.tokens_per_entry,
-                space.tokens_per_entry,
-                "Use the same compression on both sides",
-            ),
-            (
-                " entries an item",
-                not packed or source.entries_per_item,
-                not packed or space.entries_per_item,
-                f"Items of packing {wanted.packing!r} move whole: use the same page size on both "
-                "sides",
-            ),
-        ):
+        by_entry = source.has_entries and space.has_entries and not wanted.packing
+        facts = _facts(offered, source, wanted, by_entry), _facts(wanted, space, offered, by_entry)
+        for what, cure in CURES.items():
+            theirs, ours = (side[what] for side in facts)
             if theirs != ours:
+                cure = cure.format(packing=wanted.packing)
                 reason = f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."
                 reasons.setdefault(reason, []).extend(holder.sources)
     return reasons
+
+
+def _facts(region: Region, space: Space, other: Region, by_entry: bool) -> dict[str, object]:
+    """What must be equal on both sides, where a region pairs with `other`, by its words."""
+    totals = {axis.name: axis.total for axis in region.inner_axes}
+    return {
+        "": region.dtype,
+        " elements per cell": region.width // ITEMSIZE[region.dtype],
+        " axes": sorted(totals),
+        " in total": {name: total for name, total in totals.items() if other.axis(name)},
+        " space": by_entry or space.kind,
+        " tokens per entry": space.tokens_per_entry,
+        " entries an item": not region.packing or space.entries_per_item,
+    }
 
 
 def _other_packing(offered: Region, wanted: Region) -> str:

@@ -60,7 +60,6 @@ def routes_of(
 
 
 def _route(source: int, packed: bool, runs: ItemRuns, pairs: Sequence[_Pair]) -> Route:
-    first = pairs[0]
     src, dst = (
         RouteSide(
             space=ends[0].space,
@@ -75,7 +74,7 @@ def _route(source: int, packed: bool, runs: ItemRuns, pairs: Sequence[_Pair]) ->
     return Route(
         source=source,
         keys=tuple([key for pair in pairs for key in pair.keys]),
-        roles=", ".join(dict.fromkeys(role for _, _, role in first.keys)),
+        roles=", ".join(dict.fromkeys(role for _, _, role in pairs[0].keys)),
         packed=packed,
         src=src,
         dst=dst,
