@@ -116,10 +116,7 @@ def digests(
 
 
 def differing(
-    pieces: Sequence[Piece],
-    own: Sequence[Hashes],
-    theirs: Sequence[Hashes],
-    layout: PoolLayout,
+    pieces: Sequence[Piece], own: Sequence[Hashes], theirs: Sequence[Hashes], layout: PoolLayout
 ) -> list[str]:
     """Sentences that name owner, layers, role and positions of entries whose digests differ.
 

@@ -96,25 +96,17 @@ def _is_private(folder: Path) -> bool:
 
 def _claim(folder: Path) -> _Folder:
     """Names of this process's own in the folder, from which what dead processes left is removed."""
+    flags = os.O_RDWR | os.O_CLOEXEC
     for lock in folder.glob("*.lock"):
-        _remove_if_left(lock)
+        with suppress(OSError), os.fdopen(os.open(lock, flags | os.O_NOFOLLOW), "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it: its process ended
+            for path in folder.glob(f"{lock.stem}.*"):
+                path.unlink(missing_ok=True)
     while True:
         prefix = folder / secrets.token_hex(4)
         path = prefix.with_suffix(".lock")
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        handle = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return _Folder(os.getpid(), prefix, handle)
         os.close(handle)  # another process has taken it for one that was left
-
-
-def _remove_if_left(lock: Path) -> None:
-    """Removes the files of a process that has ended: nobody holds its lock."""
-    with suppress(OSError):
-        handle = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for path in lock.parent.glob(f"{lock.stem}.*"):
-                path.unlink(missing_ok=True)
-        finally:
-            os.close(handle)

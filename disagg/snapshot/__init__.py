@@ -72,8 +72,7 @@ def save(
     start = len(header.encode())
     transfer, file_address = plan([layout], file_layout), block_table(file_layout, count)
     staging = Staging(layout)
-    what = f"save to {path}"
-    with pinned_by_call(what, address, layout, "offered"), replacing(path) as file:
+    with pinned_by_call(f"save to {path}", address, layout, "offered"), replacing(path) as file:
         os.ftruncate(file, start + header.data_bytes)
         for batch in batches(transfer, 0, address, file_address, range(count)):
             for offsets, pointers, nbytes in windows(batch.dst, batch.src, batch.nbytes, max_gap=0):
@@ -146,8 +145,7 @@ def load(
         for rank, file in enumerate(files):
             for _ in moved(rank):  # refuses what cannot be bound
                 pass
-            parts = (part for part in transfer.parts if part.source == rank)
-            file.check({key for part in parts for key in part.keys})
+            file.check({key for p in transfer.parts if p.source == rank for key in p.keys})
         for rank, file in enumerate(files):
             with file.copied():
                 for batch in moved(rank):
@@ -265,8 +263,7 @@ def batches(
     tokens: range,
 ) -> Iterator[CopyBatch]:
     """What `transfer.bind` moves of `tokens`, layer by layer and chunk by chunk."""
-    parts = (part for part in transfer.parts if part.source == source)
-    layers = sorted({key[:2] for part in parts for key in part.keys})
+    layers = sorted({key[:2] for p in transfer.parts if p.source == source for key in p.keys})
     starts = range(tokens.start, tokens.stop, CHUNK_TOKENS) or [tokens.start]
     for owner, layer in layers:
         for start in starts:

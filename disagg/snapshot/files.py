@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.digest.digest import digests
-from disagg.snapshot.header import LENGTH, Header, SnapshotRefused, decode, header_bytes
+from disagg.snapshot.header import LENGTH, SnapshotRefused, decode, header_bytes
 from disagg.snapshot.portable import block_table, live_pieces
 from kvpool.layout import Buffer, Key, RequestAddress
 from kvpool.layout.grid import Ints
@@ -37,7 +37,13 @@ class SnapshotFile:
                 self._status = os.fstat(self._descriptor)
                 if not stat.S_ISREG(self._status.st_mode):
                     raise SnapshotRefused("not a regular file.")
-                self.header, self._start = self._header(self._status.st_size)
+                size = self._status.st_size
+                start = np.empty(min(LENGTH.size, size), dtype=np.uint8)
+                self._read(0, start)
+                text = np.empty(header_bytes(start.tobytes(), size), dtype=np.uint8)
+                self._read(LENGTH.size, text)
+                self._start = LENGTH.size + text.size
+                self.header = decode(text.tobytes(), size - self._start)
         except BaseException:
             self.close()
             raise
@@ -97,14 +103,6 @@ class SnapshotFile:
             yield
         except SnapshotRefused as error:
             raise SnapshotRefused(f"{self.path}: {error}") from None
-
-    def _header(self, size: int) -> tuple[Header, int]:
-        start = np.empty(min(LENGTH.size, size), dtype=np.uint8)
-        self._read(0, start)
-        text = np.empty(header_bytes(start.tobytes(), size), dtype=np.uint8)
-        self._read(LENGTH.size, text)
-        end = LENGTH.size + text.size
-        return decode(text.tobytes(), size - end), end
 
     def _read(self, offset: int, into: Bytes) -> None:
         left = into.data

@@ -67,9 +67,7 @@ def data_bytes(layout: PoolLayout) -> int:
 
 
 def live_pieces(layout: PoolLayout, tokens: int) -> Iterator[Piece]:
-    """All that a rank has of a request, region by region, as digests name it. The same for its
-    pool and its file; regions without live entries have no piece.
-    """
+    """A piece for each region with live entries, the same for a rank's pool and its file."""
     for region in layout.regions:
         space = layout.space_of(region)
         live = space.alive_items(tokens) if region.packing else space.alive_in_request(tokens)
