@@ -118,9 +118,8 @@ def digests(
 def differing(
     pieces: Sequence[Piece], own: Sequence[Hashes], theirs: Sequence[Hashes], layout: PoolLayout
 ) -> list[str]:
-    """Sentences that name owner, layers, role and positions of entries whose digests differ.
-
-    `own` and `theirs` hold an array per piece, of one digest per entry; else raises ValueError.
+    """Sentences that name owner, layers, role and positions of entries whose digests differ. `own`
+    and `theirs` hold an array per piece, of one digest per entry; else raises ValueError.
     """
     counts = [piece.numbers().size for piece in pieces]
     if any([array.size for array in side] != counts for side in (own, theirs)):

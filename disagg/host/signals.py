@@ -35,7 +35,6 @@ class _DeferredSignals:
         self._noted: list[tuple[int, FrameType | None]] = []
         self._originals: dict[int, Any] = {}
         self._actions = {number: ctypes.create_string_buffer(_ACTION_BYTES) for number in _NUMBERS}
-        self._places = {number: ctypes.addressof(self._actions[number]) for number in _NUMBERS}
         self._handler = self._note  # one object, which `is` can compare
         os.register_at_fork(after_in_child=self._forked)
 
@@ -74,7 +73,7 @@ class _DeferredSignals:
         for number in [number for number in _NUMBERS if callable(get(number))]:
             original = get(number)
             if original is not self._handler:
-                _sigaction(number, None, self._places[number])
+                _sigaction(number, None, self._actions[number])
                 self._originals[number] = original
                 _builtin.signal(number, self._handler)
 
@@ -92,7 +91,7 @@ class _DeferredSignals:
                     _builtin.signal(number, original)
                 if _builtin.getsignal(number) is original:  # and not one that was set meanwhile
                     # signal() forgets what siginterrupt() said, and a library's handler
-                    _sigaction(number, self._places[number], None)
+                    _sigaction(number, self._actions[number], None)
                 del self._originals[number]
         finally:  # one that is back may have raised
             if self._originals:

@@ -227,8 +227,7 @@ class PlanCache:
 
     def __init__(self, allow_missing: Collection[str] = (), capacity: int = 64) -> None:
         self.allow_missing, self.capacity = frozenset(allow_missing), capacity
-        self.hits = 0
-        self.misses = 0
+        self.hits = self.misses = 0
         self.seconds = 0.0
         """Spent in all, refusals included."""
         self._plans: OrderedDict[object, TransferPlan] = OrderedDict()
