@@ -140,8 +140,8 @@ def _transfer(sources: Sequence[KVPool], dest: KVPool, move: Move) -> None:
     dest_side = TransferSide(dest, tokens, "dest")
     for side in sides:
         side.write()
-    addresses = [side.address for side in sides]
-    batches = plan(layouts, dest.layout).bind_all(addresses, dest_side.address)
+    transfer = plan(layouts, dest.layout)
+    batches = transfer.bind_all([side.address for side in sides], dest_side.address)
     if not any(batch.runs for batch in batches):
         fail(f"a plan of {tokens} tokens has no runs.")
     move(sides, dest_side, batches)

@@ -109,7 +109,6 @@ def decoder_reason(error: Exception) -> str:
 
 
 def pairs_of(regions: Iterable[Region | _Named]) -> frozenset[Pair]:
-    """Owners and roles of regions."""
     return frozenset((region.owner, region.role) for region in regions)
 
 

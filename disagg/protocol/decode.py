@@ -16,7 +16,7 @@ from disagg.protocol import events, messages
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Snapshot
-from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFailed
+from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFailed, OfAsked
 from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.rooms.decode_rooms import DecodeRoom, DecodeRooms
 from disagg.protocol.status import Failure, Phase, RoomEvent
@@ -138,19 +138,11 @@ class DecodeMachine(Machine[DecodeRoom]):
         elif link.plan is not None:
             self._ask(name, room)
 
-    def _receive(self, rank: PrefillRank, message: Message) -> None:
-        if not self.peers.listens_to(rank):
+    def _receive(self, rank: PrefillRank, received: Message) -> None:
+        message = self.peers.receive(rank, received, self._now)
+        if not isinstance(message, OfAsked):
+            self._link_changed(message)
             return
-        self.peers.liveness[rank.number] = self._now
-        if isinstance(message, Hello | messages.Refuse | messages.UnknownPeer | messages.Pong):
-            self._link_changed(self.peers.receive(rank, message, self._now))
-            return
-        if not isinstance(message, messages.ToDecode):
-            reason = f"{type(message).__name__} is not decode's."
-            self._link_changed(self.peers.refuse(rank, reason, self._now))
-            return
-        if rank.hello is None or rank.hello.generation != message.generation:
-            return  # of an earlier generation: nothing here waits for it
         source, room = rank.source, self.rooms.current(message.room, message.attempt)
         if room is None or room.link is not rank.link or source not in room.offered:
             if isinstance(message, messages.ChunkReady):  # prefill still holds pages for it

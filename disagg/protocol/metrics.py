@@ -96,15 +96,12 @@ class RoomMetrics:
         self.bind_seconds += seconds
 
     def moved(self, nbytes: int, seconds: float) -> None:
-        """Counts bytes that have arrived."""
         self.bytes_moved += nbytes
         self.wire_seconds += seconds
 
     def copy(self) -> RoomMetrics:
-        """The numbers now."""
-        return replace(
-            self, by_role=dict(self.by_role), reads=list(self.reads), released=dict(self.released)
-        )
+        reads, released = list(self.reads), dict(self.released)
+        return replace(self, by_role=dict(self.by_role), reads=reads, released=released)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,7 +131,6 @@ class Totals:
                 self.seconds[phase] += getattr(room, f"{phase}_seconds")
 
     def copy(self) -> Totals:
-        """The numbers now."""
         return deepcopy(self)
 
 

@@ -116,6 +116,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         if room.failure is None:
             room.ends_at = self._now + self._lease_of(room)
             room.unpublished.append(chunk.after)
+            self.rooms.unpublished.add(name)
             self._publish_ready_chunks(name, room)
         else:  # a caller that tracks rooms from `send` on has not heard of it
             self.ended.add(name, room.failure)
@@ -180,7 +181,8 @@ class PrefillMachine(Machine[PrefillRoom]):
             self._effects.send(peer, request.answer(messages.Abort, reason=problem))
             return
         room = self.rooms.at(name, self._now)
-        room.ask(peer, request, decode.generation)
+        room.requests[peer], room.doubtful = request, False
+        room.generations.append(decode.generation)
         decode.rooms.add(name)
         room.move(RoomEvent.ASKED)
         if room.chunks:  # they came before the request, and are offered to it now
@@ -268,9 +270,7 @@ class PrefillMachine(Machine[PrefillRoom]):
             for peer, request in room.requests.items():
                 self._effects.send(peer, replace(ready, attempt=request.attempt))
                 self.rooms.read.add(name)
-        if room.unpublished:
-            self.rooms.unpublished.add(name)
-        else:
+        if not room.unpublished:
             self.rooms.unpublished.discard(name)
 
     def _lease_of(self, room: PrefillRoom) -> float:

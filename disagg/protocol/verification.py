@@ -87,9 +87,8 @@ class Comparisons:
         if check is None or check.each != message.each or check.theirs is not None:
             return None  # a duplicate
         check.theirs = message.values
-        problem = message.problem
-        if problem:
-            problem = f"{room.link.ranks[source]} gives no digests: {problem}"
+        who, problem = room.link.ranks[source], message.problem
+        problem = problem and f"{who} gives no digests: {problem}"
         return self._compare(room, check, "prefill", problem, now)
 
     def computed(

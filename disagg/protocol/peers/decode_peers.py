@@ -47,6 +47,9 @@ class LinkFailed(NamedTuple):
 LinkChange = Link | LinkFailed
 """A link of which every rank has answered, and whose rooms can be asked for now; or a failure."""
 
+OfAsked = messages.ChunkReady | messages.Digests | messages.ReleaseAck | messages.Abort
+"""A message about a room, from a rank of the generation that is known."""
+
 
 class DecodePeers:
     """All links of one decode endpoint. Ranks are numbered over all links that ever were."""
@@ -106,19 +109,27 @@ class DecodePeers:
         """Ranks that have answered and are not lost."""
         return sum(rank.hello is not None for rank in self.by_number.values())
 
-    def receive(self, rank: PrefillRank, message: Message, now: float) -> LinkChange | None:
-        """Handles a hello, or one of the messages that concern no room."""
+    def receive(
+        self, rank: PrefillRank, message: Message, now: float
+    ) -> OfAsked | LinkChange | None:
+        """Handles what concerns no room; returns what does, or what has become of the link."""
+        if not self._listens_to(rank):
+            return None
+        self.liveness[rank.number] = now
         if isinstance(message, Hello):
             return self._handshake(rank, message)
         if isinstance(message, messages.Refuse):
             if message.final:
                 return self._refuse(rank.link, [message.why], "prefill", rank.source)
             return self._pause(rank, f"it refuses this decode: {message.why}", "prefill", now)
-        generation = rank.hello and rank.hello.generation
-        if isinstance(message, messages.UnknownPeer) and generation == message.generation:
+        if not isinstance(message, messages.ToDecode):
+            return self.refuse(rank, f"{type(message).__name__} is not decode's.", now)
+        if rank.hello is None or rank.hello.generation != message.generation:
+            return None  # of an earlier generation: nothing here waits for it
+        if isinstance(message, messages.UnknownPeer):
             reason = "it no longer knows this decode: it has restarted, or has dropped it."
             return self.mark_dead(rank, reason, now, logging.INFO)  # it has said so itself
-        return None
+        return None if isinstance(message, messages.Pong) else message
 
     def tick(self, now: float) -> list[LinkFailed]:
         """Pings, dials ranks again that have refused, and gives up those silent for too long."""
@@ -148,7 +159,7 @@ class DecodePeers:
         self, rank: PrefillRank, reason: str, now: float, level: int = logging.WARNING
     ) -> LinkFailed | None:
         """A rank is gone: its reads are given up, and it is dialled again."""
-        if not self.listens_to(rank):
+        if not self._listens_to(rank):
             return None
         lost = self._lose(rank, reason, level)
         self._dial(rank, now)
@@ -156,12 +167,12 @@ class DecodePeers:
 
     def refuse(self, rank: PrefillRank, reason: str, now: float) -> LinkFailed | None:
         """A rank breaks the protocol: it is told, and may do better later."""
-        if not self.listens_to(rank):
+        if not self._listens_to(rank):
             return None
         self.send(rank, messages.Refuse([reason], final=False))
         return self._pause(rank, f"it was refused: {reason}", "decode", now)
 
-    def listens_to(self, rank: PrefillRank) -> bool:
+    def _listens_to(self, rank: PrefillRank) -> bool:
         """Whether what a rank sends counts: it is neither refused for good nor hung up for now."""
         return rank.link.refusal is None and rank.redial is None
 

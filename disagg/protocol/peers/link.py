@@ -75,8 +75,7 @@ class Link:
     @property
     def settled(self) -> bool:
         """Whether the handshake has ended, either way."""
-        ready = self.plan is not None and not self.unconnected
-        return ready or self.refusal is not None
+        return self.refusal is not None or (self.plan is not None and not self.unconnected)
 
     def names(self, sources: Iterable[int]) -> str:
         """Several ranks, as sentences name them."""

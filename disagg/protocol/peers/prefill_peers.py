@@ -104,11 +104,8 @@ class PrefillPeers:
         if decode is not None and decode.generation == hello.generation:
             return None  # a message that comes twice has no effect
         if peer in self._greeted:
-            return self.refuse(
-                peer,
-                f"generation {hello.generation!r} says hello over a connection whose hello was "
-                "answered already. Connect again.",
-            )
+            reason = "says hello over a connection whose hello was answered already. Connect again."
+            return self.refuse(peer, f"generation {hello.generation!r} {reason}")
         reasons = messages.handshake_problems(self.hello, hello)
         final, answer = True, self.hello
         try:

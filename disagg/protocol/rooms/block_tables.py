@@ -80,7 +80,7 @@ class WrittenItems:
     def __init__(self, layout: PoolLayout) -> None:
         self._spaces: dict[str, list[Space]] = {}
         self._taken: dict[str, npt.NDArray[np.bool_]] = {}
-        pools = {name: pool for pool, lists in layout.block_pools.items() for name in lists}
+        self._pools = {name: pool for pool, lists in layout.block_pools.items() for name in lists}
         sizes: dict[str, int] = {}
         for name, items in layout.items_by_space.items():
             space = layout.space_by_name[name]
@@ -88,11 +88,10 @@ class WrittenItems:
             blocks = items // layout.space_by_name[space.id_list].items_per_block
             sizes[space.id_list] = max(blocks, sizes.get(space.id_list, 0))
         self._per_block = {name: layout.space_by_name[name].items_per_block for name in sizes}
-        shared: dict[str, npt.NDArray[np.bool_]] = {}
+        by_pool: dict[object, npt.NDArray[np.bool_]] = {}
         for name, size in sizes.items():
-            mine = np.zeros(size, dtype=np.bool_)
-            self._taken[name] = shared.setdefault(pools[name], mine) if name in pools else mine
-        self._pools = pools
+            pool = self._pools.get(name, (name,))  # a list without one is alone
+            self._taken[name] = by_pool.setdefault(pool, np.zeros(size, dtype=np.bool_))
         self._packed = [
             (region, layout.space_by_name[name])
             for name, region in layout.packed_spaces.items()

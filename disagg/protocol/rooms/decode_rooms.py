@@ -226,9 +226,7 @@ class DecodeRoom(PhasedRoom):
 
 
 class DecodeRooms(Rooms[DecodeRoom]):
-    """All rooms that are not forgotten, and the items that they write. A room in which nothing
-    happens for longer than `offer_timeout` seconds is stuck.
-    """
+    """All rooms that are not forgotten, and the items that they write."""
 
     unknown = "it was not asked for, or it was forgotten. `receive` makes it known."
 

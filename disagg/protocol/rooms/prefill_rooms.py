@@ -64,8 +64,6 @@ class PrefillRoom(PhasedRoom):
     """Device events of the latest chunks, of which readers may not know yet."""
     requests: dict[bytes, ReadRequest] = field(default_factory=dict)
     """By the peer that has asked."""
-    patience: float = 0.0
-    """The longest time-out of these."""
     generations: list[str] = field(default_factory=list)
     """Of the decodes that have asked."""
     notice: FailureNotice | None = None
@@ -88,6 +86,12 @@ class PrefillRoom(PhasedRoom):
         return next(iter(self.requests.values())).readers if self.requests else 0
 
     @property
+    def patience(self) -> float:
+        """The longest time-out of those who have asked."""
+        timeouts = (request.timeout for request in self.requests.values())
+        return max(math.inf if timeout is None else timeout for timeout in timeouts)
+
+    @property
     def waits_for(self) -> str:
         if self.phase is Phase.HANDSHAKE:
             return "a decode to ask for it"
@@ -97,13 +101,6 @@ class PrefillRoom(PhasedRoom):
         if self.unpublished:
             return "the device to compute what was sent"
         return f"{self.readers - len(self.done)} of {self.readers} readers to be done"
-
-    def ask(self, peer: bytes, request: ReadRequest, generation: str) -> None:
-        """Notes a request that has no reason against it."""
-        self.requests[peer] = request
-        self.generations.append(generation)
-        self.doubtful = False
-        self.patience = max(self.patience, math.inf if request.timeout is None else request.timeout)
 
     def facts(self) -> dict[str, Any]:
         return {
