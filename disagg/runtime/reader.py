@@ -66,9 +66,7 @@ class Reader:
         self._lane(read.link, read.source, read.hello).queue.append(TrackedRead(read))
 
     def connect(self, link: Link, source: int, hello: Hello) -> None:
-        """Connects the engine to a rank in the next step, so that its first read need not. What
-        goes wrong then is for that read to find.
-        """
+        """Connects the engine to a rank in the next step; what goes wrong its first read finds."""
         self._lane(link, source, hello).connects_early = True
 
     def cancel(self, attempt: str) -> None:
@@ -89,7 +87,14 @@ class Reader:
         may take time is left to the next step: to connect, to give up a peer, and all reads of an
         engine that copies in its calls.
         """
-        self._excuse(self._context.clock())
+        now = self._context.clock()
+        # time in which nobody looked counts as no read's: its engine could not go on
+        pause = now - self._looked - self._context.timeout / LOOKS_PER_TIMEOUT
+        self._looked = now
+        for lane in self._active if pause > 0 else ():
+            for part in lane.in_flight():
+                part.posted = min(part.posted + pause, now)
+                part.since = min(part.since + pause, now)
         background, lanes = self._context.engine.background, list(self._active)
         steps = [waits or (background and lane.connected) for lane in lanes]
         moved = [lane.step() for lane, step in zip(lanes, steps) if step]
@@ -131,15 +136,6 @@ class Reader:
         """All reads that have not ended, but those in quarantine."""
         return [tracked for lane in (*self._active, *self._dropped) for tracked in lane.reads()]
 
-    def _excuse(self, now: float) -> None:
-        """Time in which nobody looked counts as no read's: its engine could not go on."""
-        pause = now - self._looked - self._context.timeout / LOOKS_PER_TIMEOUT
-        self._looked = now
-        for lane in self._active if pause > 0 else ():
-            for part in lane.in_flight():
-                part.posted = min(part.posted + pause, now)
-                part.since = min(part.since + pause, now)
-
 
 class Lane:
     """Reads that wait (`queue`), that have begun, and those of peers that are being given up
@@ -165,7 +161,6 @@ class Lane:
             yield from begun.reads
 
     def in_flight(self) -> list[InFlight]:
-        """All parts in flight."""
         return [flight for begun in self._begun for flight in begun.in_flight]
 
     @property
@@ -224,13 +219,11 @@ class Lane:
             self.fences.append(Fence(self._peer, landing, self._context.clock()))
 
     def _connect(self) -> None:
-        """Connects the engine, unless it is."""
         if not self.connected:
             self._peer = self._engine.connect(self._hello.metadata)
             self.connected = True
 
     def _room_for_more(self) -> bool:
-        """Whether another read may begin."""
         if any(begun.next for begun in self._begun) or len(self._begun) >= READS_AT_ONCE:
             return False
         return sum(flight.nbytes for flight in self.in_flight()) < self._engine.max_bytes
@@ -245,31 +238,23 @@ class Lane:
             return False
         joined: list[TrackedRead] = []
         while self.queue and len(joined) < READS_AT_ONCE:
-            tracked = self.queue[0]
-            bound = self._bind(tracked)
-            if joined and bound and not tracked.small:
+            tracked, problem = self.queue[0], None
+            try:
+                if not tracked.cancelled:
+                    tracked.bind()
+            except Exception as error:  # nothing of it was posted
+                problem = tracked.problem(error)
+            if tracked.cancelled or problem:
+                self._context.end(self.queue.popleft(), problem)
+                continue
+            if joined and not tracked.small:
                 break  # it begins in the next turn of this
-            self.queue.popleft()
-            if bound:
-                joined.append(tracked)
-                if not tracked.small:
-                    break
+            joined.append(self.queue.popleft())
+            if not tracked.small:
+                break
         return self._post_first(joined) if joined else True
 
-    def _bind(self, tracked: TrackedRead) -> bool:
-        """Whether there is something to be read of it; else it has ended."""
-        problem = None
-        try:
-            if not tracked.cancelled:
-                tracked.bind()
-                return True
-        except Exception as error:  # nothing of it was posted
-            problem = tracked.problem(error)
-        self._context.end(tracked, problem)
-        return False
-
     def _post_first(self, joined: list[TrackedRead]) -> bool:
-        """Begins reads that are bound; whether more may begin in this step."""
         now, read, batch = self._context.clock(), joined[0].read, joined[0].batch
         for tracked in joined:
             begun = ReadBegun(tracked.read, now, tracked.bind_seconds, tracked.batch.shares)
@@ -288,29 +273,26 @@ class Lane:
 
     def _go_on(self, begun: BegunReads) -> bool | None:
         """Whether anything of reads has moved; None if they have failed."""
+        context = self._context
         try:
             self._connect()  # again, after another's failure
-            return self._move(begun)
+            moved = begun.land(context, self._begun)
+            if begun.in_flight:
+                spent = context.clock() - begun.in_flight[0].since
+                if spent > context.timeout:
+                    raise Stuck(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
+            if all(tracked.cancelled for tracked in begun.reads):
+                begun.next = None
+            posted = False
+            while begun.next and len(begun.in_flight) < self._engine.parts_in_flight:
+                if not begun.post(begun.next, self._peer, context, self._begun):
+                    break
+                posted = True
+            if posted:  # it may be there already
+                begun.land(context, self._begun)
         except Exception as error:  # what goes wrong in one read fails that room and no other
             self._give_up(begun, error)
             return None
-
-    def _move(self, begun: BegunReads) -> bool:
-        context = self._context
-        moved = begun.land(context, self._begun)
-        if begun.in_flight:
-            spent = context.clock() - begun.in_flight[0].since
-            if spent > context.timeout:
-                raise Stuck(f"nothing has arrived for {spent:.1f} s. The peer is stuck.")
-        if all(tracked.cancelled for tracked in begun.reads):
-            begun.next = None
-        posted = False
-        while begun.next and len(begun.in_flight) < self._engine.parts_in_flight:
-            if not begun.post(begun.next, self._peer, context, self._begun):
-                break
-            posted = True
-        if posted:  # it may be there already
-            begun.land(context, self._begun)
         ended = begun.next is None and not begun.in_flight
         if ended:
             self._begun.remove(begun)

@@ -163,7 +163,12 @@ class BegunReads:
         before = len(self.in_flight)
         while self.in_flight and self.in_flight[0].landed(context):
             flight, now = self.in_flight.popleft(), context.clock()
-            self._arrived(context, flight, now)
+            sizes = [flight.part.payload]
+            if len(self.reads) > 1:  # what each room has of it is known at the end only
+                last = not (self.next or self.in_flight)
+                sizes = [tracked.batch.total for tracked in self.reads if last]
+            for tracked, nbytes in zip(self.reads, sizes):
+                context.events.append(ReadMoved(tracked.read, nbytes, now - flight.posted))
             for later in chain.from_iterable(begun.in_flight for begun in siblings):
                 if later.posted >= flight.posted:  # it may have waited for this one
                     later.since = now
@@ -182,17 +187,6 @@ class BegunReads:
         self.parts = chain(again, waiting, self.parts)
         self.next = next(self.parts, None)
         self.in_flight.clear()
-
-    def _arrived(self, context: ReadContext, flight: InFlight, now: float) -> None:
-        """Reports a part that has arrived. What each room has of it is known of a single read; of
-        several, they all have theirs at the end.
-        """
-        sizes = [flight.part.payload]
-        if len(self.reads) > 1:
-            last = not (self.next or self.in_flight)
-            sizes = [tracked.batch.total for tracked in self.reads if last]
-        for tracked, nbytes in zip(self.reads, sizes):
-            context.events.append(ReadMoved(tracked.read, nbytes, now - flight.posted))
 
 
 @dataclass(eq=False, slots=True)
