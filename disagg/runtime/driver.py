@@ -1,4 +1,4 @@
-"""What turns an event loop, and the threads that wait for what a turn brings.
+"""What turns an event loop, and waits for what a turn brings.
 
 A driver has a thread, or its callers turn the loop by `step` and `wait`. Calls may come from any
 thread; they change the machine under the lock and `with deferred_signals`, and send what follows at
@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.errors import UsageError
@@ -26,7 +25,7 @@ from disagg.protocol import events
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
-from disagg.runtime.event_loop import EventLoop
+from disagg.runtime.event_loop import EventLoop, Waiters
 
 log = logging.getLogger("disagg")
 
@@ -49,7 +48,6 @@ class Driver:
     def __init__(self, loop: EventLoop[Any], *, threaded: bool, peer_timeout: float) -> None:
         self._loop = loop
         self._turning = threading.Lock()
-        self._waiters = Waiters(loop.lock)
         self._idle = min(IDLE_SECONDS, peer_timeout / CHECKS_PER_TIMEOUT)
         self._pace = loop.engine.progress_seconds
         self._next_asked = 0.0
@@ -59,21 +57,17 @@ class Driver:
         self.has_thread = threaded
         """Whether rooms move without `step`."""
         self._wake, self._waker, self._taken = -1, -1, brief.Scratch(4096)
-        loop.room_ended = self._waiters.ended
         if threaded:
             self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name=loop.name, daemon=True)
             loop.engine.notify(self._waker)
 
     def start(self) -> None:
-        """The thread begins."""
         if self._thread is not None:
             self._thread.start()
 
     def call(self, *events: Any) -> None:
-        """Events of the caller: handled at once, while the endpoint is open. What follows is done
-        at once, or by the turn that is under way, or by the next.
-        """
+        """Handles events of the caller now. What follows is done now, or by the turn under way."""
         loop = self._loop
         with deferred_signals, loop.lock:
             loop.check_open()
@@ -86,7 +80,7 @@ class Driver:
                     loop.fail(error)
                 finally:
                     self._turning.release()
-            self.tell()
+            loop.tell()
             if self._thread is not None and (loop.pending or self._pause() < self._paused):
                 self._wake_up()
 
@@ -109,7 +103,7 @@ class Driver:
                     )
             try:
                 if loop.closed is None:
-                    self._turn()
+                    loop.turn()
             finally:
                 self._turning.release()
         return loop.busy
@@ -129,7 +123,7 @@ class Driver:
             try:
                 self._next_asked = now + ASKED_SECONDS
                 while loop.closed is None:
-                    self._turn(waits=seconds > 0)
+                    loop.turn(waits=seconds > 0)
                     if not loop.busy or time.monotonic() >= now + seconds:
                         break
             finally:
@@ -145,7 +139,7 @@ class Driver:
         one, `room` is the room that `holds()` is about, if it holds once that has ended.
         """
         if self._thread is not None:
-            return self._waiters.wait(holds, timeout, room)
+            return self._loop.waiters.wait(holds, timeout, room)
         until = math.inf if timeout is None else time.monotonic() + timeout
         while not holds():
             left = until - time.monotonic()
@@ -154,16 +148,11 @@ class Driver:
             self.step(min(self._pause(), left))
         return True
 
-    def tell(self) -> None:
-        """Something has changed, under the lock: wakes those that wait for it."""
-        self._waiters.turned()
-        self._loop.tell_file()
-
     def refuse_calls(self, why: str = CLOSED) -> None:
         """From now on the endpoint is closed, and nothing waits."""
         with self._loop.lock:
             self._loop.closed = why
-            self._waiters.close()
+            self._loop.waiters.close()
 
     def close(self, release: Callable[[], None]) -> None:
         """Aborts open rooms, tells peers and ends the thread; then `release` closes what the loop
@@ -178,7 +167,7 @@ class Driver:
                     self.refuse_calls()
             if first and self._thread is None:
                 with self._turning:
-                    self._turn()
+                    loop.turn()
         self._wake_up()
         if self._thread is not None and self._thread.ident is not None:
             self._thread.join()
@@ -197,7 +186,7 @@ class Driver:
     def abandon(self, why: str) -> None:
         """In a forked child, where a thread that is not there may hold the locks."""
         self._loop.lock = threading.RLock()
-        self._waiters = Waiters(self._loop.lock)
+        self._loop.waiters = Waiters(self._loop.lock)
         self.refuse_calls(why)
         self._loop.close_file()
 
@@ -223,15 +212,28 @@ class Driver:
             brief.write_byte(self._waker)  # a full pipe wakes as well
 
     def _run(self) -> None:
-        """The thread."""
-        pause: float | None = 0.0
-        while pause is not None:
+        pause = 0.0
+        while True:
             if pause:
                 self._wait_for_news(pause)
-            pause = self._run_turn()
+            with self._loop.lock:
+                closing = self._loop.closed is not None
+                self._paused = 0.0
+            # a thread that waits for it gets it before the GIL, and holds up callers until then
+            if not self._turning.acquire(blocking=False):
+                time.sleep(ASKED_SECONDS)
+            else:
+                try:
+                    self._taken.read(self._wake)  # the turn looks at what woke it after this
+                    self._loop.turn()
+                finally:
+                    self._turning.release()
+                if closing:
+                    return
+            with self._loop.lock:
+                pause = self._paused = self._pause()
 
     def _wait_for_news(self, seconds: float) -> None:
-        """Waits for a message or a call."""
         began, loop = time.monotonic(), self._loop
         try:
             loop.transport.wait(seconds, self._wake)
@@ -244,104 +246,3 @@ class Driver:
             self._pace = min(max(least, MOST_PAUSE_SECONDS), 2 * self._pace)
         else:
             self._pace = max(least, self._pace / 2)
-
-    def _run_turn(self) -> float | None:
-        """One turn of the thread; the seconds until the next, None after the last."""
-        with self._loop.lock:
-            closing = self._loop.closed is not None
-            self._paused = 0.0
-        # one that waits for the lock gets it before the GIL, and holds up all callers until then
-        if not self._turning.acquire(blocking=False):
-            time.sleep(ASKED_SECONDS)
-        else:
-            try:
-                self._taken.read(self._wake)  # the turn looks at what woke it after this
-                self._turn()
-            finally:
-                self._turning.release()
-            if closing:
-                return None
-        with self._loop.lock:
-            self._paused = self._pause()
-            return self._paused
-
-    def _turn(self, *, waits: bool = True) -> None:
-        try:
-            self._loop.turn(waits=waits)
-        finally:
-            with self._loop.lock:
-                self.tell()
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    holds: Callable[[], bool]
-    room: Room | None
-    gate: threading.Lock = field(default_factory=threading.Lock)
-    held_once: bool = False
-    """Whether it was woken because `holds()`. That may have changed since."""
-
-    def wakes(self) -> bool:
-        """Whether it need not wait any more; what it asked for may be gone, which it will see."""
-        try:
-            self.held_once = self.holds()
-        except Exception:
-            return True
-        return self.held_once
-
-
-class Waiters:
-    """Threads that wait for something of an endpoint. Each is woken for what it waits for, so that
-    a turn costs the same whether one waits or hundreds. All is used under `lock`, which a thread
-    that waits does not hold.
-    """
-
-    def __init__(self, lock: threading.RLock) -> None:
-        self._lock = lock
-        self._for_rooms: dict[_Waiter, None] = {}
-        self._others: dict[_Waiter, None] = {}
-        self._closed = False
-
-    def __len__(self) -> int:
-        """How many threads wait."""
-        return len(self._for_rooms) + len(self._others)
-
-    def wait(
-        self, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
-    ) -> bool:
-        """Waits until `holds()`, or `close`; whether it held. Of a room it is asked once that has
-        ended, and of anything else once a turn.
-        """
-        waiter = _Waiter(holds, room)
-        waiters = self._others if room is None else self._for_rooms
-        try:
-            with deferred_signals, self._lock:
-                if (result := holds()) or self._closed:
-                    return result
-                waiter.gate.acquire()
-                waiters[waiter] = None
-            waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
-        finally:
-            with deferred_signals, self._lock:
-                waiters.pop(waiter, None)  # the time is over, or a signal's handler has raised
-        with self._lock:
-            return waiter.held_once or holds()
-
-    def ended(self, room: Room) -> None:
-        """Wakes those that wait for a room, which has ended."""
-        self._wake(self._for_rooms, [w for w in self._for_rooms if w.room == room])
-
-    def turned(self) -> None:
-        """Wakes those that wait for anything else, if it is so."""
-        self._wake(self._others, [waiter for waiter in self._others if waiter.wakes()])
-
-    def close(self) -> None:
-        """Wakes all; from now on no call waits."""
-        self._closed = True
-        for waiters in (self._others, self._for_rooms):
-            self._wake(waiters, list(waiters))
-
-    def _wake(self, waiters: dict[_Waiter, None], woken: list[_Waiter]) -> None:
-        for waiter in woken:
-            del waiters[waiter]
-            waiter.gate.release()

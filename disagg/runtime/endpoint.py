@@ -42,7 +42,7 @@ from disagg.runtime.event_loop import EventLoop
 from disagg.runtime.options import Options, check_options, open_transport
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
-from kvpool.layout import Pin, PoolLayout, RequestAddress
+from kvpool.layout import Pin, PoolLayout
 
 M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 
@@ -80,9 +80,8 @@ class Endpoint(Generic[M]):
             transport = self._own_transport = open_transport(options, side)
         self.layout = replace(layout, generation=layout.generation or uuid.uuid4().hex)
         self.engine = engine
-        slabs = (*self.layout.slabs(), *stage.slabs)
         try:
-            engine.register(list(slabs))
+            engine.register([*self.layout.slabs(), *stage.slabs])
             hello = Hello(
                 protocol=PROTOCOL,
                 generation=self.layout.generation,
@@ -168,7 +167,7 @@ class Endpoint(Generic[M]):
         """Drops what is kept of an ended room. Raises RoomError if it has not ended."""
         with deferred_signals, self._loop.lock:
             self._loop.handle(events.ForgetRoom(room_name(room)))
-            self.driver.tell()
+            self._loop.tell()
 
     def leases(self) -> Leases:
         """Items that must not be reused now; of decode's also those in quarantine."""
@@ -252,14 +251,21 @@ class Endpoint(Generic[M]):
         for as long as the room needs it; raises what Holder.pin does, and what the call does.
         """
         address, holder = event.address, event.address.holder
-        room, chunks, called = None, 0, False
+        room: PrefillRoom | DecodeRoom | None = None
+        chunks, called = 0, False
         if holder is None:
             self.driver.call(event)
             return
 
         # nothing has to be undone when the room ends, and another room of its name is not meant
         def held() -> bool:
-            return not called or (room is not None and _needs(room, address, chunks))
+            if not called or room is None:
+                return not called
+            if isinstance(room, DecodeRoom):
+                return room.reading or not room.phase.poll.ended
+            # the pin of a later chunk of the same request says at least as much
+            later = any(table.holder is holder for table in room.addresses[chunks:])
+            return not (later or room.phase.poll.ended)
 
         pin = Pin(
             room=event.room,
@@ -293,12 +299,3 @@ class Endpoint(Generic[M]):
                         f"for {self.machine.rooms.known(name).waits_for}."
                     )
         return self.machine.poll(name)
-
-
-def _needs(room: PrefillRoom | DecodeRoom, address: RequestAddress, chunks: int) -> bool:
-    """Whether a room needs a block table, that of its first `chunks` chunks on prefill."""
-    if isinstance(room, DecodeRoom):
-        return room.reading or not room.phase.poll.ended
-    # the pin of a later chunk of the same request says at least as much
-    later = any(table.holder is address.holder for table in room.addresses[chunks:])
-    return not (later or room.phase.poll.ended)

@@ -1,5 +1,5 @@
 """Events in, effects out: a machine, and what it acts on. `EventLoop.turn` is one round over
-messages, time, reads and digests, and never waits.
+messages, time, reads and digests, and never waits; threads that do are woken by it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 @dataclass(eq=False, kw_only=True)
 class EventLoop(Generic[M]):
     """One thread at a time may be in `turn`. Any thread may `handle` events and `execute` what
-    follows while it holds `lock`; `execute` not during another thread's turn. `room_ended` is
-    called under `lock`; `name` is for the log.
+    follows while it holds `lock`; `execute` not during another thread's turn. `name` is for
+    the log.
     """
 
     name: str
@@ -53,7 +53,6 @@ class EventLoop(Generic[M]):
     digester: Digester
     clock: Callable[[], float]
     lock: threading.RLock = field(default_factory=threading.RLock)
-    room_ended: Callable[[Room], None] = lambda room: None
     closed: str | None = None
     """Why no call is taken any more."""
     pending: deque[Effect] = field(default_factory=deque)
@@ -63,6 +62,9 @@ class EventLoop(Generic[M]):
     _file_tells: bool = False
     busy: bool = False
     """Whether the next turn has something to do at once."""
+
+    def __post_init__(self) -> None:
+        self.waiters = Waiters(self.lock)
 
     def check_open(self) -> None:
         """Raises EndpointClosed."""
@@ -117,6 +119,9 @@ class EventLoop(Generic[M]):
             self.fail(error)
             if not isinstance(error, Exception):
                 raise
+        finally:
+            with self.lock:
+                self.tell()
 
     def fail(self, error: BaseException) -> None:
         """A turn has raised: open rooms end with the reason."""
@@ -148,19 +153,21 @@ class EventLoop(Generic[M]):
             self.tell_file()
         return self._ended_file
 
+    def tell(self) -> None:
+        """Something has changed, under the lock: wakes those that wait for it."""
+        self.waiters.turned()
+        self.tell_file()
+
     def tell_file(self) -> None:
         """Lets the file be read as long as `take_ended` has something."""
-        tells = bool(self.machine.ended)
-        if self._ended_file is None or tells == self._file_tells:
-            return
-        self._file_tells = tells
-        if tells:
-            os.eventfd_write(self._ended_file, 1)
-        else:
-            os.eventfd_read(self._ended_file)
+        if self._ended_file is not None and bool(self.machine.ended) != self._file_tells:
+            self._file_tells = not self._file_tells
+            if self._file_tells:
+                os.eventfd_write(self._ended_file, 1)
+            else:
+                os.eventfd_read(self._ended_file)
 
     def close_file(self) -> None:
-        """Closes the file, if there is one."""
         if self._ended_file is not None:
             os.close(self._ended_file)
             self._ended_file = None
@@ -187,7 +194,7 @@ class EventLoop(Generic[M]):
                 if problem is not None:
                     self.handle(events.Unreachable(peer, problem))
             case events.RoomEnded(room):
-                self.room_ended(room)
+                self.waiters.ended(room)
             case events.StartRead(read):
                 self.reader.add(read)
             case events.Connect(peer, address):
@@ -200,3 +207,77 @@ class EventLoop(Generic[M]):
                 self.reader.drop_peer(link, source)
             case events.ComputeDigest(key, address, pieces, each):
                 self.digester.add(key, self.layout, address, pieces, each)
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    holds: Callable[[], bool]
+    room: Room | None
+    gate: threading.Lock = field(default_factory=threading.Lock)
+    held_once: bool = False
+    """Whether it was woken because `holds()`. That may have changed since."""
+
+    def wakes(self) -> bool:
+        """Whether it need not wait any more; what it asked for may be gone, which it will see."""
+        try:
+            self.held_once = self.holds()
+        except Exception:
+            return True
+        return self.held_once
+
+
+class Waiters:
+    """Threads that wait for something of an endpoint. Each is woken for what it waits for, so that
+    a turn costs the same whether one waits or hundreds. All is used under `lock`, which a thread
+    that waits does not hold.
+    """
+
+    def __init__(self, lock: threading.RLock) -> None:
+        self._lock = lock
+        self._for_rooms: dict[_Waiter, None] = {}
+        self._others: dict[_Waiter, None] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many threads wait."""
+        return len(self._for_rooms) + len(self._others)
+
+    def wait(
+        self, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
+    ) -> bool:
+        """Waits until `holds()`, or `close`; whether it held. Of a room it is asked once that has
+        ended, and of anything else once a turn.
+        """
+        waiter = _Waiter(holds, room)
+        waiters = self._others if room is None else self._for_rooms
+        try:
+            with deferred_signals, self._lock:
+                if (result := holds()) or self._closed:
+                    return result
+                waiter.gate.acquire()
+                waiters[waiter] = None
+            waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+        finally:
+            with deferred_signals, self._lock:
+                waiters.pop(waiter, None)  # the time is over, or a signal's handler has raised
+        with self._lock:
+            return waiter.held_once or holds()
+
+    def ended(self, room: Room) -> None:
+        """Wakes those that wait for a room, which has ended."""
+        self._wake(self._for_rooms, [w for w in self._for_rooms if w.room == room])
+
+    def turned(self) -> None:
+        """Wakes those that wait for anything else, if it is so."""
+        self._wake(self._others, [waiter for waiter in self._others if waiter.wakes()])
+
+    def close(self) -> None:
+        """Wakes all; from now on no call waits."""
+        self._closed = True
+        for waiters in (self._others, self._for_rooms):
+            self._wake(waiters, list(waiters))
+
+    def _wake(self, waiters: dict[_Waiter, None], woken: list[_Waiter]) -> None:
+        for waiter in woken:
+            del waiters[waiter]
+            waiter.gate.release()

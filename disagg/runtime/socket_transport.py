@@ -146,9 +146,7 @@ class SocketTransport:
         self._watch.end()
 
     def abandon(self) -> None:
-        """In a forked child: closes this process's copies of the files. The connections, the epoll
-        set and the unix socket's path are the parent's, and stay as they are.
-        """
+        """In a forked child: closes this process's copies of what stays the parent's."""
         self._closed = True
         self._watch.end(shared=True)
         if self._listener is not None:

@@ -5,11 +5,13 @@ socket that listens at one, and who may be at the other end within this host.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import socket
 import stat
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +62,7 @@ class Address:
         return cls(text, host="0.0.0.0" if host == "*" else host, port=number)
 
     def resolve(self, flags: int = 0) -> list[Place]:
-        """Where it leads, the preferred place first; with AI_NUMERICHOST, of an IP address only.
-        Raises OSError or UnicodeError for a name that is none.
-        """
+        """Where it leads, the preferred place first. Raises OSError or UnicodeError for no name."""
         if self.path:
             return [(socket.AF_UNIX, self.path)]
         places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=flags)
@@ -74,8 +74,7 @@ class DialledAddress:
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self._places: list[Place] = []
-        self._tried = 0
+        self._places: Iterator[Place] | None = None
         self._look_up_at = 0.0
         self._thread: threading.Thread | None = None
 
@@ -83,20 +82,17 @@ class DialledAddress:
         """Where to try; None while that is not known. Names are looked up by a thread."""
         if self._thread is not None and self._thread.is_alive():
             return None
-        if not self._places and now >= self._look_up_at:
+        if self._places is None and now >= self._look_up_at:
             self._look_up_at = now + LOOKUP_SECONDS
             self._look_up(socket.AI_NUMERICHOST)
-            if not self._places:  # to look up a name may take long
+            if self._places is None:  # to look up a name may take long
                 self._thread = threading.Thread(target=self._look_up, daemon=True)
                 self._thread.start()
-        if not self._places:
-            return None
-        self._tried += 1
-        return self._places[(self._tried - 1) % len(self._places)]
+        return None if self._places is None else next(self._places)
 
     def _look_up(self, flags: int = 0) -> None:
         with suppress(OSError, UnicodeError):
-            self._places = self.address.resolve(flags)
+            self._places = itertools.cycle(self.address.resolve(flags))
 
 
 class Listener:
@@ -106,7 +102,7 @@ class Listener:
 
     def __init__(self, address: Address) -> None:
         family, place = address.resolve()[0]
-        self._file: tuple[int, int] | None = None
+        self._file: os.stat_result | None = None
         self._path = Path(address.path)
         self.socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
@@ -114,8 +110,7 @@ class Listener:
                 _remove_if_left(self._path)
                 self.socket.bind(place)
                 self._path.chmod(0o600)
-                status = self._path.lstat()
-                self._file = status.st_dev, status.st_ino
+                self._file = self._path.lstat()
             else:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self.socket.bind(place)
@@ -130,8 +125,7 @@ class Listener:
         self.socket.close()
         if self._file is not None:
             with suppress(OSError):
-                status = self._path.lstat()
-                if (status.st_dev, status.st_ino) == self._file:
+                if os.path.samestat(self._path.lstat(), self._file):
                     self._path.unlink()
 
 

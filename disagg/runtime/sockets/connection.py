@@ -128,9 +128,7 @@ class Connection:
                 self.stream.shutdown(socket.SHUT_RDWR)
 
     def receive(self, scratch: brief.Scratch) -> int | None:
-        """How many bytes of the stream are in `scratch` now; None if it has none, 0 at its end, of
-        which `problem` says why.
-        """
+        """Bytes of the stream in `scratch` now; None if it has none, 0 at its end: `problem`."""
         if self.stream is None:
             return None
         most = len(scratch.view) if self.session is None else _PIECE
@@ -146,9 +144,7 @@ class Connection:
         return count
 
     def read(self, scratch: brief.Scratch) -> memoryview:
-        """What has arrived for messages, in `scratch`. At the end it sets `problem`. Raises
-        ValueError for what is wrong with the peer's TLS.
-        """
+        """What has arrived for messages, in `scratch`. Raises ValueError for a fault of its TLS."""
         count = self.receive(scratch) or 0
         if self.session is not None and (count or self.session.incoming.pending):
             count = self.session.unseal(scratch.view[:count], scratch.view)
@@ -181,7 +177,6 @@ class Connection:
         self._queued_bytes = sum(map(len, self.unsent))
 
     def _next_piece(self) -> bytes:
-        """What the stream takes next."""
         if self.session is None:
             return self._next_frames()
         if not self.session.sealed.pending:

@@ -56,10 +56,7 @@ class Lifecycle:
         self._due.pop(connection, None)
         self._accepted.pop(connection, None)
 
-    # dialling
-
     def dial_later(self, connection: Connection) -> None:
-        """Dials in a while."""
         self._due[connection] = time.monotonic() + RETRY_SECONDS
 
     def dial(self, connection: Connection) -> None:
@@ -99,8 +96,6 @@ class Lifecycle:
             self._watch.flush(connection)
         return problem
 
-    # handshakes
-
     def begin(self, connection: Connection, stream: socket.socket) -> str | None:
         """Begins a handshake over a connected stream; without credentials, and over a unix socket,
         the connection is up, unless another user is at the other end: returns why that is refused.
@@ -127,8 +122,8 @@ class Lifecycle:
         return next(iter(self._accepted)), f"{MAX_ACCEPTED} TLS handshakes are under way already."
 
     def go_on(self, connection: Connection) -> bool:
-        """Takes a step with what has come; whether the connection is up. Sets its `problem` where
-        the stream has ended; raises ValueError for a peer at fault, which an alert tells so.
+        """Takes a step with what has come; whether the connection is up. Sets `problem` at the end
+        of the stream; raises ValueError for a peer at fault, which an alert tells so.
         """
         if not self.steps or connection.session is None:
             return False  # epoll names it again in the next turn
@@ -145,8 +140,6 @@ class Lifecycle:
             self._watch.flush(connection)
         if connection.up:
             self._accepted.pop(connection, None)
-
-    # the end
 
     def leave(self, connection: Connection) -> None:
         """Closes a connection: at once if nobody was reached, else when the peer has done so too,

@@ -69,15 +69,14 @@ class TLSCredentials:
     def __init__(self, side: Side, option: str, paths: list[Path], read: Callable[[], PEM]) -> None:
         self.side = side
         self._option, self._paths, self._read = option, paths, read
-        self._state = self._look()
+        # before they are read: a change that comes between is seen by the next connection
+        self._state = [_state(path) for path in paths]
         self._context: ssl.SSLContext | None = self._load()
         self._problem = ""
 
     def context(self) -> ssl.SSLContext:
-        """For the next connection. Raises ValueError while the files are not good; that is logged
-        once for each change of them.
-        """
-        state = self._look()
+        """For the next connection. Raises ValueError while files are not good, logged once."""
+        state = [_state(path) for path in self._paths]
         if state != self._state:
             self._state = state
             try:
@@ -88,12 +87,6 @@ class TLSCredentials:
         if self._context is None:
             raise ValueError(self._problem)
         return self._context
-
-    def _look(self) -> list[tuple[int, ...] | None]:
-        """What changes with the files. It is looked at before they are read: a change that comes
-        between is seen by the next connection.
-        """
-        return [_state(path) for path in self._paths]
 
     def _load(self) -> ssl.SSLContext:
         try:
