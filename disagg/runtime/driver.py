@@ -205,9 +205,8 @@ class Driver:
         return self._idle
 
     def _wake_up(self) -> None:
-        """Ends the wait of the thread's current turn, or of the next. Under the lock, or while the
-        thread runs: after `close` another file could have the descriptor.
-        """
+        """Ends the wait of the thread's current turn, or of the next."""
+        # under the lock, or while the thread runs: after `close` it may be another file's number
         if self._wake >= 0:
             brief.write_byte(self._waker)  # a full pipe wakes as well
 

@@ -11,7 +11,7 @@ import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, Literal, TypeVar, cast
+from typing import Generic, Literal, cast
 
 from typing_extensions import Self
 
@@ -29,22 +29,18 @@ from disagg.host.exits import (
 )
 from disagg.host.signals import deferred_signals
 from disagg.protocol import events
-from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.messages import PROTOCOL, Hello, Room, checked_conventions, room_name
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.liveness import Leases
-from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.decode_rooms import DecodeRoom
 from disagg.protocol.rooms.prefill_rooms import PrefillRoom
 from disagg.protocol.status import Ended, Failure, KVPoll
 from disagg.runtime.driver import Driver
-from disagg.runtime.event_loop import EventLoop
+from disagg.runtime.event_loop import EventLoop, M
 from disagg.runtime.options import Options, check_options, open_transport
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
 from kvpool.layout import Pin, PoolLayout
-
-M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
 
 
 class Endpoint(Generic[M]):

@@ -234,13 +234,9 @@ class Waiters:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self._for_rooms: dict[_Waiter, None] = {}
-        self._others: dict[_Waiter, None] = {}
+        self.for_rooms: dict[_Waiter, None] = {}
+        self.others: dict[_Waiter, None] = {}
         self._closed = False
-
-    def __len__(self) -> int:
-        """How many threads wait."""
-        return len(self._for_rooms) + len(self._others)
 
     def wait(
         self, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
@@ -249,7 +245,7 @@ class Waiters:
         ended, and of anything else once a turn.
         """
         waiter = _Waiter(holds, room)
-        waiters = self._others if room is None else self._for_rooms
+        waiters = self.others if room is None else self.for_rooms
         try:
             with deferred_signals, self._lock:
                 if (result := holds()) or self._closed:
@@ -265,16 +261,16 @@ class Waiters:
 
     def ended(self, room: Room) -> None:
         """Wakes those that wait for a room, which has ended."""
-        self._wake(self._for_rooms, [w for w in self._for_rooms if w.room == room])
+        self._wake(self.for_rooms, [w for w in self.for_rooms if w.room == room])
 
     def turned(self) -> None:
         """Wakes those that wait for anything else, if it is so."""
-        self._wake(self._others, [waiter for waiter in self._others if waiter.wakes()])
+        self._wake(self.others, [waiter for waiter in self.others if waiter.wakes()])
 
     def close(self) -> None:
         """Wakes all; from now on no call waits."""
         self._closed = True
-        for waiters in (self._others, self._for_rooms):
+        for waiters in (self.others, self.for_rooms):
             self._wake(waiters, list(waiters))
 
     def _wake(self, waiters: dict[_Waiter, None], woken: list[_Waiter]) -> None:

@@ -55,14 +55,10 @@ class Authority(NamedTuple):
     certificate: x509.Certificate
 
     @property
-    def key_pem(self) -> bytes:
-        """The private key as a file holds it."""
-        return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-    @property
-    def pem(self) -> bytes:
-        """The certificate as a file holds it."""
-        return self.certificate.public_bytes(Encoding.PEM)
+    def files(self) -> tuple[bytes, bytes]:
+        """The private key and the certificate as files hold them."""
+        key = self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return key, self.certificate.public_bytes(Encoding.PEM)
 
 
 def write_keys(
@@ -82,8 +78,8 @@ def write_keys(
             authority = _read_authority(key, certificate, place)
         else:
             authority = _certified(None, "kvpool keys", CA_DAYS, x509.BasicConstraints(True, 0))
-            write_file(folder, "ca.key", authority.key_pem, 0o600)
-            write_file(folder, "ca.pem", authority.pem, 0o600)
+            for name, data in zip(("ca.key", "ca.pem"), authority.files):
+                write_file(folder, name, data, 0o600)
         for side in USAGES:
             uri = x509.UniformResourceIdentifier(role_uri(side))
             own = _certified(
@@ -95,7 +91,7 @@ def write_keys(
                 x509.SubjectAlternativeName([uri]),
             )
             name, new = f"{side}.pem", f".{side}.{secrets.token_hex(4)}"
-            write_file(folder, new, own.key_pem + own.pem + authority.pem, 0o600)
+            write_file(folder, new, b"".join((*own.files, authority.files[1])), 0o600)
             # whole or not at all: an endpoint may read it at any time
             os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
             fingerprint = own.certificate.fingerprint(SHA256()).hex(":").upper()

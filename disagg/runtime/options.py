@@ -127,18 +127,16 @@ def check_options(endpoint: str, options: Options) -> float:
     """Raises TypeError or ValueError for options that cannot be; returns `peer_timeout`."""
     names = Options.__annotations__.keys()
     if unknown := sorted(options.keys() - names):
-        alike = nearest(unknown[0], names)
-        raise TypeError(f"{endpoint} takes no {', '.join(unknown)}.{alike}")
+        raise TypeError(f"{endpoint} takes no {', '.join(unknown)}.{nearest(unknown[0], names)}")
     check_values(**options)
-    default = PEER_TIMEOUT if options.get("threaded", True) else STEPPED_PEER_TIMEOUT
-    peer_timeout = options.get("peer_timeout", default)
     ways = [name for name in ("keys", "tls") if options.get(name) is not None]
     ways += ["insecure=True"] if options.get("insecure", False) else []
     if len(ways) > 1:
         raise ValueError(f"{' and '.join(ways)}: give one of them.")
     if ways and options.get("transport") is not None:
         raise ValueError(f"a transport was given, which {ways[0]} does not change.")
-    return float(peer_timeout)
+    default = PEER_TIMEOUT if options.get("threaded", True) else STEPPED_PEER_TIMEOUT
+    return float(options.get("peer_timeout", default))
 
 
 def open_transport(options: Options, side: Side) -> SocketTransport:

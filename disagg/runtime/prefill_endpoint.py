@@ -54,9 +54,9 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
             options,
         )
         plain = options.get("keys") is None and options.get("tls") is None
+        default = "ipc://*" if plain else "tcp://127.0.0.1:*"
         try:
-            bind = bind or ("ipc://*" if plain else "tcp://127.0.0.1:*")
-            self.address = self._loop.transport.bind(bind)
+            self.address = self._loop.transport.bind(bind or default)
         except ValueError:
             self.close()
             raise

@@ -65,9 +65,8 @@ class TrackedRead:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ReadContext:
-    """What all reads of an endpoint share: engine, buffers, clock, and what is reported. A part
-    that takes longer than `timeout` seconds has failed. `quarantined` are reads whose bytes may
-    land at any time: their pages and buffers stay as they are until the endpoint is closed.
+    """What all reads of an endpoint share, and report. `quarantined` are reads whose bytes may land
+    at any time: their pages and buffers stay as they are until the endpoint is closed.
     """
 
     engine: Engine

@@ -111,7 +111,15 @@ class SocketTransport:
 
     def poll(self) -> Iterator[tuple[Peer, bytes | Lost]]:
         self.flush()
-        self._tend()
+        self._lives.tend()
+        now = time.monotonic()
+        if self._accept_at and self._accept_at <= now and self._listener is not None:
+            self._accept_at = 0.0
+            self._watch.listen(self._listener.socket)
+        if self._check_at <= now:
+            self._check_at = now + CHECK_SECONDS
+            for connection, problem in self._watch.excesses():
+                self._refuse(connection, problem)
         ended, self._ended = self._ended, deque()
         for connection in ended:
             peer = connection.peer
@@ -186,18 +194,6 @@ class SocketTransport:
                     self._lives.dial_later(connection)  # or a loop with one that hangs up
                 else:
                     self._lives.dial(connection)
-
-    def _tend(self) -> None:
-        """Does what is due: dials, closes what had time to leave, accepts again, checks."""
-        now = time.monotonic()
-        self._lives.tend()
-        if self._accept_at and self._accept_at <= now and self._listener is not None:
-            self._accept_at = 0.0
-            self._watch.listen(self._listener.socket)
-        if self._check_at <= now:
-            self._check_at = now + CHECK_SECONDS
-            for connection, problem in self._watch.excesses():
-                self._refuse(connection, problem)
 
     def _turn(self) -> list[Connection]:
         """Accepts, sends what is queued; returns whom to read from."""

@@ -20,7 +20,6 @@ from typing import Any
 from disagg.host.unix_sockets import MAX_PATH, peer_credentials
 
 _TCP = re.compile(r"tcp://(\[[^\[\]]+\]|[^\[\]:/]+):(\*|[0-9]{1,5})")
-_IPC = "ipc://"
 LOOKUP_SECONDS = 1.0
 """Between two look-ups of a name that leads nowhere."""
 BACKLOG = 1024
@@ -45,8 +44,8 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         """Raises ValueError for what is no address."""
-        if text.startswith(_IPC):
-            path = text.removeprefix(_IPC)
+        if text.startswith("ipc://"):
+            path = text.removeprefix("ipc://")
             if not path or "\0" in path:
                 raise ValueError("a unix socket is ipc://PATH")
             if len(os.fsencode(path)) > MAX_PATH:

@@ -41,10 +41,6 @@ MAX_CONNECTIONS = 4096
 
 MAX_OPENING = 16
 ENDED = "its connection has ended."
-_OTHERS = (
-    "TLS, and ZeroMQ of an older kvpool with keys, read as such a length: are keys set on one side "
-    "only? Do both run the same kvpool?"
-)
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _PIECE = 64 << 10
 """Bytes that are sent at once, and that are read at once from TLS, whose buffers grow to that."""
@@ -209,7 +205,8 @@ def _split(data: memoryview) -> tuple[list[bytes], int, bool]:
                 return messages, start, True
             raise ValueError(
                 f"it sent what is no message: a length of {size:,} bytes, where 1 to "
-                f"{MAX_MESSAGE:,} are possible. {_OTHERS}"
+                f"{MAX_MESSAGE:,} are possible. TLS, and ZeroMQ of an older kvpool with keys, read "
+                "as such a length: are keys set on one side only? Do both run the same kvpool?"
             )
         body, stop = start + LENGTH.size, start + LENGTH.size + size
         if stop > end:
@@ -299,9 +296,7 @@ class Watch:
         self._epoll.close()
 
     def excesses(self) -> Iterator[Excess]:
-        """Connections whose message, or first message, takes too long, and the one for which the
-        most waits if that is too much for all; to be called once a second.
-        """
+        """Who takes too long over a message, and for whom too much waits; asked once a second."""
         connections = list(self._connections.values())
         if sum(connection.unsent_bytes for connection in connections) > MAX_UNSENT_BY_ALL:
             most = max(connections, key=lambda connection: connection.unsent_bytes)

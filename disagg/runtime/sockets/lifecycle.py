@@ -47,7 +47,8 @@ class Lifecycle:
         now = time.monotonic()
         for connection in [waiting for waiting, due in self._due.items() if due <= now]:
             if connection.leaving:
-                self._close(connection)
+                del self._due[connection]
+                self._watch.close(connection)
             else:
                 self.dial(connection)
 
@@ -165,8 +166,5 @@ class Lifecycle:
                 connection.stream.shutdown(socket.SHUT_WR)
         # closed with bytes unread, TCP would take back what was sent
         if connection.receive(self._scratch) == 0:
-            self._close(connection)
-
-    def _close(self, connection: Connection) -> None:
-        del self._due[connection]
-        self._watch.close(connection)
+            del self._due[connection]
+            self._watch.close(connection)

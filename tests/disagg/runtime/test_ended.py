@@ -193,7 +193,7 @@ def test_a_room_that_is_forgotten_wakes_who_waits_for_a_layer():
             thread = threading.Thread(target=wait)
             thread.start()
             deadline = time.monotonic() + 20
-            while not len(decode._loop.waiters):
+            while not decode._loop.waiters.others:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             with decode._loop.lock:  # it is woken by the first, and asks after the second
@@ -209,7 +209,8 @@ def test_a_wait_that_was_too_short_leaves_nothing_behind():
         for wait in (decode.wait, lambda room, seconds: decode.wait_layer(room, 0, seconds)):
             with pytest.raises(TimeoutError, match="it waits for"):
                 wait("r", 0.01)
-        assert not len(decode._loop.waiters)
+        waiters = decode._loop.waiters
+        assert not (waiters.others or waiters.for_rooms)
 
 
 def test_one_of_many_threads_wakes_for_its_room_alone():
@@ -226,7 +227,7 @@ def test_one_of_many_threads_wakes_for_its_room_alone():
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + 20
-        while len(decode._loop.waiters) < THREADS:
+        while len(decode._loop.waiters.for_rooms) < THREADS:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         asked, poll = [], decode.machine.poll
