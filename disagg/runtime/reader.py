@@ -62,7 +62,6 @@ class Reader:
         return bool(self._dropped or self._active)
 
     def add(self, read: Read) -> None:
-        """Takes a read over."""
         self._lane(read.link, read.source, read.hello).queue.append(TrackedRead(read))
 
     def connect(self, link: Link, source: int, hello: Hello) -> None:

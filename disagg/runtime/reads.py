@@ -182,8 +182,7 @@ class BegunReads:
     def stopped(self) -> None:
         """Parts in flight, of which no byte can land any more, are to be posted again."""
         again = [flight.part for flight in self.in_flight]
-        waiting = [] if self.next is None else [self.next]
-        self.parts = chain(again, waiting, self.parts)
+        self.parts = chain(again, [self.next] if self.next else [], self.parts)
         self.next = next(self.parts, None)
         self.in_flight.clear()
 
@@ -215,11 +214,9 @@ class Fence:
                 self._quarantine(context, begun, error)
             return True
         if not passed and context.clock() - self.since > context.timeout:
-            late = TransferError(
-                f"its peer was given up {context.timeout:g} s ago, and bytes may still land."
-            )
+            late = f"its peer was given up {context.timeout:g} s ago, and bytes may still land."
             for begun in self.reads:
-                begun.fail(context, late)
+                begun.fail(context, TransferError(late))
         return passed
 
     def _quarantine(self, context: ReadContext, begun: BegunReads, error: Exception) -> None:
