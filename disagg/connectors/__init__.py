@@ -1,3 +1,1 @@
-"""What connectors of serving engines share: settings, a rank's endpoints, its numbers. One folder
-for each engine, and nothing outside it imports that engine.
-"""
+"""What connectors share, and a folder for each engine: nothing outside it imports that engine."""

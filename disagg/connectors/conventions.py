@@ -30,9 +30,7 @@ FIELDS = (
     "mamba_n_heads", "mamba_d_head", "ssm_state_size", "state_size", "conv_kernel",
     "rope_interleave",
 )  # fmt: skip
-"""Fields of a configuration that decide what state means. Not among them: paths, dtypes, lengths,
-token ids, versions.
-"""
+"""Fields that decide what state means, which are no paths, dtypes, lengths, token ids, versions."""
 SAMPLE_BYTES = 1 << 16
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 

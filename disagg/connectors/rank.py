@@ -198,9 +198,7 @@ class Rank:
         peers: tuple[str, ...],
         aux: Collection[str] = (),
     ) -> None:
-        """Asks the prefill at `peers` for positions from `start` on, and for values `aux`. Raises
-        ValueError; `not_received` is for that.
-        """
+        """Asks `peers` for positions from `start` on, and `aux`. ValueError: see `not_received`."""
         link = self.links.to(peers)
         self.decode.receive(room, address, start=start, link=link, aux=aux)
         self._receiving[room] = _Receiving(request, link)

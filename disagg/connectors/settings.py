@@ -71,9 +71,7 @@ class Settings:
 
     @classmethod
     def of_environment(cls, variable: str, unused: Collection[str], **defaults: Any) -> Settings:
-        """The settings of an engine that has no options for backends: a JSON object in an
-        environment variable. The engine knows nothing of what is `unused`.
-        """
+        """From JSON in an environment variable, for an engine that leaves settings `unused`."""
         try:
             values = json.loads(os.environ.get(variable) or "{}")
         except ValueError as error:

@@ -1,6 +1,4 @@
-"""What an operator sees: rooms, bytes, seconds by phase and failures. A rank counts; the serving
-engine carries the numbers, as plain data, to its log and to Prometheus.
-"""
+"""What an operator sees. A rank counts; its engine carries plain data to its log and Prometheus."""
 
 from __future__ import annotations
 

@@ -109,9 +109,7 @@ class LayerTensor:
             return Described((buffer,), tuple(region for part in parts for region in part.regions))
 
     def folded(self, ratio: int) -> LayerTensor | None:
-        """The layer with each `ratio` kernel blocks as one, if its format has tokens of their own,
-        and all of a block are one stride apart.
-        """
+        """Each `ratio` kernel blocks as one, if tokens are known and one stride apart in them."""
         by_tokens = all("entry" in part.dims for part in self.parts)
         count, heads, tokens, content = self.view.shape
         block, head, token, element = self.view.stride()

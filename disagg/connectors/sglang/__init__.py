@@ -38,7 +38,6 @@ def register() -> None:
 
 
 def _kv_class(original: Any, backend: Any, kind: Any) -> Any:
-    """SGLang's `get_kv_class`."""
     if backend.value != BACKEND or kind.value == "kvargs":
         return original(backend, kind)
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer

@@ -95,6 +95,9 @@ class KvpoolManager(CommonKVManager):
         self.metadata = queue.metadata_buffers if prefill else queue.transfer_queue.metadata_buffers
         self.tells = self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1
         """Whether this rank of prefill sends the metadata, which all of them have."""
+        document = conventions(
+            text, folder=model.model_path, quantization=model.quantization, index_keys="hadamard"
+        )
         self.rank = Rank(
             settings,
             self.layout.layout,
@@ -102,12 +105,7 @@ class KvpoolManager(CommonKVManager):
             consumes=not prefill,
             readers=self.attn_tp_size * self.pp_size,
             log=log,
-            conventions=conventions(
-                text,
-                folder=model.model_path,
-                quantization=model.quantization,
-                index_keys="hadamard",
-            ),
+            conventions=document,
         )
         if prefill:
             self.local_ip, self.rank_port = split(self.rank.prefill.address)
@@ -119,9 +117,7 @@ class KvpoolManager(CommonKVManager):
         """Called before there are endpoints; `start` does it."""
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Asks the bootstrap server once how many ranks a prefill has. Ranks, page sizes and types
-        of both sides may differ: what can be read is the plan's to say.
-        """
+        """Asks once how many ranks a prefill has; what can be read of them is the plan's to say."""
         if bootstrap_addr in self.prefill_info_table:
             return True
         url = f"http://{bootstrap_addr}/route"

@@ -26,9 +26,7 @@ class SglangLayout:
 
     @property
     def held_back(self) -> int:
-        """How many of a request's last positions come with its last chunk only: SGLang lists the
-        pages of windows with it.
-        """
+        """How many positions wait for the last chunk, with which SGLang lists pages of windows."""
         spaces = (s for s in self.layout.spaces if s.ids is None and not s.per_request)
         tails = (s.window + s.window_step - 1 for s in spaces if s.window is not None)
         return max(tails, default=0)

@@ -78,11 +78,9 @@ class KvpoolSender(CommonKVSender):
         self._record_transfer_indices(kv_indices, state_indices)
 
     def poll(self) -> Any:
-        """SGLang's state of the room."""
         return self._polled(self.kv_mgr.check_status)
 
     def poll_pp_consensus(self) -> Any:
-        """That of all pipeline stages."""
         return self._polled(self.kv_mgr.check_status_pp_consensus)
 
     def clear(self) -> None:
@@ -144,7 +142,6 @@ class KvpoolReceiver(CommonKVReceiver):
             mgr.fail(room, error)
 
     def poll(self) -> Any:
-        """SGLang's state of the room."""
         self.kv_mgr.turn()
         return super().poll()
 
@@ -161,9 +158,7 @@ class KvpoolReceiver(CommonKVReceiver):
                 mgr.rank.drop(room, self._peers())
 
     def _tokens(self) -> int:
-        """How many tokens prefill is to have computed: SGLang passes on pages only, which would
-        hold a longer or shorter prompt too.
-        """
+        """How many tokens prefill is to have computed, of which the pages alone do not tell."""
         for entry in self.kv_mgr.queue.queue:
             if entry.kv_receiver is self:
                 # what decode has computed already is handed over with the prompt

@@ -9,18 +9,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 
 from disagg.connectors import stats
 from disagg.connectors.conventions import conventions
@@ -31,7 +20,7 @@ from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step, log
 from disagg.connectors.vllm.worker import ConnectorWorker
 from kvpool.device.cpu import CPUDevice
 
-KVConnectorMetadata.register(Step)
+base.KVConnectorMetadata.register(Step)
 EXTRA = "kv_connector_extra_config"
 Finished = tuple[bool, dict[str, Any] | None]
 
@@ -50,13 +39,13 @@ class SharedAllocation(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class KvpoolStats(KVConnectorStats):
+class KvpoolStats(metrics.KVConnectorStats):
     """`stats.Numbers` as vLLM carries them to its log ("KV Transfer metrics")."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+    def aggregate(self, other: metrics.KVConnectorStats) -> metrics.KVConnectorStats:
         return KvpoolStats(stats.total(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
@@ -66,7 +55,7 @@ class KvpoolStats(KVConnectorStats):
         return not self.data
 
 
-class KvpoolPromMetrics(KVConnectorPromMetrics):
+class KvpoolPromMetrics(metrics.KVConnectorPromMetrics):
     """`vllm:kvpool_*` on /metrics: `stats.SERIES`, by engine."""
 
     def __init__(self, *args: Any) -> None:
@@ -87,13 +76,13 @@ class KvpoolPromMetrics(KVConnectorPromMetrics):
 
 
 @dataclass
-class Handshake(KVConnectorHandshakeMetadata):
+class Handshake(base.KVConnectorHandshakeMetadata):
     """The endpoint address of one prefill rank."""
 
     address: str
 
 
-class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
+class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """A KV connector over kvpool: decode engines pull what prefill engines have computed.
 
     --kv-transfer-config '{"kv_connector": "KvpoolConnector", "kv_role": "kv_producer",
@@ -105,7 +94,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     _scheduler: ConnectorScheduler
     _worker: ConnectorWorker
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._settings = Settings.read(transfer.kv_connector_extra_config, EXTRA)
@@ -113,7 +102,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         stream = self._settings.stream
         # microbatches compute a layer several times a step, each time for some requests
         self._by_layer = stream == "layers" and not vllm_config.parallel_config.use_ubatching
-        if role == KVConnectorRole.SCHEDULER:
+        if role == base.KVConnectorRole.SCHEDULER:
             cuts = _moves_on(kv_cache_config)
             # vLLM cannot be told of a block that did not come where it has several groups, and an
             # engine that waits for another must not be one that another waits for
@@ -133,7 +122,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -183,7 +172,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._worker = ConnectorWorker(rank, described.groups, described.layers)
 
-    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+    def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         return Handshake(self._worker.rank.prefill.address) if self._roles["produces"] else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -202,15 +191,15 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self._worker.save(self._get_connector_metadata())
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         results = self._worker.results(finished_req_ids)
-        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+        return base.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.invalid_blocks()
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        if self.role == KVConnectorRole.SCHEDULER:
+    def get_kv_connector_stats(self) -> KvpoolStats | None:
+        if self.role == base.KVConnectorRole.SCHEDULER:
             return None
         numbers = self._worker.rank.stats.take()
         return None if numbers is None else KvpoolStats(numbers)
@@ -226,11 +215,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         return extra_config.get("stream") == "layers"
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvpoolStats:
         return KvpoolStats(data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *args: Any) -> KVConnectorPromMetrics:
+    def build_prom_metrics(cls, *args: Any) -> metrics.KVConnectorPromMetrics:
         return KvpoolPromMetrics(*args)
 
 

@@ -55,7 +55,6 @@ class Platform(NamedTuple):
 
 
 def platform_of_process() -> Platform:
-    """That of the vLLM in this process."""
     import vllm
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
     from vllm.platforms import current_platform
@@ -112,7 +111,6 @@ class RegisteredLayer:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it keeps states of linear attention."""
         return type(self.spec).__name__ == "MambaSpec"
 
     @property

@@ -49,9 +49,7 @@ class ReceiveTask:
 
 @dataclass(slots=True)
 class Step:
-    """What the workers do in one step. Of rooms in `declines` nothing is needed: prefill may have
-    its blocks back. `aborts` are requests.
-    """
+    """What the workers do in one step. Prefill gets the blocks of `declines` back."""
 
     sends: list[SendTask] = field(default_factory=list)
     receives: list[ReceiveTask] = field(default_factory=list)
@@ -80,14 +78,7 @@ class ConnectorScheduler:
     """
 
     def __init__(
-        self,
-        groups: Any,
-        *,
-        produces: bool,
-        consumes: bool,
-        stream: bool,
-        cuts: bool,
-        waits: bool = False,
+        self, groups: Any, *, produces: bool, consumes: bool, stream: bool, cuts: bool, waits: bool
     ) -> None:
         self._groups, self._stream, self._cuts, self._waits = groups, stream, cuts, waits
         self._produces, self._consumes = produces, consumes
@@ -226,9 +217,7 @@ class ConnectorScheduler:
     # both
 
     def finished(self, request: Any, blocks: Blocks) -> tuple[bool, dict[str, Any] | None]:
-        """A request has finished: whether its blocks stay until its room has ended, and the
-        parameters for decode.
-        """
+        """Whether a finished request's blocks stay until its room ends; decode's parameters."""
         name = request.request_id
         if name in self._receiving:  # stopped while it waits
             self._step.aborts.append(name)

@@ -81,9 +81,7 @@ class ConnectorWorker:
         return invalid
 
     def _offer(self, step: Step, layer: LayerId | None = None) -> None:
-        """Offers one layer of what the step computes, or all at once. Aborts come before: a request
-        that was preempted has a new room among the sends.
-        """
+        """Offers a layer, or all. Aborts first: a preempted request has a new room in `sends`."""
         while step.aborts:
             self.rank.abort(step.aborts.pop())
         for send in list(step.sends):

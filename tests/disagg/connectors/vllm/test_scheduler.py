@@ -35,7 +35,7 @@ def output(request, count, blocks, resumed=()):
 
 
 def scheduler(**options):
-    defaults = {"produces": True, "consumes": True, "stream": False, "cuts": False}
+    defaults = {"produces": True, "consumes": True, "stream": False, "cuts": False, "waits": False}
     made = ConnectorScheduler(GROUPS, **defaults | options)
     made.serve(["ipc:///a", "ipc:///b"])
     return made
