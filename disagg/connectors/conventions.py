@@ -84,8 +84,7 @@ def weights_digest(folder: str | Path) -> str | None:
 def _fields(config: Any) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
-    fields: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    return fields
+    return dict(config.to_dict() if hasattr(config, "to_dict") else vars(config))
 
 
 def _rope(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,8 +47,7 @@ class Links:
 
     def alive(self, addresses: tuple[str, ...]) -> bool:
         """Whether there is a link to a prefill's ranks, and none of them is gone."""
-        used = self._links.get(addresses)
-        return used is not None and not used.dead
+        return addresses in self._links and not self._links[addresses].dead
 
     def close_unused(self, reading: Collection[Link]) -> None:
         """Closes links, dead or old, but those that open rooms use (`reading`)."""

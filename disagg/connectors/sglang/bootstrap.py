@@ -70,7 +70,6 @@ def join(host: str, port: int) -> str:
 
 
 def main() -> None:
-    """Serves until it is stopped."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("addresses", nargs="+", help="endpoint addresses of prefill's ranks")
     parser.add_argument("--host", default="127.0.0.1")

@@ -66,5 +66,4 @@ def write_row(buffers: Any, row: int, room: int, values: Mapping[str, Any]) -> N
 
 
 def _bytes(row: torch.Tensor) -> torch.Tensor:
-    """A row's bytes, on the host."""
     return row.contiguous().cpu().view(torch.uint8)

@@ -149,7 +149,6 @@ def read_index_keys(pool: Any, layers: LayerSet, page: int) -> Iterator[PlacedTe
 
 
 def read_dsa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
-    """Rows, and index keys."""
     yield from read_mla(pool, layers)
     if pool.index_kpool > 1 or torch.version.hip:
         raise UnknownFormat(
@@ -180,11 +179,9 @@ def read_npu_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     ):
         if stacked is None or not stacked.numel():
             continue
-        row: Template = fp8_latent_row()
-        if role != "latent" or not pool.dsa_kv_cache_store_fp8:
-            row = Cell(role, stacked.shape[-1], kind)
-        views = (paged(tensor, page) for tensor in stacked)
-        yield from holders.tensors(views, rows(row))
+        is_row = role == "latent" and pool.dsa_kv_cache_store_fp8
+        part = rows(fp8_latent_row() if is_row else Cell(role, stacked.shape[-1], kind))
+        yield from holders.tensors((paged(tensor, page) for tensor in stacked), part)
 
 
 def read_swa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -322,7 +319,6 @@ def reader(kind: type) -> PoolReader:
 
 
 def read(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
-    """The states of a pool."""
     name = type(pool).__name__
     with naming(name):
         yield from reader(type(pool))(pool, replace(layers, pool=f"{layers.pool}: {name}"))

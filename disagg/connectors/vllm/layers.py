@@ -105,7 +105,6 @@ class RegisteredLayer:
 
     @property
     def model(self) -> Any:
-        """The configuration of its model."""
         speculative = self.config.speculative_config if self.owner == "draft" else None
         return getattr(speculative, "draft_model_config", None) or self.config.model_config
 
@@ -149,7 +148,6 @@ class RegisteredLayer:
 
     @property
     def heads(self) -> Heads:
-        """Its KV heads on this rank."""
         parallel, total = self.config.parallel_config, self.model.get_total_num_kv_heads()
         ranks = parallel.tensor_parallel_size
         return head_shard(self.spec.num_kv_heads, total, parallel.rank % ranks, ranks)
@@ -241,7 +239,6 @@ def index_keys(layer: RegisteredLayer) -> Parts:
 
 
 def latent_rows(layer: RegisteredLayer) -> Parts:
-    """Rows of latent and rope."""
     if getattr(layer.module, "kv_cache_dtype", "auto") == "fp8_ds_mla":
         return [rows(fp8_latent_row())]
     config = layer.model.hf_text_config

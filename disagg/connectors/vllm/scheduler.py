@@ -37,7 +37,7 @@ class SendTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveTask:
-    """Positions to be read to `blocks`. With `waits`, the step waits for them layer by layer."""
+    """Positions `start` to `stop`, to be read to `blocks`. With `waits`, a step waits by layer."""
 
     request: str
     source: Source
@@ -95,7 +95,6 @@ class ConnectorScheduler:
         self._addresses = tuple(addresses)
 
     def step(self) -> Step:
-        """What was decided since the last call."""
         step, self._step = self._step, Step()
         return step
 
