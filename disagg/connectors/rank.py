@@ -70,10 +70,9 @@ class _Receiving:
 
 
 class Rank:
-    """Offers what this rank computes (`produces`), reads what it needs (`consumes`).
-
-    `readers` ranks of this engine read each room. `log` is the engine's, which also takes numbers
-    from `stats`. `conventions`: what its bytes mean beside their layout.
+    """Offers what this rank computes (`produces`), reads what it needs (`consumes`). `readers`
+    ranks of this engine read each room. `log` is the engine's, which takes `stats` too.
+    `conventions`: what its bytes mean beside their layout.
     """
 
     def __init__(
@@ -93,10 +92,8 @@ class Rank:
         self._links: Links | None = None
         self._endpoints: list[PrefillEndpoint | DecodeEndpoint] = []
         if produces:
-            engine = create_engine(settings.engine)
-            self._prefill = PrefillEndpoint(
-                layout, engine, settings.bind, lease=settings.lease, **options
-            )
+            engine, lease = create_engine(settings.engine), settings.lease
+            self._prefill = PrefillEndpoint(layout, engine, settings.bind, lease=lease, **options)
             self._endpoints.append(self._prefill)
         if consumes:
             decode = DecodeEndpoint(
