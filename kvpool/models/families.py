@@ -169,54 +169,36 @@ def _cycles(fields: Fields) -> int:
     return layers * fields.whole("H_cycles") * (fields.whole("L_cycles") + 1)
 
 
-def _all(types: str, family: Family) -> dict[str, Family]:
-    return dict.fromkeys(types.split(), family)
-
-
-FAMILIES: dict[str, Family] = {
-    **_all(  # KV heads default to heads and head_dim to hidden_size / heads
-        "apertus arcee aria_text cohere diffllama flex_olmo granite granite4_vision_text "
-        "granitemoe granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hyperclovax "
-        "jais2 llama nanochat nemotron olmo olmo2 olmoe phi",
-        Family(grouped),
-    ),
-    **_all("chameleon cohere_compass_text deepseek_ocr2_text", Family(grouped, ignores=ONLY_DIM)),
-    **_all(
-        "biogpt bloom codegen ctrl gpt-sw3 gpt2 gpt_neox gpt_neox_japanese gptj "
-        "kosmos_2_5_text_model kosmos_2_text_model opt persimmon xglm",
-        Family(grouped, ignores=BOTH),
-    ),
-    **_all(
-        "bitnet emu3_text_model ernie4_5_moe ernie4_5_vl_moe_text glm4_moe glm4v_moe_text "
-        "glm4v_text glm_image_text glm_ocr_text granite_docling_text qwen3_omni_moe_text "
-        "qwen3_vl_moe_text",
-        Family(grouped, needs=ONLY_HEADS),
-    ),
+_FAMILIES = {  # by types that are read alike
+    # KV heads default to heads and head_dim to hidden_size / heads
+    "apertus arcee aria_text cohere diffllama flex_olmo granite granite4_vision_text "
+    "granitemoe granitemoeshared hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text hyperclovax "
+    "jais2 llama nanochat nemotron olmo olmo2 olmoe phi": Family(grouped),
+    "chameleon cohere_compass_text deepseek_ocr2_text": Family(grouped, ignores=ONLY_DIM),
+    "biogpt bloom codegen ctrl gpt-sw3 gpt2 gpt_neox gpt_neox_japanese gptj "
+    "kosmos_2_5_text_model kosmos_2_text_model opt persimmon xglm": Family(grouped, ignores=BOTH),
+    "bitnet emu3_text_model ernie4_5_moe ernie4_5_vl_moe_text glm4_moe glm4v_moe_text "
+    "glm4v_text glm_image_text glm_ocr_text granite_docling_text qwen3_omni_moe_text "
+    "qwen3_vl_moe_text": Family(grouped, needs=ONLY_HEADS),
     "stablelm": Family(grouped, needs=ONLY_HEADS, ignores=ONLY_DIM),
-    **_all(
-        "cosmos3_edge_text ernie4_5 gemma glm glm4 helium hy_v3 internlm3 iquestcoder laguna "
-        "mellum minimax_m2 molmo2_text paddleocr_vl_text qwen3_vl_text seed_oss solar_open",
-        Family(grouped, needs=BOTH),
+    "cosmos3_edge_text ernie4_5 gemma glm glm4 helium hy_v3 internlm3 iquestcoder laguna "
+    "mellum minimax_m2 molmo2_text paddleocr_vl_text qwen3_vl_text seed_oss solar_open": Family(
+        grouped, needs=BOTH
     ),
     "cohere2": Family(grouped, layer_types.every(4, PATTERN)),
-    **_all("doge phi3", Family(grouped, layer_types.all_windowed)),
-    **_all(
-        "mixtral phi4_multimodal phimoe starcoder2",
-        Family(grouped, layer_types.all_windowed, needs=ONLY_HEADS),
+    "doge phi3": Family(grouped, layer_types.all_windowed),
+    "mixtral phi4_multimodal phimoe starcoder2": Family(
+        grouped, layer_types.all_windowed, needs=ONLY_HEADS
     ),
-    **_all("ministral mistral", Family(grouped, layer_types.given_window, needs=ONLY_HEADS)),
-    **_all(
-        "qwen2 qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text",
-        Family(grouped, layer_types.from_max_window_layers, needs=ONLY_HEADS),
+    "ministral mistral": Family(grouped, layer_types.given_window, needs=ONLY_HEADS),
+    "qwen2 qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text": Family(
+        grouped, layer_types.from_max_window_layers, needs=ONLY_HEADS
     ),
-    **_all("gemma2 vaultgemma", Family(grouped, layer_types.every(2), needs=BOTH)),
-    **_all("exaone4 exaone_moe", Family(grouped, layer_types.exaone, needs=ONLY_HEADS)),
-    **_all(
-        "gpt_oss muse_glimmer_text muse_spark_text", Family(grouped, layer_types.listed, needs=BOTH)
-    ),
-    **_all(
-        "gemma4_text gemma4_unified_text",
-        Family(_gemma4, layer_types.last_full(layer_types.every(6)), also=_unshared, needs=BOTH),
+    "gemma2 vaultgemma": Family(grouped, layer_types.every(2), needs=BOTH),
+    "exaone4 exaone_moe": Family(grouped, layer_types.exaone, needs=ONLY_HEADS),
+    "gpt_oss muse_glimmer_text muse_spark_text": Family(grouped, layer_types.listed, needs=BOTH),
+    "gemma4_text gemma4_unified_text": Family(
+        _gemma4, layer_types.last_full(layer_types.every(6)), also=_unshared, needs=BOTH
     ),
     "afmoe": Family(grouped, layer_types.every(4, "global_attn_every_n_layers"), needs=ONLY_DIM),
     "beam": Family(grouped, layer_types.last_full(layer_types.every(6)), needs=BOTH),
@@ -255,6 +237,7 @@ FAMILIES: dict[str, Family] = {
     **LATENT_FAMILIES,
     **LINEAR_FAMILIES,
 }
+FAMILIES = {name: family for names, family in _FAMILIES.items() for name in names.split()}
 TARGETS: dict[str, Callable[[Fields], Declaration]] = {**FAMILIES, "deepseek_v4": deepseek_v4}
 DRAFTS: dict[str, Callable[[Fields, int], Declaration]] = {
     **{name: family.drafted for name, family in FAMILIES.items() if family.draft},

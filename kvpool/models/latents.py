@@ -67,7 +67,7 @@ def _two_a_block(fields: Fields) -> int:
 
 INDEXED_LATENTS = Family(latent, always(INDEXED), names=(FULL, INDEXED), also=indexed)
 FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("axk1", "deepseek_v2", "minicpm3", "mistral4", "youtu"), Family(latent)),
+    "axk1 deepseek_v2 minicpm3 mistral4 youtu": Family(latent),
     "deepseek_v3": Family(latent, draft=FULL),
     "glm4_moe_lite": Family(_glm4_moe_lite),
     "longcat_flash": Family(latent, layers=_two_a_block),

@@ -238,15 +238,11 @@ FAMILIES: dict[str, Family] = {
         beside(BAMBA), _by_indices("attn_layer_indices", LINEAR), (FULL, LINEAR), needs=ONLY_HEADS
     ),
     "falcon_h1": Family(beside(BAMBA), always(HYBRID), (HYBRID,), needs=ONLY_HEADS),
-    "falcon_mamba": Family(beside(_mamba1("expand", "state_size", "conv_kernel")), always(LINEAR)),
     "granitemoehybrid": Family(beside(BAMBA), listed, (FULL, LINEAR)),
     "bailing_hybrid": Family(
         beside(_bailing, latent), every(None, "layer_group_size", LINEAR), (FULL, LINEAR)
     ),
-    **dict.fromkeys(
-        ("inkling2_text", "inkling_text"),
-        Family(_inkling, listed, (HYBRID, HYBRID_SLIDING), needs=BOTH),
-    ),
+    "inkling2_text inkling_text": Family(_inkling, listed, (HYBRID, HYBRID_SLIDING), needs=BOTH),
     "glm5_next_text": Family(
         beside(_kda, _glm5_next), every(4, rest=LINEAR), (FULL, INDEXED, LINEAR), also=indexed
     ),
@@ -262,7 +258,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "lfm2_moe": Family(beside(_short_conv), listed, (FULL, CONV), needs=ONLY_HEADS),
     "lfm3": Family(beside(_short_conv), listed, (FULL, SLIDING, CONV), needs=BOTH),
-    "mamba": Family(beside(_mamba1("expand", "state_size", "conv_kernel")), always(LINEAR)),
+    "falcon_mamba mamba": Family(
+        beside(_mamba1("expand", "state_size", "conv_kernel")), always(LINEAR)
+    ),
     "mamba2": Family(beside(MAMBA2), always(LINEAR)),
     "minimax": Family(beside(_lightning), listed, (FULL, LINEAR), needs=ONLY_HEADS),
     "nemotron_h": Family(
@@ -273,7 +271,7 @@ FAMILIES: dict[str, Family] = {
         needs=BOTH,
     ),
     "olmo_hybrid": Family(GATED, listed, (FULL, LINEAR)),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), QWEN),
+    "qwen3_5_moe_text qwen3_5_text": QWEN,
     "qwen3_next": replace(QWEN, draft=FULL),
     "zamba": Family(beside(_zamba, _zamba2_attention), listed, (LINEAR, HYBRID), needs=ONLY_HEADS),
     "zaya": Family(_zaya, always(HYBRID), (HYBRID, HYBRID_SLIDING), needs=BOTH),
