@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -62,7 +62,7 @@ class PipelineStage:
 
     layers: tuple[int, ...]
     draft_layers: tuple[int, ...]
-    shares: tuple[RoleBytes, ...]
+    layout: PoolLayout
     items: dict[str, int]
     nbytes: int
     tokens: int | None
@@ -70,7 +70,7 @@ class PipelineStage:
 
     def bytes_per(self, per: str) -> float:
         """Bytes of each token, or of each request."""
-        return sum(share.nbytes for share in self.shares if share.per == per)
+        return sum(share.nbytes for share in shares(self.layout) if share.per == per)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +92,7 @@ class Figures:
     @property
     def shares(self) -> tuple[RoleBytes, ...]:
         """Bytes by role over all stages, of one shard each."""
-        rows: dict[tuple[str, str, str], list[RoleBytes]] = {}
-        for share in (share for stage in self.stages for share in stage.shares):
-            rows.setdefault((share.owner, share.role, share.per), []).append(share)
-        sums = (
-            replace(
-                parts[0],
-                layers=tuple(layer for share in parts for layer in share.layers),
-                nbytes=sum(share.nbytes for share in parts),
-            )
-            for parts in rows.values()
-        )
-        return tuple(sorted(sums, key=lambda share: share.per == "request"))
+        return shares(*(stage.layout for stage in self.stages))
 
     @property
     def tightest_for_tokens(self) -> int | None:
@@ -184,7 +173,7 @@ def _stage(
     return PipelineStage(
         layers=layers,
         draft_layers=pools[1].layers if len(pools) > 1 else (),
-        shares=shares(PoolLayout.merge(*(pool.layout for pool in pools))),
+        layout=PoolLayout.merge(*(pool.layout for pool in pools)),
         items=items,
         nbytes=size(pools, items, step),
         tokens=None if room is None else room * pools[0].page_size,
@@ -207,27 +196,28 @@ def stage_pools(
         yield pools
 
 
-def shares(layout: PoolLayout) -> tuple[RoleBytes, ...]:
-    """Bytes of each token and each request by role, unused bytes as role `padding`: the sum is the
-    bytes of the buffers' items, or of the blocks that they lie in. Windows are counted at their
-    largest, with chunks of one token.
+def shares(*layouts: PoolLayout) -> tuple[RoleBytes, ...]:
+    """Bytes of each token and each request by role, over the layouts of all stages, unused bytes as
+    role `padding`: the sum is the bytes of the buffers' items, or of the blocks that they lie in.
+    Windows are counted at their largest, with chunks of one token.
     """
     # bytes of owner, role and token or request, by layer
     sizes: dict[tuple[str, str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    regions: dict[str, list[Region]] = defaultdict(list)
-    for region in layout.regions:
-        regions[region.buffer].append(region)
-    rests = _rests_of_blocks(layout)
-    for buffer in layout.buffers:
-        space, inside = layout.space_by_name[buffer.space], regions[buffer.name]
-        space = layout.space_by_name[space.id_list]  # whose items a request holds
-        per = "token" if space.grows else "request"
-        items = 1 / space.tokens_per_item if space.grows else items_per_request(space, 1)
-        for region in inside:
-            sizes[region.owner, region.role, per][region.layer] += region.nbytes * items
-        rest = buffer.item_bytes - sum(region.nbytes for region in inside)
-        if rest := rest + rests.get(buffer.name, 0):
-            sizes[inside[0].owner, "padding", per][inside[0].layer] += rest * items
+    for layout in layouts:
+        regions: dict[str, list[Region]] = defaultdict(list)
+        for region in layout.regions:
+            regions[region.buffer].append(region)
+        rests = _rests_of_blocks(layout)
+        for buffer in layout.buffers:
+            space, inside = layout.space_by_name[buffer.space], regions[buffer.name]
+            space = layout.space_by_name[space.id_list]  # whose items a request holds
+            per = "token" if space.grows else "request"
+            items = 1 / space.tokens_per_item if space.grows else items_per_request(space, 1)
+            for region in inside:
+                sizes[region.owner, region.role, per][region.layer] += region.nbytes * items
+            rest = buffer.item_bytes - sum(region.nbytes for region in inside)
+            if rest := rest + rests.get(buffer.name, 0):
+                sizes[inside[0].owner, "padding", per][inside[0].layer] += rest * items
     rows = [
         RoleBytes(
             owner=owner,
