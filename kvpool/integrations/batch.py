@@ -26,9 +26,7 @@ PADDING = -2
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """`before`, `[B]`: the columns before each row's first token; `columns`: those that end with
-    the tokens that rows have.
-    """
+    """`before`, `[B]`: columns before each row's first token; `columns`: those up to the last."""
 
     before: tuple[int, ...]
     columns: int
@@ -177,7 +175,6 @@ class Batch:
         return start
 
     def crop(self, tokens_to_remove: int) -> None:
-        """See PoolCache.crop."""
         length = self.columns + tokens_to_remove
         if not 0 <= length <= self.columns:
             raise ValueError(
@@ -199,9 +196,7 @@ class Batch:
         self.columns = length
 
     def tokens_only(self, where: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
-        """The locations `[B, T]` of new columns that are tokens, flat, and their states, each
-        `[B * T, ...]`.
-        """
+        """Flat, of new columns `[B, T]` that are tokens: locations and states `[B * T, ...]`."""
         flat = [where.flatten(), *states]
         if self.columns - where.shape[1] >= max(self.padding.before):
             return flat
@@ -209,9 +204,7 @@ class Batch:
         return [values[kept] for values in flat]
 
     def read(self, where: torch.Tensor, load: Callable[[torch.Tensor], Any]) -> Any:
-        """What `load` reads at locations `[N]`, each `[N, ...]` or None, with zeros where there is
-        no token.
-        """
+        """What `load` reads at locations `[N]`, `[N, ...]` or None each; zeros for no token."""
         if not any(self.padding.before):
             return load(where)
         empty = where == PADDING
@@ -268,19 +261,16 @@ class Batch:
             )
 
     def _extend(self, columns: int) -> None:
-        behind = [key for key, count in self.written.items() if count != self.columns]
-        if behind:
-            layer, state = behind[0]
-            raise RuntimeError(
-                f"layer {layer} {state}: {self.written[behind[0]]} tokens, others {self.columns}. "
-                "Either a forward did not finish (free the requests), or it changed the state in "
-                "place and something still holds the tensor (let go of it), or the model has no "
-                "such state (build the pool for this model)."
-            )
-        before, after = (
-            self.padding.tokens(self.columns),
-            self.padding.tokens(self.columns + columns),
-        )
+        for (layer, state), count in self.written.items():
+            if count != self.columns:
+                raise RuntimeError(
+                    f"layer {layer} {state}: {count} tokens, others {self.columns}. Either a "
+                    "forward did not finish (free the requests), or it changed the state in place "
+                    "and something still holds the tensor (let go of it), or the model has no such "
+                    "state (build the pool for this model)."
+                )
+        before = self.padding.tokens(self.columns)
+        after = self.padding.tokens(self.columns + columns)
         more = [b - a for a, b in zip(before, after)]
         room = [request.num_tokens - n for request, n in zip(self.requests, before)]
         others = {region.owner for region in self.allocator.layout.regions} - {self.pool.owner}
@@ -294,13 +284,12 @@ class Batch:
         elif others and room == more:  # a draft's forward after its target's
             rows = [self.allocator.locations(request) for request in self.requests]
             fresh = {name: [row[name][n:] for row, n in zip(rows, before)] for name in rows[0]}
-            gone = [s.name for s in self.allocator.spaces if not s.per_request]
-            gone = [name for name in gone if any((row < 0).any() for row in fresh[name])]
-            if gone:
-                raise ValueError(
-                    f"space {gone[0]}: tokens left the window before {self.pool.owner} wrote "
-                    "them. Run its forward after each of the target's."
-                )
+            for space in self.allocator.spaces:
+                if not space.per_request and any((row < 0).any() for row in fresh[space.name]):
+                    raise ValueError(
+                        f"space {space.name}: tokens left the window before {self.pool.owner} "
+                        "wrote them. Run its forward after each of the target's."
+                    )
         else:
             row = next(row for row, n in enumerate(room) if n)
             raise ValueError(

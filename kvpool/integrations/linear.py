@@ -77,9 +77,7 @@ class LinearStates:
         return full
 
     def update_temporal(self, state: torch.Tensor) -> torch.Tensor:
-        """Writes the temporal state `[B, head, ...]`, and the convolution's if it was shifted in
-        place.
-        """
+        """Writes the temporal state `[B, head, ...]`, and taps that were shifted in place."""
         heads = self.at.shard.of(self.kind.heads)[1] if self.kind.heads else 0
         self._check("temporal", state, (heads, *self.kind.state_shape), widen=True)
         if not self.kind.taps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from weakref import proxy
 
 import torch
@@ -16,6 +16,7 @@ from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.formats import MHA, MLA, At, Attention, IndexKey, LinearState, Ring
 from kvpool.layout.request_address import MAX_TOKENS
 
+State = TypeVar("State")
 # what transformers calls the compressor that a ring belongs to
 NAMES = {"state": "compressor", "index_state": "indexer"}
 
@@ -89,8 +90,10 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pool has its memory."""
 
-    def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
-        kind: Any = self._need(self.attention, "keys and values")
+    def update(
+        self, key_states: Any, value_states: Any, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kind = self._need(self.attention, "keys and values")
         pool = self.batch.pool
         inputs = self._checked(kind, key_states, value_states)
         paired = isinstance(kind, MLA) and kind.rope_pairs and kind.qk_rope_head_dim > 0
@@ -114,7 +117,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             outputs = [torch.cat(outputs, dim=-1)] * 2
         # models ask for the shape; the memory is the pool's
         self.keys, self.values = (x.to("meta") for x in outputs)
-        return tuple(outputs)
+        return outputs[0], outputs[1]
 
     def update_indexer(self, keys: torch.Tensor) -> torch.Tensor:
         self._need(self.index, "index keys")
@@ -140,12 +143,11 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def linear_states(self, index: int) -> LinearStates:
         """The layer's linear-attention state number `index`; ValueError if there is none."""
         state = self.linear[index] if index < len(self.linear) else None
-        return self._need(state, f"linear-attention state {index}")  # type: ignore[no-any-return]
+        return self._need(state, f"linear-attention state {index}")
 
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """See Compressor.store."""
         compressor = self._compressor(name)
         for part in (kv, gate):
             taken = kv.shape[1], compressor.width
@@ -155,11 +157,9 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update_overlap_state(
         self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """See Compressor.overlap."""
         return self._compressor(name).overlap(chunk_kv, chunk_gate, head_dim)
 
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
-        """See Compressor.append."""
         return self._compressor(name).append(compressed)
 
     def get_seq_length(self) -> int:
@@ -206,10 +206,9 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return states
 
     def _compressor(self, name: str) -> Compressor:
-        self._need(self.compressors.get(name), f"{name} states")
-        return self.compressors[name]
+        return self._need(self.compressors.get(name), f"{name} states")
 
-    def _need(self, state: Any, what: str) -> Any:
+    def _need(self, state: State | None, what: str) -> State:
         if state is None:
             raise ValueError(
                 f"{self.batch.pool.owner} layer {self.layer}: the model has {what}, the pool "

@@ -109,8 +109,7 @@ class PoolCache(Cache):
         """Writes `[B, H, T, D]` of a layer's new tokens; returns what these attend to,
         `[B, H, T_total, D]`. Raises ValueError if the states do not fit the pool.
         """
-        first, second = self._layer(layer_idx).update(key_states, value_states)
-        return first, second
+        return self._layer(layer_idx).update(key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Any, layer_idx: int) -> torch.Tensor:
         """Writes index keys `[B, T, D]`; returns those of all tokens."""

@@ -113,8 +113,9 @@ def write_chart(chart: Chart, path: Path, details: str = "") -> None:
 
 def chart_html(chart: Chart, details: str = "") -> str:
     """One self-contained page; `details` is text below."""
+    middle = {"dot": 50.0, "tick": 50.0}
     keys = "".join(
-        f'<li><span class="key">{_mark(Mark(kind, 0, 1, colour), 0.0, _key_end(kind))}</span>'
+        f'<li><span class="key">{_mark(Mark(kind, 0, 1, colour), 0, middle.get(kind, 100))}</span>'
         f"{text(words)}</li>"
         for kind, colour, words in chart.legend
     )
@@ -124,11 +125,6 @@ def chart_html(chart: Chart, details: str = "") -> str:
     body += [f"<p>{text(note)}</p>" for note in chart.notes]
     body += [f"<pre>{text(details)}</pre>"] if details else []
     return page(chart.title, *body, style=asset("chart.css"))
-
-
-def _key_end(kind: Kind) -> float:
-    """Where the mark of a key ends, in percent: a dot and a tick are in its middle."""
-    return 50.0 if kind in ("dot", "tick") else 100.0
 
 
 def _plot(panel: Panel) -> str:

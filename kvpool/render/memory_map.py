@@ -27,9 +27,8 @@ class ByteLocation:
     @property
     def numbers(self) -> dict[str, int]:
         """Steps as the model counts them, by axis name, largest stride first."""
-        steps = zip(self.region.axes, self.steps)
-        ordered = sorted(steps, key=lambda pair: -pair[0].stride)
-        return {axis.name: axis.start + step for axis, step in ordered if axis.total > 1}
+        steps = sorted(zip(self.region.axes, self.steps), key=lambda pair: -pair[0].stride)
+        return {axis.name: axis.start + step for axis, step in steps if axis.total > 1}
 
     def __str__(self) -> str:
         words = [self.region.role, *(f"{name} {step}" for name, step in self.numbers.items())]
@@ -129,9 +128,7 @@ class Band:
         return f"{self.axis.name} {start + low:,}{last}"
 
     def boxes(self, number: int, smallest: float) -> list[Box]:
-        """Row `number` as boxes side by side, `smallest` bytes long or longer where cells are
-        adjacent.
-        """
+        """Row `number` as boxes side by side, of `smallest` bytes or more where cells adjoin."""
         start = self.start + number * self.row
         end = min(start + self.row, self.end)
         parts = (_cells(region, start, end, smallest) for region in self.regions)
@@ -147,9 +144,7 @@ class Band:
 
 
 def _cells(region: Region, start: int, end: int, smallest: float) -> Iterator[Box]:
-    """Cells of a region in bytes `start` to `end`. Contiguous steps shorter than `smallest` bytes
-    are one box.
-    """
+    """Cells of a region in bytes `start` to `end`; adjacent steps below `smallest` are one box."""
 
     def inside(axes: Sequence[Axis], at: int, names: tuple[str, ...]) -> Iterator[Box]:
         reach = region.width + sum((axis.size - 1) * axis.stride for axis in axes)

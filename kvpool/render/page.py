@@ -44,9 +44,4 @@ def legend(keys: Iterable[tuple[str, str]]) -> str:
 
 def text(words: str) -> str:
     """Words as text of a page."""
-    return escape(printable(words))
-
-
-def printable(words: str) -> str:
-    """Words without characters that no page can hold."""
-    return UNPRINTABLE.sub("\ufffd", words)
+    return escape(UNPRINTABLE.sub("\ufffd", words))
