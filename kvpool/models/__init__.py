@@ -59,9 +59,7 @@ def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
 
 
 def known() -> tuple[str, ...]:
-    """Model types that can be declared. Also a type that is not among them can, if its text_config
-    is of one that is.
-    """
+    """Model types that can be declared. So can any other whose text_config is of one of them."""
     return tuple(sorted({*TARGETS, *WRAPPERS}))
 
 

@@ -40,24 +40,19 @@ class Fields:
     needs: frozenset[str] = frozenset()
 
     def get(self, name: str) -> Any:
-        """A field, None if it is absent."""
         self.used.add(self.inside + name)
         return self.values.get(name)
 
     def ignore(self, *names: str) -> None:
-        """Marks fields as known that say nothing of this type's state: they are not read, and not
-        refused as unread.
-        """
+        """Marks fields that say nothing of this type's state: they are not refused as unread."""
         self.used.update(self.inside + name for name in names)
 
     def wrong(self, name: str, expected: str) -> ValueError:
-        """The error for a field that does not fit."""
         value = self.get(name)
         seen = "it is missing" if value is None else f"got {short(value)}"
         return ValueError(f"{self.model} config: {self.inside}{name} must be {expected}, {seen}.")
 
     def whole(self, name: str, least: int = 1, most: int = MAX_VALUE) -> int:
-        """A whole number."""
         value = self.get(name)
         if type(value) is not int or not least <= value <= most:
             raise self.wrong(name, f"a whole number from {least} to {most:,}")
@@ -79,11 +74,9 @@ class Fields:
         return self.get(name) is not None
 
     def needed(self, name: str) -> bool:
-        """Whether the field is present, or must be."""
         return self.has(name) or name in self.needs
 
     def inner(self, name: str) -> Fields:
-        """The fields of a nested object."""
         value = self.get(name)
         if not isinstance(value, Mapping):
             raise self.wrong(name, "an object")
@@ -126,7 +119,6 @@ class Fields:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
         return self.whole(self.named("num_hidden_layers"), most=MAX_LAYERS)
 
     @property
@@ -174,8 +166,7 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 def shipped() -> tuple[str, ...]:
     """Names of the shipped configs."""
-    names = (path.name for path in _CONFIGS.iterdir())
-    return tuple(sorted(name[:-5] for name in names if name.endswith(".json")))
+    return tuple(sorted(path.name.removesuffix(".json") for path in _CONFIGS.iterdir()))
 
 
 def short(value: Any) -> str:

@@ -40,11 +40,11 @@ def _mimo_v2_flash(fields: Fields, name: str) -> Layer:
     fields.ignore("attention_chunk_size", "hybrid_layer_pattern")
     full = heads(fields, fields.whole("v_head_dim"))
     count = fields.whole_or(f"swa_{HEADS}", 2 * full.num_kv_heads)
-    dims = fields.whole_or("swa_head_dim", full.head_dim), full.v_head_dim or full.head_dim
-    v_dim = fields.whole_or("swa_v_head_dim", dims[1])
+    dim = fields.whole_or("swa_head_dim", full.head_dim)
+    v_dim = fields.whole_or("swa_v_head_dim", full.v_head_dim or full.head_dim)
     if name == FULL:
         return window_state(fields, name, full)
-    swa = MHA(count, dims[0], None if v_dim == dims[0] else v_dim)
+    swa = MHA(count, dim, None if v_dim == dim else v_dim)
     if fields.has("sliding_window_size"):  # without the current token
         return (State(swa, fields.whole("sliding_window_size")),)
     return window_state(fields, name, swa)
@@ -91,21 +91,17 @@ def _gemma4(fields: Fields, name: str) -> Layer:
 
 def _unshared(fields: Fields, layers: list[Layer]) -> list[Layer]:
     """The last num_kv_shared_layers read the keys of earlier layers and keep none."""
-    shared = 0
-    if fields.needed(SHARED):
-        shared = fields.whole(SHARED, 0, len(layers) - 1)
+    shared = fields.whole(SHARED, 0, len(layers) - 1) if fields.needed(SHARED) else 0
     return [() if n >= len(layers) - shared else layer for n, layer in enumerate(layers)]
 
 
 def _falcon(fields: Fields, name: str) -> Layer:
     """One KV head, or all: transformers repeats those of the new architecture for every head."""
-    count, kv = fields.whole(fields.named("num_attention_heads")), fields.get("num_kv_heads")
-    repeated = fields.flag("new_decoder_architecture")
+    count = fields.whole(fields.named("num_attention_heads"))
     single = fields.get("multi_query") is not False
-    if single and not repeated:
-        count = 1
-    elif not repeated and kv is not None:
-        count = fields.whole("num_kv_heads")
+    fields.ignore("num_kv_heads")
+    if not fields.flag("new_decoder_architecture"):
+        count = 1 if single else fields.whole_or("num_kv_heads", count)
     return (State(MHA(count, head_dim(fields))),)
 
 

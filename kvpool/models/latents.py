@@ -5,7 +5,6 @@ on all layers, compressed entries on some.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from kvpool.layout.formats import MLA, IndexKey, Ring, V4Latent
 from kvpool.models.config import Fields
@@ -118,17 +117,16 @@ def _compressed(fields: Fields, ratios: tuple[int, ...]) -> Declaration:
         rope = int(part * head_dim)
     else:
         rope = fields.whole("qk_rope_head_dim", 1, head_dim - 1)
-    arguments: dict[str, Any] = {
-        "latent_dim": head_dim - rope,
-        "qk_rope_head_dim": rope,
-        "index_head_dim": fields.whole("index_head_dim"),
-        "overlap_ratio": _rate(fields, SPARSE) if fields.has("layer_types") else 4,
-        "window": fields.whole("sliding_window", 2) - 1,
-        "compress_ratios": ratios,
-    }
     return Declaration(
         pool=DSv4Pool,
-        arguments=arguments,
+        arguments={
+            "latent_dim": head_dim - rope,
+            "qk_rope_head_dim": rope,
+            "index_head_dim": fields.whole("index_head_dim"),
+            "overlap_ratio": _rate(fields, SPARSE) if fields.has("layer_types") else 4,
+            "window": fields.whole("sliding_window", 2) - 1,
+            "compress_ratios": ratios,
+        },
         kinds=frozenset((V4Latent, IndexKey, Ring)),
         layers=tuple(range(len(ratios))),
         page_size=256,  # every compress ratio must divide a page
@@ -144,10 +142,8 @@ def _rated(fields: Fields) -> tuple[int, ...]:
     rates = {SLIDING: 0, SPARSE: _rate(fields, SPARSE), HEAVY: _rate(fields, HEAVY)}
     if rates[SPARSE] == rates[HEAVY]:
         raise fields.wrong("compress_rates", f"two rates that differ for {SPARSE} and {HEAVY}")
-    return tuple(
-        rates[name]
-        for name in fields.each("layer_types", (SLIDING, SPARSE, HEAVY), fields.num_layers)
-    )
+    names = fields.each("layer_types", tuple(rates), fields.num_layers)
+    return tuple(rates[name] for name in names)
 
 
 def _ratios_of(fields: Fields) -> tuple[int, ...]:

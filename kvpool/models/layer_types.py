@@ -80,8 +80,7 @@ def every(full: int | None, field: str = "", rest: str = SLIDING, offset: int = 
 def rotated_layers(fields: Fields, count: int) -> Sequence[int]:
     """1 for each layer with rotation: listed, or all but every fourth."""
     if fields.get("no_rope_layers"):
-        rotated: tuple[int, ...] = fields.each("no_rope_layers", (0, 1), count)
-        return rotated
+        return fields.each("no_rope_layers", (0, 1), count)
     step = fields.whole_or("no_rope_layer_interval", 4)
     return [int((n + 1) % step != 0) for n in range(count)]
 
@@ -123,8 +122,7 @@ def by_window(fields: Fields, count: int) -> Sequence[str]:
 def smollm3(fields: Fields, count: int) -> Sequence[str]:
     """A window on layers without rotation."""
     fields.ignore("max_window_layers")
-    windowed = fields.flag("use_sliding_window") and fields.has("sliding_window")
-    if not windowed:
+    if not fields.flag("use_sliding_window") or not fields.has("sliding_window"):
         return [FULL] * count
     return [FULL if rotated else SLIDING for rotated in rotated_layers(fields, count)]
 

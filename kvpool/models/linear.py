@@ -108,22 +108,16 @@ def _glm5_next(fields: Fields, name: str) -> Layer:
     return State(row), State(IndexKey(fields.whole("index_head_dim"), pooled=True))
 
 
-def _mamba2(
-    count: str, dim: str, groups: str, size: str, kernel: str
-) -> Callable[[Fields], LinearState]:
-    """Mamba-2, with the names of its numbers."""
+def _mamba2(*names: str) -> Callable[[Fields], LinearState]:
+    """Mamba-2, with the names of its heads, their dim, groups, state size and kernel."""
+    *sizes, kernel = names
 
     def state(fields: Fields) -> LinearState:
         fields.ignore(*MAMBA_UNREAD, "mamba_expand", "expand", "mamba_d_ssm")
         if fields.get("mamba_ssm_cache_dtype") not in (None, "float32"):
             raise fields.wrong("mamba_ssm_cache_dtype", "'float32'")
-        return mamba2(
-            fields.whole(count),
-            fields.whole(dim),
-            fields.whole(groups),
-            fields.whole(size),
-            fields.whole(kernel, 2),
-        )
+        count, dim, groups, size = map(fields.whole, sizes)
+        return mamba2(count, dim, groups, size, fields.whole(kernel, 2))
 
     return state
 
@@ -219,8 +213,7 @@ def _zamba2_attention(fields: Fields, name: str) -> Layer:
 
 
 def _lightning(fields: Fields) -> LinearState:
-    kv = heads(fields)
-    return lightning(fields.whole("num_attention_heads"), kv.head_dim)
+    return lightning(fields.whole("num_attention_heads"), heads(fields).head_dim)
 
 
 def _zaya(fields: Fields, name: str) -> Layer:

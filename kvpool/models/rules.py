@@ -188,10 +188,7 @@ def indexed(fields: Fields, layers: list[Layer]) -> list[Layer]:
 
 def heads(fields: Fields, v_dim: int | None = None) -> MHA:
     """KV heads and their dim."""
-    if fields.needed(HEADS):
-        count = fields.whole(HEADS)
-    else:
-        count = fields.whole(fields.named("num_attention_heads"))
+    count = fields.whole(HEADS if fields.needed(HEADS) else fields.named("num_attention_heads"))
     dim = head_dim(fields)
     return MHA(count, dim, None if v_dim == dim else v_dim)
 

@@ -69,7 +69,6 @@ class PipelineStage:
     requests: int
 
     def bytes_per(self, per: str) -> float:
-        """Bytes of each token, or of each request."""
         return sum(share.nbytes for share in shares(self.layout) if share.per == per)
 
 
