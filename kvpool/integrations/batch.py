@@ -6,7 +6,7 @@ b in column c is its position c - padding[b], and no column before is in the poo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -221,7 +221,6 @@ class Batch:
                 progress.unfinished.add(self.pool.owner)
 
     def raise_failure(self) -> None:
-        """Raises what `fail` kept."""
         if self.failed is not None:
             failed = self.failed
             if len(self.written) > 1:
@@ -274,7 +273,6 @@ class Batch:
         more = [b - a for a, b in zip(before, after)]
         room = [request.num_tokens - n for request, n in zip(self.requests, before)]
         others = {region.owner for region in self.allocator.layout.regions} - {self.pool.owner}
-        fresh: Mapping[str, Any]
         if not any(room):
             fresh_rows = self.allocator.extend_batch(self.requests, more)
             fresh = {name: [row[:n] for row, n in zip(x, more)] for name, x in fresh_rows.items()}

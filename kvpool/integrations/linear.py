@@ -30,7 +30,6 @@ class LinearStates:
 
     @property
     def columns(self) -> int:
-        """Columns written."""
         return self.batch.written[self.layer, self.name]
 
     def conv(self) -> torch.Tensor | None:
@@ -120,7 +119,6 @@ class LinearStates:
         self._write(lent["conv"] if shifted else None, temporal)
 
     def _shifted(self) -> bool:
-        """Whether the model has shifted the lent taps."""
         conv = self._lent.get("conv")
         return conv is not None and not torch.equal(conv[..., :1], self._unshifted)
 

@@ -85,7 +85,11 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_sliding = self.window is not None
         self.is_linear = bool(self.linear) and self.attention is None
         # over grouped heads an indexer selects blocks of columns, over latents single ones
-        self.selects_blocks = bool(self.index) and isinstance(self.attention, MHA)
+        if self.index and isinstance(self.attention, MHA) and any(batch.padding.before):
+            raise ValueError(
+                f"{pool.owner} layer {layer} index_key: padding {list(batch.padding.before)}, but "
+                "the model selects blocks of columns. Make a batch of each length."
+            )
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the pool has its memory."""
@@ -128,9 +132,8 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.batch.check(self.layer, "index_key", keys, (tokens, width), pool.dtype)
         start = self.batch.advance(self.layer, "indexer", tokens)
         locations = self.batch.locations(self.layer, role)
-        pool.set_index_key(
-            self.layer, *self.batch.tokens_only(locations[:, start:], keys.flatten(0, 1))
-        )
+        flat = self.batch.tokens_only(locations[:, start:], keys.flatten(0, 1))
+        pool.set_index_key(self.layer, *flat)
         (rows_read,) = self.batch.read(
             locations.flatten(), lambda ids: [pool.get_index_key(self.layer, ids)]
         )

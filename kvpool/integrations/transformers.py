@@ -67,12 +67,6 @@ class PoolCache(Cache):
         self.pool, self.allocator, self.requests = pool, allocator, self.batch.requests
         self.padding = self.batch.padding
         self.pool_layers = [PoolLayer(self.batch, layer) for layer in range(pool.end_layer)]
-        blocks = [layer.layer for layer in self.pool_layers if layer.selects_blocks]
-        if blocks and any(self.padding.before):
-            raise ValueError(
-                f"{pool.owner} layer {blocks[0]} index_key: padding {list(self.padding.before)}, "
-                "but the model selects blocks of columns. Make a batch of each length."
-            )
         self.batch.count((layer.layer, name) for layer in self.pool_layers for name in layer.states)
         Cache.__init__(self, layers=list(self.pool_layers))  # its subclasses make other layers
 
@@ -143,7 +137,6 @@ class PoolCache(Cache):
         return self.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        """Writes the lightning state."""
         self.update_recurrent_state(linear_cache, layer_idx)
 
     def has_previous_state(
