@@ -53,8 +53,7 @@ _Utilisation = Annotated[
 _Tp = Annotated[int, typer.Option(min=1, max=1 << 16, help="Shards of each layer.")]
 _Pp = Annotated[int, typer.Option(min=1, max=1 << 16, help="Pipeline stages.")]
 _Dtype = Annotated[
-    str,
-    typer.Option(help=f"How entries are stored: {', '.join((*DTYPE_NAMES, *PACKINGS))}."),
+    str, typer.Option(help=f"How entries are stored: {', '.join((*DTYPE_NAMES, *PACKINGS))}.")
 ]
 _ConvDtype = Annotated[
     str | None,
@@ -77,8 +76,7 @@ _Requests = Annotated[
     ),
 ]
 _Tokens = Annotated[
-    int,
-    typer.Option(min=1, max=1 << 30, help="Length of the requests that are counted."),
+    int, typer.Option(min=1, max=1 << 30, help="Length of the requests that are counted.")
 ]
 _Draft = Annotated[
     bool,
@@ -221,9 +219,8 @@ def share_table(figures: Figures, dtype: str) -> Table:
     from kvpool.render.table import FittedTable
 
     split = f"tp {figures.tp}, pp {len(figures.stages)}"
-    table = FittedTable(title=f"{escape(figures.model)} in {escape(dtype)}, {split}")
+    table = FittedTable("role", title=f"{escape(figures.model)} in {escape(dtype)}, {split}")
     table.caption = "bytes of all stages, on one shard"
-    table.add_column("role")
     table.add_column("layers", justify="right")
     table.add_column("each")
     table.add_column("bytes", justify="right", no_wrap=True)
@@ -247,10 +244,9 @@ def stage_table(figures: Figures) -> Table:
     if figures.state != figures.memory:
         less = f" less {human(figures.weights)} of weights" if figures.weights else ""
         title = f"{human(figures.state)} ({figures.utilisation:g} of {title}{less})"
-    table = FittedTable(title=f"{title}, pages of {figures.page_size} tokens")
+    title += f", pages of {figures.page_size} tokens"
+    table = FittedTable("stage", "layers", title=title)
     per = [p for p in ("token", "request") if any(stage.bytes_per(p) for stage in figures.stages)]
-    table.add_column("stage")
-    table.add_column("layers")
     block = "block" if figures.block_pool else "page"
     for name in (*(f"bytes\na {p}" for p in per), f"{block}s", "tokens", "requests"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -43,8 +43,7 @@ _Draft = Annotated[
     bool, typer.Option("--draft", help="The draft (MTP) layers too, and rings for speculation.")
 ]
 _AsJson = Annotated[
-    bool,
-    typer.Option("--json", help="The layout as JSON, which `describe` and `explain` read."),
+    bool, typer.Option("--json", help="The layout as JSON, which `describe` and `explain` read.")
 ]
 _Svg = Annotated[Path | None, typer.Option(help="Write a memory map of an item of each kind.")]
 _Html = Annotated[Path | None, typer.Option(help="As --svg, as a page that looks up bytes.")]
@@ -71,6 +70,9 @@ def describe(
     Example:
       kvpool describe deepseek_v4 --packing fp8 --html map.html
     """
+    from rich.console import Console
+    from rich.markup import escape
+
     for option, path in (("--svg", svg), ("--html", html)):
         check_output(option, path)
     options = {"--dtype": dtype, "--page-size": page_size, "--tp": tp, "--rank": rank}
@@ -90,7 +92,10 @@ def describe(
     if as_json:
         typer.echo(layout.to_json())
     else:
-        print_layout(layout, title)
+        console = Console()
+        console.print(layout_table(layout, escape(title)), crop=False)
+        for space in layout.spaces:
+            console.print(escape(space_words(space)), highlight=False)
     for option, path, draw in (("--svg", svg, map_svg), ("--html", html, map_page)):
         if path is not None:
             write_output(option, path, draw(layout, title))
@@ -116,14 +121,3 @@ def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]
     layout = PoolLayout.merge(*(pool.layout for pool in pools))
     words = [target.model, dtype, f"pages of {common['page_size']}"]
     return layout, ", ".join(words + [f"rank {shard.rank} of {tp}"] * (tp > 1))
-
-
-def print_layout(layout: PoolLayout, title: str) -> None:
-    """Prints the layout as a table, then a line for each space."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console()
-    console.print(layout_table(layout, escape(title)), crop=False)
-    for space in layout.spaces:
-        console.print(escape(space_words(space)), highlight=False)

@@ -31,9 +31,7 @@ def check_output(option: str, path: Path | None, suffixes: Collection[str] = ())
 
 
 def write_output(option: str, path: Path, text: str) -> None:
-    """Writes a file that an option names, and says so on standard error. Raises
-    typer.BadParameter.
-    """
+    """Writes a file that an option names, and says so on stderr. Raises typer.BadParameter."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -45,9 +45,7 @@ class ChartRow:
 
 @dataclass(frozen=True, slots=True)
 class ChartAxis:
-    """From `low` to `high`. `ticks` are values and their words; where it is logarithmic, a line in
-    ink is at 1.
-    """
+    """`ticks` are values and their words; a logarithmic axis has a line in ink at 1."""
 
     low: float
     high: float

@@ -86,9 +86,7 @@ def _reached(axis: Axis, start: int, end: int, reach: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Bytes `start` to `end` of an item as a picture shows them: of a region, whose cells are named
-    by `steps`, or of none.
-    """
+    """Bytes `start` to `end` as a picture shows them: of a region's cells, `steps`, or of none."""
 
     start: int
     end: int
@@ -176,12 +174,10 @@ class ItemMap:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an item."""
         return self.buffers[0].item_bytes
 
     @property
     def unclaimed(self) -> int:
-        """Bytes of an item that no region claims."""
         return self.item_bytes - sum(region.nbytes for region in self.regions)
 
     @property

@@ -11,7 +11,7 @@ from itertools import chain
 
 from kvpool.layout import PoolLayout, Region
 from kvpool.layout.sentences import axis_steps, steps
-from kvpool.render.memory_map import Band, Box, ItemMap, item_maps
+from kvpool.render.memory_map import Band, ItemMap, item_maps
 from kvpool.render.page import asset, text
 from kvpool.render.text import space_words
 
@@ -59,7 +59,6 @@ def map_svg(item: ItemMap, colours: Colours) -> str:
 
 
 def role_colours(layout: PoolLayout) -> dict[str, str]:
-    """A colour for each role."""
     roles = dict.fromkeys(region.role for region in layout.regions)
     return {role: SHADES[n % len(SHADES)] for n, role in enumerate(roles)}
 
@@ -126,17 +125,12 @@ def _row(item: ItemMap, band: Band, number: int, y: int, colours: Colours) -> It
             paint = f'fill="{colours[box.region.role]}"'
         x, width = LEFT + (box.start - start) * scale, (box.end - box.start) * scale
         cell = f'{paint} data-from="{box.start}" data-to="{box.end}"'
-        words = _box_words(item, box)
+        name = item.name(box.region) if box.region else item.unclaimed_name
+        words = ", ".join(filter(None, (name, box.steps)))
+        words += f": bytes {box.start:,} to {box.end - 1:,} of the item"
         yield _rect(x, y, width, height=ROW, attributes=cell, tooltip=words)
     x = LEFT + (boxes[-1].end - start) * scale + 8
     yield _text(x, y + ROW - 6, band.words(number), "small")
-
-
-def _box_words(item: ItemMap, box: Box) -> str:
-    """`latent, entry 3: bytes 1,968 to 2,479 of the item`."""
-    name = item.name(box.region) if box.region else item.unclaimed_name
-    words = ", ".join(filter(None, (name, box.steps)))
-    return f"{words}: bytes {box.start:,} to {box.end - 1:,} of the item"
 
 
 def _text(x: float, y: float, words: str, kind: str = "") -> str:

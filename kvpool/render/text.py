@@ -17,9 +17,7 @@ def layout_table(layout: PoolLayout, title: str = "layout") -> Table:
 
     from kvpool.render.table import FittedTable
 
-    table = FittedTable(title=title)
-    for name in ("region", "layers", "dtype"):
-        table.add_column(name)
+    table = FittedTable("region", "layers", "dtype", title=title)
     for name in ("items", "item"):
         table.add_column(name, justify="right")
     table.add_column("axes")
