@@ -15,7 +15,7 @@ from typing import Any
 
 from kvpool.layout.sentences import nearest
 from kvpool.models.config import Fields, read_config, shipped as shipped, short
-from kvpool.models.families import DRAFTS, TARGETS, WRAPPERS
+from kvpool.models.families import DRAFTS, FAMILIES, TARGETS, WRAPPERS
 from kvpool.models.rules import Declaration as Declaration, refuse_unread
 
 _REASONS = json.loads(resources.files("kvpool.models").joinpath("refused.json").read_bytes())
@@ -45,7 +45,8 @@ def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
     the target's page size the two pools share ids, so their layouts merge.
     """
     fields, text = _fields(config)
-    count = fields.num_draft_layers
+    count, family = fields.num_draft_layers, FAMILIES.get(text)
+    first = family.layers(fields) if family else fields.num_layers
     if count == 0:
         return None
     if text not in DRAFTS:
@@ -53,8 +54,7 @@ def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
             f"{fields.model} config: {count} draft layers, but drafts of this type are not known "
             f"(known: {', '.join(sorted(DRAFTS))}). Build their pool yourself, with owner='draft'."
         )
-    declaration = DRAFTS[text](fields, count)
-    first = declaration.layers[0]
+    declaration = DRAFTS[text](fields, range(first, first + count))
     return replace(declaration, total_kv_layers=first, owner="draft", model=fields.model)
 
 

@@ -235,7 +235,7 @@ _FAMILIES = {  # by types that are read alike
 }
 FAMILIES = {name: family for names, family in _FAMILIES.items() for name in names.split()}
 TARGETS: dict[str, Callable[[Fields], Declaration]] = {**FAMILIES, "deepseek_v4": deepseek_v4}
-DRAFTS: dict[str, Callable[[Fields, int], Declaration]] = {
+DRAFTS: dict[str, Callable[[Fields, range], Declaration]] = {
     **{name: family.drafted for name, family in FAMILIES.items() if family.draft},
     "deepseek_v4": deepseek_v4_draft,
 }

@@ -93,18 +93,18 @@ def deepseek_v4(fields: Fields) -> Declaration:
     return _compressed(fields, ratios)
 
 
-def deepseek_v4_draft(fields: Fields, count: int) -> Declaration:
+def deepseek_v4_draft(fields: Fields, layers: range) -> Declaration:
     """The window only, unless compress_ratios has entries for the draft's layers."""
     ratios = deepseek_v4(fields).arguments["compress_ratios"]
-    least, most = len(ratios), len(ratios) + count
-    further = _ratios_of(fields)[least:] if fields.has("compress_ratios") else ()
-    if further and len(further) != count:
+    further = _ratios_of(fields)[len(ratios) :] if fields.has("compress_ratios") else ()
+    if further and len(further) != len(layers):
+        least, most = layers.start, layers.stop
         raise ValueError(
             f"{fields.model} config: compress_ratios must have {least} entries, or {most} with the "
             f"draft's, got {least + len(further)}."
         )
-    draft = _compressed(fields, ratios + (further or (0,) * count))
-    return replace(draft, layers=tuple(range(least, most)))
+    draft = _compressed(fields, ratios + (further or (0,) * len(layers)))
+    return replace(draft, layers=tuple(layers))
 
 
 def _compressed(fields: Fields, ratios: tuple[int, ...]) -> Declaration:

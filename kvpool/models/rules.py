@@ -225,10 +225,10 @@ class Family:
     ignores: Needs = frozenset()
     draft: str = ""
 
-    def drafted(self, fields: Fields, count: int) -> Declaration:
+    def drafted(self, fields: Fields, layers: range) -> Declaration:
         """The pool of a config's draft layers, which are alike."""
         fields = replace(fields, needs=self.needs)
-        return layered([self.attention(fields, self.draft)] * count, self.layers(fields))
+        return layered([self.attention(fields, self.draft)] * len(layers), layers.start)
 
     def __call__(self, fields: Fields) -> Declaration:
         """The pool of a config. Raises ValueError where a field does not fit."""
