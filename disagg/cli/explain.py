@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool.cli import check_output, write_output
 from kvpool.cli.budget import model_names
-from kvpool.cli.output import check_output, write_output
 
 if TYPE_CHECKING:
     from disagg.cli.hand_off import HandOff

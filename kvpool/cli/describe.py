@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvpool.cli import check_output, write_output
 from kvpool.cli.budget import draft_of, model_names, storage
-from kvpool.cli.output import check_output, write_output
 from kvpool.layout import PoolLayout
 from kvpool.layout.codec import read_file
 from kvpool.render.html import html as map_page
@@ -102,9 +102,8 @@ def describe(
 
 
 def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]:
-    """The layout of a model's pool on one rank, and its title.
-
-    `options` are the given options of the command. Raises ValueError where they do not fit.
+    """The layout of a model's pool on one rank, and its title. `options` are the given options of
+    the command. Raises ValueError where they do not fit.
     """
     from kvpool.layout.formats import Shard
     from kvpool.models import declare

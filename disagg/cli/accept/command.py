@@ -11,7 +11,7 @@ import typer
 
 from disagg.cli.accept.report import FAILED, FORMAT, Report, SectionResult
 from disagg.cli.common import device_to_measure, need_known, progress_bar
-from kvpool.cli.output import check_output
+from kvpool.cli import check_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ import typer
 
 from disagg.cli.common import device_to_measure, need_known, progress_bar
 from disagg.engines.base import engine_names
-from kvpool.cli.output import check_output
+from kvpool.cli import check_output
 
 if TYPE_CHECKING:
     from disagg.cli.bench.report import BenchReport

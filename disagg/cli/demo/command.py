@@ -19,7 +19,7 @@ import typer
 from disagg.cli.common import need_known
 from disagg.cli.demo.models import MODELS, DemoSettings
 from disagg.engines.base import EngineUnavailable, engine_class, engine_names
-from kvpool.cli.output import check_output
+from kvpool.cli import check_output
 from kvpool.extras import needs
 from kvpool.layout.dtypes import PACKINGS
 
