@@ -6,7 +6,7 @@ b in column c is its position c - padding[b], and no column before is in the poo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -95,8 +95,8 @@ PROGRESS: WeakKeyDictionary[Request, Progress] = WeakKeyDictionary()
 
 class Batch:
     """`where`: flat locations `[B, columns]` by space, PADDING where there is no token. `written`:
-    columns, by layer and state. `query_length`: of the forward whose mask was made last. `failed`:
-    why a state changed in place was not written.
+    columns, by the layers and states that each forward writes. `query_length`: of the forward whose
+    mask was made last. `failed`: why a state changed in place was not written.
 
     Raises ValueError where cached tokens do not end in one column.
     """
@@ -116,6 +116,7 @@ class Batch:
             raise ValueError(f"{name}: PoolCache needs a UnionPool, which has kinds of state.")
         if pool not in allocator.pools:
             raise ValueError("allocator: it allocates another pool's items. Use Allocator(pool).")
+        self.device = pool.item_bytes_view(pool.layout.buffers[0]).device
         located = [allocator.locations(request) for request in requests]
         self.progress = [PROGRESS.setdefault(request, Progress()) for request in requests]
         for request, progress in zip(requests, self.progress):
@@ -139,18 +140,9 @@ class Batch:
         self.query_length = 0
         self.failed: Exception | None = None
 
-    def count(self, states: Iterable[tuple[int, str]]) -> None:
-        """Says which states, by layer, each forward writes."""
-        self.written = dict.fromkeys(states, self.columns)
-
     def locations(self, layer: int, role: str) -> torch.Tensor:
         """Flat locations `[B, columns]` of all tokens in the space of a layer's role."""
         return self.where[self.pool.space_of(role, layer).name]
-
-    def positions(self, tokens: int) -> torch.Tensor:
-        """The position of each column `[B, columns so far and tokens]`, negative in padding."""
-        columns = torch.arange(self.columns + tokens, device=self._device)
-        return columns - torch.tensor(self.padding.before, device=self._device)[:, None]
 
     def advance(self, layer: int, state: str, tokens: int) -> int:
         """Counts `tokens` new columns of a layer's state; returns the first.
@@ -307,11 +299,7 @@ class Batch:
         aligned = np.full((len(rows), columns), PADDING, dtype=np.int64)
         for row, located in enumerate(rows):
             aligned[row, columns - len(located) :] = located
-        return torch.from_numpy(aligned).to(self._device)
-
-    @property
-    def _device(self) -> torch.device:
-        return self.pool.item_bytes_view(self.pool.layout.buffers[0]).device
+        return torch.from_numpy(aligned).to(self.device)
 
 
 def _copy_progress(request: Request, child: Request, tokens: int) -> None:

@@ -167,12 +167,10 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> int:
         """Columns cached for this layer; of one that the pool does not hold, for all others."""
-        written = self.batch.written
         for linear in self.linear:
             linear.check_returned()
-        if not self.states:
-            return min(written.values())
-        return written[self.layer, self.states[0]]
+        written = self.batch.written
+        return written[self.layer, self.states[0]] if self.states else min(written.values())
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(tokens that the next forward attends to, tokens dropped before them)."""
@@ -256,9 +254,7 @@ class Compressor:
         """
         start = self._start = self.batch.advance(self.layer, name, kv.shape[1])
         opened, end = start // self.ratio * self.ratio, start + kv.shape[1]
-        self._prior = None
-        if self.overlaps and opened:
-            self._prior = self._rows(opened - self.ratio, opened)
+        self._prior = self._rows(opened - self.ratio, opened) if self.overlaps and opened else None
         kv, gate = (
             torch.cat([rows.to(new.dtype), new], dim=1)
             for rows, new in zip(self._rows(opened, start), (kv, gate))

@@ -20,6 +20,7 @@ from kvpool.integrations.batch import Batch
 from kvpool.integrations.pool_layer import PoolLayer, unsupported
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.formats import IndexKey, LinearState
+from kvpool.models import declare
 from kvpool.pools.base import KVPool
 from kvpool.pools.states import UnionPool
 
@@ -29,8 +30,6 @@ def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
 
     Index keys are not rounded either: they have the pool's dtype, or fp8 if its packing is one.
     """
-    from kvpool.models import declare
-
     declared = declare(config.to_dict())
     if IndexKey in declared.kinds and common.get("packing") not in PACKINGS:
         common.setdefault("index_packing", common.get("dtype") or common.get("packing"))
@@ -67,7 +66,8 @@ class PoolCache(Cache):
         self.pool, self.allocator, self.requests = pool, allocator, self.batch.requests
         self.padding = self.batch.padding
         self.pool_layers = [PoolLayer(self.batch, layer) for layer in range(pool.end_layer)]
-        self.batch.count((layer.layer, name) for layer in self.pool_layers for name in layer.states)
+        states = [(layer.layer, name) for layer in self.pool_layers for name in layer.states]
+        self.batch.written = dict.fromkeys(states, self.batch.columns)
         Cache.__init__(self, layers=list(self.pool_layers))  # its subclasses make other layers
 
     @classmethod
@@ -83,7 +83,9 @@ class PoolCache(Cache):
         `[B, columns so far and these]`, 0 where a column is padding, and `position_ids` `[B, T]`.
         Models without attention take a mask of these columns only.
         """
-        positions, columns = self.batch.positions(tokens), self.batch.columns
+        columns, device = self.batch.columns, self.batch.device
+        before = torch.tensor(self.padding.before, device=device)[:, None]
+        positions = torch.arange(columns + tokens, device=device) - before  # negative in padding
         seen = columns if all(self.is_linear) else 0
         return {
             "attention_mask": (positions[:, seen:] >= 0).long(),

@@ -117,13 +117,14 @@ def _compressed(fields: Fields, ratios: tuple[int, ...]) -> Declaration:
         rope = int(part * head_dim)
     else:
         rope = fields.whole("qk_rope_head_dim", 1, head_dim - 1)
+    rates = fields.inner("compress_rates") if fields.has("layer_types") else None
     return Declaration(
         pool=DSv4Pool,
         arguments={
             "latent_dim": head_dim - rope,
             "qk_rope_head_dim": rope,
             "index_head_dim": fields.whole("index_head_dim"),
-            "overlap_ratio": _rate(fields, SPARSE) if fields.has("layer_types") else 4,
+            "overlap_ratio": rates.whole(SPARSE, 2) if rates else 4,
             "window": fields.whole("sliding_window", 2) - 1,
             "compress_ratios": ratios,
         },
@@ -134,12 +135,9 @@ def _compressed(fields: Fields, ratios: tuple[int, ...]) -> Declaration:
     )
 
 
-def _rate(fields: Fields, name: str) -> int:
-    return fields.inner("compress_rates").whole(name, 2)
-
-
 def _rated(fields: Fields) -> tuple[int, ...]:
-    rates = {SLIDING: 0, SPARSE: _rate(fields, SPARSE), HEAVY: _rate(fields, HEAVY)}
+    given = fields.inner("compress_rates")
+    rates = {SLIDING: 0, **{name: given.whole(name, 2) for name in (SPARSE, HEAVY)}}
     if rates[SPARSE] == rates[HEAVY]:
         raise fields.wrong("compress_rates", f"two rates that differ for {SPARSE} and {HEAVY}")
     names = fields.each("layer_types", tuple(rates), fields.num_layers)

@@ -408,7 +408,7 @@ def test_a_draft_writes_the_tokens_of_its_target():
     expected = run(small, theirs, ids, steps=2)
     with pytest.raises(ValueError, match="row 0: the request has 29 tokens, this cache wrote 28"):
         ours[1].batch.columns = 28
-        ours[1].batch.count(ours[1].batch.written)
+        ours[1].batch.written = dict.fromkeys(ours[1].batch.written, 28)
         run(small, ours[1], ids[:, 11:13], chunks=(2,), steps=0)
     last = expected[-3][:, -1:].argmax(-1)
     for step in (-2, -1):
