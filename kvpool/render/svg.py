@@ -75,8 +75,8 @@ def heading(item: ItemMap) -> str:
 
 def facts(item: ItemMap) -> str:
     """Sizes of a map's items, and how ids address them."""
-    buffer, words = item.buffers[0], []
-    words.append(f"an item: {item.item_bytes:,} bytes, every {buffer.item_stride:,}")
+    buffer = item.buffers[0]
+    words = [f"an item: {item.item_bytes:,} bytes, every {buffer.item_stride:,}"]
     if item.unclaimed:
         words.append(f"{item.unclaimed_name}: {item.unclaimed:,}")
     many = f" in each of {len(item.buffers):,} buffers" if len(item.buffers) > 1 else ""

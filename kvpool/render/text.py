@@ -26,7 +26,7 @@ def layout_table(layout: PoolLayout, title: str = "layout") -> Table:
     for region in layout.regions:
         grouped.setdefault(_row(layout, region), []).append(region.layer)
     for (name, *rest), layers in grouped.items():
-        table.add_row(escape(name), steps(layers), *rest)
+        table.add_row(escape(name), steps(layers), *map(escape, rest))
     table.caption = "bytes; axes as steps x stride"
     return table
 
@@ -60,11 +60,9 @@ def space_words(space: Space) -> str:
 
 
 def _row(layout: PoolLayout, region: Region) -> tuple[str, ...]:
-    from rich.markup import escape
-
     axes = [f"{axis_steps(a)} x {a.stride:,}" for a in region.axes_by_stride]
     if region.packing:
-        axes.insert(0, escape(f"packing {region.packing}"))
+        axes.insert(0, f"packing {region.packing}")
     buffer = layout.buffer_of(region)
     item = f"{buffer.item_bytes:,}"
     if buffer.item_stride != buffer.item_bytes:
