@@ -1,12 +1,22 @@
-"""What several commands have in common: options that are refused, and a bar that says what runs."""
+"""What several commands have in common: options that are refused, a bar that says what runs, and
+the machine, versions and source that figures belong to.
+"""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import subprocess
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+
+from disagg.cli.doctor import versions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,3 +57,49 @@ def progress_bar(console: Console, total: int) -> Iterator[Callable[..., Any]]:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
         yield lambda what, advance=0: progress.update(task, description=what, advance=advance)
+
+
+def origin(device: Device) -> dict[str, Any]:
+    """What figures of a report belong to: `machine`, `versions` of installed packages that affect
+    them, and `date` (UTC).
+    """
+    installed = {name: number for name, number in versions().items() if number != "-"}
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"machine": machine(device), "versions": installed, "date": now}
+
+
+def machine(device: Device) -> dict[str, str]:
+    """The device's name and properties, what torch was built for, and the host and its load."""
+    import torch
+
+    model = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.M)
+    host = f"{model[1] if model else 'processor'} ({platform.machine()})"
+    memory = device.allocate(1).device
+    facts = {"device": device.name, "name": host}
+    if memory.type != "cpu":
+        module = torch.get_device_module(memory)
+        facts["name"] = getattr(module, "get_device_name", str)(memory)
+        if hasattr(module, "get_device_properties"):
+            facts["properties"] = str(module.get_device_properties(memory))
+        facts["host"] = host
+    if torch.version.cuda:
+        facts["torch built for CUDA"] = torch.version.cuda
+    facts["system"] = f"{platform.system()} {platform.release()}"
+    facts["cores"] = str(os.cpu_count())
+    facts["threads"] = "1"
+    facts["load before"] = f"{os.getloadavg()[0]:.1f}"
+    return facts
+
+
+def commit() -> str | None:
+    """The commit that this code was checked out from, with `-dirty` where files differ from it;
+    None for an installed package.
+    """
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.check_output(command, cwd=root, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -9,8 +9,7 @@ from dataclasses import replace
 from itertools import product
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.cli.bench.case import COPY, BenchCase
-from disagg.cli.bench.measure import Measurement
+from disagg.cli.bench.case import COPY, Measurement
 from disagg.cli.bench.report import BenchReport
 from disagg.cli.hand_off import Geometry, HandOff, read_side
 from disagg.cli.picture import page as explained
@@ -98,8 +97,7 @@ def report() -> BenchReport:
 
 def case_of(group: str, name: str, bound: str = COPY) -> Measurement:
     """A case that did not run."""
-    case = BenchCase(group=group, name=name, nbytes=0, open=lambda _: None, bound=bound)
-    return Measurement.of(case)
+    return Measurement(group=group, case=name, bytes=0, bound=bound)
 
 
 def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurement:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disagg.cli.accept.report import FAILED, FORMAT, Report, SectionResult
-from disagg.cli.common import device_to_measure, need_known, progress_bar
+from disagg.cli.common import commit, device_to_measure, need_known, origin, progress_bar
 from kvpool.cli import check_output
 
 if TYPE_CHECKING:
@@ -78,10 +78,9 @@ def _run(
     from rich.text import Text
 
     from disagg.cli.accept.sections import SECTIONS, Scope
-    from disagg.cli.machine import commit, machine, packages, utc_now
 
     began, results, running = time.monotonic(), list[SectionResult](), None
-    date, facts, source = utc_now(), machine(device), commit()
+    facts, source = origin(device), commit()
 
     def written() -> Report:
         report = Report(
@@ -91,12 +90,10 @@ def _run(
             interrupted=running,
             quick=quick,
             complete=[result.name for result in results] == [s.name for s in SECTIONS],
-            date=date,
             seconds=time.monotonic() - began,
-            machine=facts,
-            versions=packages(),
             commit=source,
             sections=results,
+            **facts,
         )
         path.write_bytes(report.as_json())
         return report

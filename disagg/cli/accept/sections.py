@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row, SectionResult
-from disagg.cli.bench.case import QUICK, BenchCase, Sizes, sizes_for
-from disagg.cli.bench.measure import Measurement, all_cases, measured
+from disagg.cli.bench.case import QUICK, BenchCase, Measurement, Sizes, sizes_for
+from disagg.cli.bench.measure import all_cases, measured
 from disagg.cli.bench.peer import BenchContext
 from disagg.cli.bench.report import sentence_of
 from disagg.cli.bench.transfers import trial_cases
+from disagg.cli.common import machine
 from disagg.cli.demo.models import MODELS, DemoSettings
-from disagg.cli.machine import machine
 from disagg.engines.base import engine_class, engine_names
 from kvpool.device import Device, get_device
 from kvpool.extras import needs
@@ -204,7 +204,7 @@ def bench_rows(scope: Scope) -> list[Row]:
     sizes = sizes_for(scope.device, scope.quick)
     cases = all_cases(sizes, engine_names())
     if scope.quick:
-        cases = [case for case in cases if case.group not in OTHER_PROCESSES]
+        cases = [case for case in cases if case.row.group not in OTHER_PROCESSES]
     return case_rows(scope, cases, sizes, timed=not scope.small)
 
 
@@ -213,7 +213,7 @@ def case_rows(scope: Scope, cases: Sequence[BenchCase], sizes: Sizes, *, timed: 
     gpu, rows = machine(scope.device)["name"], list[Row]()
     with closing(BenchContext(scope.device)) as context:
         for number, case in enumerate(cases, 1):
-            scope.tell(f"{number} of {len(cases)}: {case.title}")
+            scope.tell(f"{number} of {len(cases)}: {case.row.title}")
             began = time.monotonic()
             measurement = measured(case, context, sizes, timed=timed)
             rows.append(case_row(measurement, gpu, time.monotonic() - began))

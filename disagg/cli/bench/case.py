@@ -1,10 +1,11 @@
-"""Benchmark cases: what is timed, its reference, the check of its result, and how much it moves."""
+"""Benchmark cases: what is timed, its reference, the check of its result, and its row."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,27 +34,65 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchCase:
-    """`nbytes` are the bytes of a copy with as much memory traffic as the case; 0 if it moves none.
+class Measurement:
+    """A case as a row of the JSON object. `bytes` are of a copy with as much memory traffic as the
+    case, 0 if it moves none; `bound` names the reference: `COPY`, or another implementation;
+    `target` is the least ratio to reach on an H200, or None.
 
-    `bound` names the reference: `COPY`, or another implementation. `calls` of each are timed
-    together (0: as many as the clock's resolution needs). `target` is the least ratio to reach on
-    an H200, or None.
+    If it was timed: median seconds of a call of it and of its reference, GiB/s where they move
+    bytes, and medians of the rounds' ratios (reference over case: 1 is as fast as the bound) and
+    differences. If it did not run or has `failed`, the reason.
     """
 
     group: str
-    name: str
-    nbytes: int
-    open: Callable[[BenchContext], Work]
-    bound: str = COPY
-    calls: int = 0
+    case: str
     engine: str | None = None
+    bytes: int
+    bound: str = COPY
     target: float | None = None
+    seconds: float | None = None
+    reference_seconds: float | None = None
+    gib_per_second: float | None = None
+    reference_gib_per_second: float | None = None
+    ratio: float | None = None
+    beyond_seconds: float | None = None
+    rounds: int = 0
+    reason: str | None = None
+    failed: bool = False
 
     @property
     def title(self) -> str:
-        """Group and name."""
-        return f"{self.group}: {self.name}"
+        """Group and name of the case."""
+        return f"{self.group}: {self.case}"
+
+    @property
+    def moves(self) -> bool:
+        """Whether a plain copy bounds it."""
+        return self.bound == COPY
+
+    def timed(self, rounds: Sequence[tuple[float, float]]) -> Measurement:
+        """With medians over rounds of (case, reference), in seconds per call."""
+        ours, theirs = (median(times) for times in zip(*rounds))
+        return replace(
+            self,
+            seconds=ours,
+            reference_seconds=theirs,
+            gib_per_second=self.bytes / ours / GIB if self.bytes else None,
+            reference_gib_per_second=self.bytes / theirs / GIB if self.bytes else None,
+            ratio=median(reference / mine for mine, reference in rounds),
+            beyond_seconds=median(mine - reference for mine, reference in rounds),
+            rounds=len(rounds),
+        )
+
+
+class BenchCase(NamedTuple):
+    """A case and its row before it is timed. `calls` of it and of its reference are timed together
+    (0: as many as the clock's resolution needs).
+    """
+
+    row: Measurement
+    open: Callable[[BenchContext], Work]
+    calls: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disagg.cli.common import device_to_measure, need_known, progress_bar
+from disagg.cli.common import device_to_measure, need_known, origin, progress_bar
 from disagg.engines.base import engine_names
 from kvpool.cli import check_output
 
@@ -99,19 +99,16 @@ def _report(
     from disagg.cli.bench.measure import HANDOFF_ENGINES, all_cases, measured
     from disagg.cli.bench.peer import BenchContext
     from disagg.cli.bench.report import BenchReport
-    from disagg.cli.machine import machine, packages, utc_now
 
     device = device_to_measure(device_name)
     sizes = sizes_for(device, quick)
     every = all_cases(sizes, engines or engine_names(), engines or HANDOFF_ENGINES)
-    cases = [case for case in every if case.group in groups]
-    facts, rows = machine(device), []
+    cases = [case for case in every if case.row.group in groups]
+    facts, rows = origin(device), []
     console = Console(stderr=True)
     with closing(BenchContext(device)) as context, progress_bar(console, len(cases)) as tell:
         for case in cases:
-            tell(case.title)
+            tell(case.row.title)
             rows.append(measured(case, context, sizes))
             tell("", advance=1)
-    return BenchReport(
-        machine=facts, versions=packages(), date=utc_now(), quick=sizes is QUICK, rows=rows
-    )
+    return BenchReport(quick=sizes is QUICK, rows=rows, **facts)

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
 
 import torch
 
-from disagg.cli.bench.case import COPY, GIB, BenchCase, Sizes, Work
+from disagg.cli.bench.case import BenchCase, Measurement, Sizes, Work
 from disagg.cli.bench.memory import memory_cases
 from disagg.cli.bench.peer import BenchContext
 from disagg.cli.bench.transfers import handoff_cases, transfer_cases
@@ -38,71 +37,11 @@ def all_cases(
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """A case as a row of the JSON object: median seconds of a call of it and of its reference,
-    GiB/s where they move bytes, and medians of the rounds' ratios (reference over case: 1 is as
-    fast as the bound) and differences; or the reason why it did not run, or `failed`.
-    """
-
-    group: str
-    case: str
-    engine: str | None
-    bytes: int
-    bound: str
-    target: float | None
-    seconds: float | None = None
-    reference_seconds: float | None = None
-    gib_per_second: float | None = None
-    reference_gib_per_second: float | None = None
-    ratio: float | None = None
-    beyond_seconds: float | None = None
-    rounds: int = 0
-    reason: str | None = None
-    failed: bool = False
-
-    @property
-    def title(self) -> str:
-        """Group and name of the case."""
-        return f"{self.group}: {self.case}"
-
-    @property
-    def moves(self) -> bool:
-        """Whether a plain copy bounds it."""
-        return self.bound == COPY
-
-    @classmethod
-    def of(cls, case: BenchCase) -> Measurement:
-        """Of a case that was not timed."""
-        return cls(
-            group=case.group,
-            case=case.name,
-            engine=case.engine,
-            bytes=case.nbytes,
-            bound=case.bound,
-            target=case.target,
-        )
-
-    def timed(self, rounds: Sequence[tuple[float, float]]) -> Measurement:
-        """With medians over rounds of (case, reference), in seconds per call."""
-        ours, theirs = (median(times) for times in zip(*rounds))
-        return replace(
-            self,
-            seconds=ours,
-            reference_seconds=theirs,
-            gib_per_second=self.bytes / ours / GIB if self.bytes else None,
-            reference_gib_per_second=self.bytes / theirs / GIB if self.bytes else None,
-            ratio=median(reference / mine for mine, reference in rounds),
-            beyond_seconds=median(mine - reference for mine, reference in rounds),
-            rounds=len(rounds),
-        )
-
-
 def measured(
     case: BenchCase, context: BenchContext, sizes: Sizes, *, timed: bool = True
 ) -> Measurement:
     """Checks a case and times it, or records why it cannot run or has failed."""
-    row = Measurement.of(case)
+    row = case.row
     try:
         with one_thread():
             work = case.open(context)

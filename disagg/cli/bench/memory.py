@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import BenchCase, Sizes, Work, need_equal, noise, plain_copy
+from disagg.cli.bench.case import BenchCase, Measurement, Sizes, Work, need_equal, noise, plain_copy
 from disagg.cli.bench.peer import BenchContext
 from kvpool import DSv4Pool, KVPool, MHAPool, MLAPool, NSAPool
 from kvpool.device.quant import dequantise, quantise
@@ -62,22 +62,17 @@ def memory_cases(sizes: Sizes) -> Iterator[BenchCase]:
         yield from entry_cases(group, sizes.entry_bytes)
     for placement in ("layer", "page"):
         for ids in ("device", "host"):
+            nbytes, name = sizes.pages * LAYERS * MLA_PAGE_BYTES, f"MLA by {placement}, {ids} ids"
             yield BenchCase(
-                group="move",
-                name=f"MLA by {placement}, {ids} ids",
-                nbytes=sizes.pages * LAYERS * MLA_PAGE_BYTES,
+                row=Measurement(group="move", case=name, bytes=nbytes, target=MOVE_TARGET),
                 open=partial(open_move, sizes.pages, placement, ids),
-                target=MOVE_TARGET,
             )
     for group in ("gather", "scatter"):
         for name, width in RUN_WIDTHS.items():
             count = sizes.run_bytes // width
             yield BenchCase(
-                group=group,
-                name=name,
-                nbytes=count * width,
+                row=Measurement(group=group, case=name, bytes=count * width, target=RUNS_TARGET),
                 open=partial(open_runs, group, count, width),
-                target=RUNS_TARGET,
             )
 
 
@@ -88,12 +83,10 @@ def entry_cases(group: str, copied: int) -> Iterator[BenchCase]:
         moved = values + rows.stored  # of an entry, twice what a copy counts
         tokens = max(1, 2 * copied // moved // WINDOW_PAGE) * WINDOW_PAGE
         nbytes = tokens * moved // 2
+        target = STORE_TARGETS[rows.arguments["packing"]] if group == "store" else None
         yield BenchCase(
-            group=group,
-            name=name,
-            nbytes=nbytes,
+            row=Measurement(group=group, case=name, bytes=nbytes, target=target),
             open=partial(open_entries, group, rows, tokens, nbytes),
-            target=STORE_TARGETS[rows.arguments["packing"]] if group == "store" else None,
         )
 
 

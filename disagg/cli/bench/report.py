@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from disagg.cli.bench.measure import Measurement
+from disagg.cli.bench.case import Measurement
 from kvpool.render.chart import COLOURS, Chart, ChartRow, Mark, Panel, log_axis
 from kvpool.render.text import human
 

@@ -16,7 +16,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import BenchCase, Sizes, Work, need_equal, noise, plain_copy
+from disagg.cli.bench.case import BenchCase, Measurement, Sizes, Work, need_equal, noise, plain_copy
 from disagg.cli.bench.peer import (
     DEST_SEED,
     FAMILIES,
@@ -38,7 +38,7 @@ from disagg.protocol.status import KVPoll
 from disagg.runtime.decode_endpoint import STAGING_BYTES, DecodeEndpoint
 from disagg.runtime.staging import staging_buffers
 from kvpool.device import Device
-from kvpool.layout import PoolLayout, Slab
+from kvpool.layout import PoolLayout, RequestAddress, Slab
 from kvpool.process import OtherProcess
 from kvpool.testing.case import Inapplicable, fail
 
@@ -53,13 +53,10 @@ def transfer_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
     """Runs in random order, and one run of all bytes."""
     for engine in engines:
         for name, width in {**READ_WIDTHS, "one run": sizes.transfer_bytes}.items():
-            count = sizes.transfer_bytes // width
+            count, case = sizes.transfer_bytes // width, f"{engine}, {name}"
             yield BenchCase(
-                group="transfer",
-                name=f"{engine}, {name}",
-                nbytes=count * width,
+                row=Measurement(group="transfer", case=case, engine=engine, bytes=count * width),
                 open=partial(open_transfer, engine, 2 * sizes.transfer_bytes, count, width),
-                engine=engine,
             )
 
 
@@ -100,11 +97,7 @@ class BareReader:
             self.engine.register(slabs)
             self._peer = self.engine.connect(metadata)
             self.engine.notify(notify)
-            self._stack = stack.pop_all()
-
-    def close(self) -> None:
-        """Closes the engine."""
-        self._stack.close()
+            self.close = stack.pop_all().close
 
     def read(self, batch: CopyBatch, *, pause: bool) -> None:
         """Reads all of a batch, in parts as an endpoint does. With `pause`, the processor is left
@@ -158,25 +151,20 @@ class HandOffSetup:
             hand_offs: OpenHandOffs = context.opened(OpenHandOffs, self)
             return hand_offs.work(tokens, chunk)
 
-        return BenchCase(
-            group="handoff",
-            name=name,
-            nbytes=runs.total,
-            open=opened,
-            bound=BARE,
-            calls=1,
-            engine=self.engine,
+        row = Measurement(
+            group="handoff", case=name, engine=self.engine, bytes=runs.total, bound=BARE
         )
+        return BenchCase(row=row, open=opened, calls=1)
 
     def endpoint(self, layout: PoolLayout) -> DecodeEndpoint:
-        """Decode's. Raises Inapplicable if it would not use the staging buffers that are tried."""
-        engine = create_engine(self.engine)
-        if not self.checked:
-            return DecodeEndpoint(layout, engine, staging=self.staging)
-        if self.staging and not staging_buffers(layout, engine, self.staging).slabs:
+        """Decode's. Raises Inapplicable if it would not use the staging buffers to be checked."""
+        engine, staging = create_engine(self.engine), self.staging
+        if self.checked and staging and not staging_buffers(layout, engine, staging).slabs:
             engine.close()
             raise Inapplicable(f"engine {self.engine} uses no staging buffers for this memory.")
-        return DecodeEndpoint(layout, engine, staging=self.staging, verify="checksum")
+        return DecodeEndpoint(
+            layout, engine, staging=staging, verify="checksum" if self.checked else None
+        )
 
 
 def handoff_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
@@ -228,11 +216,7 @@ class OpenHandOffs:
             stack.callback(self._reader.close)
             self._decode.connect([address], timeout=READER_TIMEOUT)
             self._plan = plan([PoolLayout.from_msgpack(layout)], pool.layout)
-            self._stack = stack.pop_all()
-
-    def close(self) -> None:
-        """Closes endpoint and engine."""
-        self._stack.close()
+            self.close = stack.pop_all().close
 
     def work(self, tokens: int, chunk: int) -> Work:
         """Hand-offs of `tokens` tokens in chunks of `chunk`, timed from the offer of the last chunk
@@ -268,10 +252,10 @@ class OpenHandOffs:
             self._spent += time.monotonic() - began
 
         def check() -> None:
-            self._need_request(tokens)
+            self._need_request(source, table)
             self._clear()
             read()
-            self._need_request(tokens, starts[-1])
+            self._need_request(source, table, starts[-1])
 
         return Work(hand_over, read, check, lambda: self._spent)
 
@@ -290,20 +274,17 @@ class OpenHandOffs:
         for buffer in self._pool.layout.buffers:
             self._pool.item_bytes_view(buffer).zero_()
 
-    def _need_request(self, tokens: int, start: int = 0) -> None:
+    def _need_request(self, source: RequestAddress, table: RequestAddress, start: int = 0) -> None:
         """Raises CheckFailure unless a request's positions from `start` on are the source's, and
         other items are as they were: zeros. They are compared without a plan, as where they lie
         follows from both block tables.
         """
-        layout = self._pool.layout
-        table = block_table(layout, tokens, DEST_SEED)
-        source = block_table(self._truth.layout, tokens, SOURCE_SEED)
         count = same_as_pool(self._pool, table, self._truth, source, start)
         if count.wrong:
             fail(f"{count.wrong:,} of {count.checked:,} bytes differ.")
-        for buffer in layout.buffers:
+        for buffer in self._pool.layout.buffers:
             items = self._pool.item_bytes_view(buffer).clone()
-            ids = table.spans[layout.space_by_name[buffer.space].id_list].ids
-            items[torch.tensor(ids)] = 0
+            space = self._pool.layout.space_by_name[buffer.space]
+            items[torch.tensor(table.spans[space.id_list].ids)] = 0
             if items.any():
                 fail(f"buffer {buffer.name}: items of no request were written.")

@@ -25,7 +25,7 @@ from disagg.cli.accept.command import accept
 from disagg.cli.accept.report import FORMAT, Report, Row, SectionResult
 from disagg.cli.accept.sections import Scope, bench_rows, case_row, conformance_rows
 from disagg.cli.bench.case import HOST_SIZES, QUICK
-from disagg.cli.bench.measure import GROUPS, Measurement, all_cases
+from disagg.cli.bench.measure import GROUPS, all_cases
 from disagg.cli.demo.models import MODELS
 from disagg.engines.base import engine_names
 from kvpool.device import get_device
@@ -104,7 +104,7 @@ def test_json_is_the_report_and_all_else_is_on_standard_error(folder, tmp_path):
 
 # benchmarks
 
-CASES = {case.title: case for case in all_cases(HOST_SIZES, ["local"])}
+CASES = {case.row.title: case.row for case in all_cases(HOST_SIZES, ["local"])}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ CASES = {case.title: case for case in all_cases(HOST_SIZES, ["local"])}
     ],
 )
 def test_only_the_gpu_of_a_target_can_miss_it(case, ratio, gpu, state, words):
-    measurement = Measurement.of(CASES[case]).timed([(1e-3, ratio * 1e-3)])
+    measurement = CASES[case].timed([(1e-3, ratio * 1e-3)])
     row = case_row(measurement, f"NVIDIA {gpu}", 0.2)
     assert row.state == state and row.sentence.endswith(words)
     assert row.figures["ratio"] == pytest.approx(ratio)
@@ -126,7 +126,7 @@ def test_only_the_gpu_of_a_target_can_miss_it(case, ratio, gpu, state, words):
 
 
 def test_a_case_with_a_wrong_result_fails_and_one_that_cannot_run_is_not_here():
-    untimed = Measurement.of(CASES["gather: 4 KiB"])
+    untimed = CASES["gather: 4 KiB"]
     for failed, state in ((True, "failed"), (False, "not here")):
         row = case_row(replace(untimed, reason="wrong: run 3", failed=failed), "H200", 0.2)
         assert (row.state, row.sentence) == (state, "wrong: run 3")
@@ -154,7 +154,7 @@ def test_the_targets_are_those_that_the_document_lists():
         for title in CASES
         if re.match(pattern, title)
     }
-    assert targets == {case.title: case.target for case in CASES.values() if case.target}
+    assert targets == {title: row.target for title, row in CASES.items() if row.target}
 
 
 # the report

@@ -14,9 +14,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from disagg.cli.bench.case import QUICK, BenchCase, Work
+from disagg.cli.bench.case import QUICK, BenchCase, Measurement, Work
 from disagg.cli.bench.command import bench
-from disagg.cli.bench.measure import GROUPS, Measurement, all_cases, measured
+from disagg.cli.bench.measure import GROUPS, all_cases, measured
 from disagg.cli.bench.report import BenchReport
 from disagg.cli.live_bytes import locations, same_as_pool
 from disagg.engines.base import engine_names
@@ -172,7 +172,7 @@ def test_bytes_are_those_of_the_formats(everything):
 
 def test_a_ratio_is_that_of_times_taken_in_the_same_round():
     slow = 10.0  # the machine is slow half of the time
-    row = Measurement.of(all_cases(QUICK, [])[0]).timed(
+    row = all_cases(QUICK, [])[0].row.timed(
         [(1.0, 0.5), (2.0 * slow, 1.0 * slow), (1.0, 0.5), (1.0 * slow, 0.25)]
     )
     assert (row.ratio, row.rounds) == (0.5, 4)
@@ -186,9 +186,8 @@ def test_work_with_a_clock_of_its_own_is_timed_by_it():
         spent[0] += seconds
 
     work = Work(partial(call, 3.0), partial(call, 1.0), nothing, lambda: spent[0])
-    case = BenchCase(
-        group="handoff", name="slow", nbytes=0, open=lambda _: work, bound="another", calls=1
-    )
+    untimed = Measurement(group="handoff", case="slow", bytes=0, bound="another")
+    case = BenchCase(row=untimed, open=lambda _: work, calls=1)
     row = measured(case, mock.Mock(), QUICK)
     assert (row.seconds, row.reference_seconds, row.beyond_seconds) == (3.0, 1.0, 2.0)
 
@@ -303,8 +302,8 @@ def test_the_chart_has_a_row_for_every_case(tmp_path):
 
 def ratios_of(*ratios):
     """A chart of copies with these ratios."""
-    case = BenchCase(group="gather", name="x", nbytes=1, open=None)
-    rows = [Measurement.of(case).timed([(1.0, ratio)]) for ratio in ratios]
+    row = Measurement(group="gather", case="x", bytes=1)
+    rows = [row.timed([(1.0, ratio)]) for ratio in ratios]
     machine = {"device": "cpu", "name": "x"}
     date = "2026-11-23T12:00:00"
     report = BenchReport(machine=machine, versions={}, date=date, quick=False, rows=rows)

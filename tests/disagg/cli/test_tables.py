@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from disagg.cli.bench.case import QUICK
-from disagg.cli.bench.measure import Measurement, all_cases
+from disagg.cli.bench.measure import all_cases
 from disagg.cli.bench.report import BenchReport
 from kvpool.cli import app
 from kvpool.render.table import FittedTable
@@ -73,10 +73,10 @@ def test_the_bench_table_fits_with_every_case(width):
     cases = all_cases(QUICK, ["local", "mooncake", "nixl", "ascend"])
     figures = {"seconds": 0.0123456, "reference_seconds": 0.9876543}
     figures |= {"ratio": 1234.5, "beyond_seconds": 0.0345678, "rounds": 5}
-    rows = [replace(Measurement.of(case), **figures) for case in cases]
+    rows = [replace(case.row, **figures) for case in cases]
     machine = {"device": "cpu", "name": "x"}
     report = BenchReport(machine=machine, versions={}, date="2026-11-23", quick=False, rows=rows)
-    words = {word.rstrip(",;.:") for case in cases for word in case.name.split()}
+    words = {word.rstrip(",;.:") for row in rows for word in row.case.split()}
     reads_well(rendered(report.table(), width), width, words | {"handoff", "12.35", "1,234"})
 
 
