@@ -38,6 +38,13 @@ def _e4m3_table() -> npt.NDArray[np.float64]:
 E4M3 = _e4m3_table()
 _STEPS = E4M3[:127]  # from 0 to 448
 _TIES = (_STEPS[1:] + _STEPS[:-1]) / 2
+_NUMBERS = {
+    "float8_e4m3fn": E4M3.astype(np.float32),
+    "float8_e8m0fnu": np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan)),
+    "int8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
+}
+"""Of each dtype of one byte, by byte."""
+_NUMPY = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 
 
 def to_e4m3(numbers: Floats) -> Bytes:
@@ -66,28 +73,18 @@ def encode(numbers: Floats, dtype: str) -> Bytes:
 
 def decode(raw: Bytes, dtype: str) -> Floats:
     """The numbers in bytes of a torch dtype."""
+    if dtype in _NUMBERS:
+        return _NUMBERS[dtype][raw]
     raw = np.ascontiguousarray(raw)
-    if dtype == "float8_e4m3fn":
-        return E4M3[raw].astype(np.float32)
-    if dtype == "int8":
-        return raw.view(np.int8).astype(np.float32)
-    if dtype == "float8_e8m0fnu":
-        exponent = np.where(raw == 255, 0, raw.astype(np.int32) - 127)
-        power = np.ldexp(np.float32(1), exponent)
-        power[raw == 255] = np.nan
-        return np.asarray(power)
     if dtype == "bfloat16":
         return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
     return raw.view(_NUMPY[dtype])
 
 
-_NUMPY = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
-
-
 def quantise(
     numbers: Floats, blocks: int, scale: str, code_dtype: str = "float8_e4m3fn"
 ) -> tuple[Bytes, Bytes]:
-    """Bytes of dtype `held` (e4m3 or int8) `[..., D]`, and scale bytes, one scale a block, of
+    """Bytes of `code_dtype` (e4m3 or int8) `[..., D]`, and scale bytes, one scale a block, of
     numbers `[..., D]`.
 
     A scale is the block's largest magnitude over 448 (int8: 127) in float32, at least 2**-126. The
@@ -103,10 +100,10 @@ def quantise(
         if scale == "float8_e8m0fnu":
             bits = np.where(bad, np.float32(1), factor).astype(np.float32).view(np.uint32)
             byte = (bits >> 23) + ((bits & 0x7FFFFF) != 0)  # biased by 127 in both formats
-            factor = np.ldexp(np.float32(1), byte.astype(np.int32) - 127)
             stored = np.where(bad, 255, byte).astype(np.uint8)
-        factor = np.where(bad, np.float32(np.nan), factor).astype(np.float32)
-        if scale != "float8_e8m0fnu":
+            factor = decode(stored, scale)
+        else:
+            factor = np.where(bad, np.float32(np.nan), factor).astype(np.float32)
             beyond = factor >= (65520.0 if scale == "float16" else np.inf)
             stored = encode(np.where(beyond, np.float32(np.nan), factor), scale)
         quotients = cut / factor[..., None]

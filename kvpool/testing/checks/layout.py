@@ -139,13 +139,11 @@ def capacity(layout: PoolLayout) -> int:
 
 def usable_items(layout: PoolLayout) -> dict[str, Ints]:
     """Ids that requests can use, by id list; those of a block pool are dealt out to its lists."""
-    usable: dict[str, Ints] = {}
-    for name, items in layout.items_by_space.items():
-        lender = layout.space_by_name[layout.space_by_name[name].id_list]
-        lists = layout.block_pools.get(lender.block_pool or "", (lender.name,))
-        first = lender.reserved + lists.index(lender.name)
-        ids = np.arange(first, items, len(lists), dtype=np.int64)
-        usable[lender.name] = min(usable.get(lender.name, ids), ids, key=len)
+    usable = {}
+    for name, ids in _all_items(layout).items():
+        space = layout.space_by_name[name]
+        lists = layout.block_pools.get(space.block_pool or "", (name,))
+        usable[name] = ids[space.reserved + lists.index(name) :: len(lists)]
     return usable
 
 
