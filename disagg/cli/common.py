@@ -60,9 +60,7 @@ def progress_bar(console: Console, total: int) -> Iterator[Callable[..., Any]]:
 
 
 def origin(device: Device) -> dict[str, Any]:
-    """What figures of a report belong to: `machine`, `versions` of installed packages that affect
-    them, and `date` (UTC).
-    """
+    """Of a report: `machine`, `versions` of packages that affect figures, and `date` (UTC)."""
     installed = {name: number for name, number in versions().items() if number != "-"}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"machine": machine(device), "versions": installed, "date": now}
@@ -84,17 +82,12 @@ def machine(device: Device) -> dict[str, str]:
         facts["host"] = host
     if torch.version.cuda:
         facts["torch built for CUDA"] = torch.version.cuda
-    facts["system"] = f"{platform.system()} {platform.release()}"
-    facts["cores"] = str(os.cpu_count())
-    facts["threads"] = "1"
-    facts["load before"] = f"{os.getloadavg()[0]:.1f}"
-    return facts
+    facts |= {"system": f"{platform.system()} {platform.release()}", "cores": str(os.cpu_count())}
+    return facts | {"threads": "1", "load before": f"{os.getloadavg()[0]:.1f}"}
 
 
 def commit() -> str | None:
-    """The commit that this code was checked out from, with `-dirty` where files differ from it;
-    None for an installed package.
-    """
+    """The commit of this code, `-dirty` if files differ from it; None for an installed package."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

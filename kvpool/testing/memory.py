@@ -14,20 +14,19 @@ import numpy.typing as npt
 import torch
 
 from kvpool.device import Device
-from kvpool.layout import Buffer, Region
+from kvpool.layout import Buffer, Region, RequestAddress, Space
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.formats import scale_role
-from kvpool.layout.grid import Ints
+from kvpool.layout.grid import Ints, merge_intervals
 from kvpool.pools.base import KVPool
 from kvpool.render.memory_map import where
 from kvpool.testing.case import Case, equal, fail, random_of
 from kvpool.testing.values import LARGEST_CODE, Bytes, decode
 
+# gaps between buffers are checked too; of longer gaps, this many bytes after each buffer
 GAP = 4096
-"""Gaps between buffers are checked too; of longer gaps, this many bytes after each buffer."""
 SCALE_FORMATS = ("float32", "float16", "float8_e8m0fnu")
-MAX_LOCATIONS = 23
-"""How many locations a check writes in one call."""
+MAX_LOCATIONS = 23  # that a check writes in one call
 
 
 class DeviceMemory:
@@ -81,7 +80,10 @@ class PoolMemory(DeviceMemory):
             storages.setdefault(storage.data_ptr(), (storage, []))[1].append(buffer)
         count = 0
         for start, (storage, buffers) in storages.items():
-            for low, high in _stretches(buffers):
+            ends = np.array([buffer.end + GAP for buffer in buffers])
+            lows, highs = merge_intervals(np.array([buffer.base for buffer in buffers]), ends)
+            highs[-1] -= GAP
+            for low, high in zip(lows.tolist(), highs.tolist()):
                 if not start <= low < high <= start + storage.nbytes():
                     fail(
                         f"buffers of {pool.owner} from {low:#x} to {high:#x}, but the memory of "
@@ -215,20 +217,17 @@ class Trial(PoolMemory):
 
 def groups(pool: KVPool) -> list[RegionGroup]:
     """Groups with every region of a pool once."""
-    regions: dict[tuple[int, str], dict[str, Region]] = {}
-    for region in pool.layout.regions:
-        key = region.layer, pool.layout.space_of(region).name
-        regions.setdefault(key, {})[region.role] = region
-    counts = {buffer.name: buffer.items for buffer in pool.layout.buffers}
+    layout, roles = pool.layout, dict[tuple[int, Space], dict[str, Region]]()
+    for region in layout.regions:
+        roles.setdefault((region.layer, layout.space_of(region)), {})[region.role] = region
     return [
         RegionGroup(
-            layer,
-            space,
-            by_role,
-            pool.layout.space_by_name[space].steps
-            * min(counts[region.buffer] for region in by_role.values()),
+            layer=layer,
+            space=space.name,
+            by_role=by_role,
+            locations=space.steps * min(layout.buffer_of(r).items for r in by_role.values()),
         )
-        for (layer, space), by_role in regions.items()
+        for (layer, space), by_role in roles.items()
     ]
 
 
@@ -240,18 +239,6 @@ def shape(region: Region, count: int) -> tuple[int, ...]:
 def blocks(scales: Region) -> int:
     """How many scales a cell has."""
     return scales.width // ITEMSIZE[scales.dtype]
-
-
-def _stretches(buffers: Sequence[Buffer]) -> Iterator[tuple[int, int]]:
-    """Start and end pointers of stretches of buffers without long gaps."""
-    ordered = sorted(buffers, key=lambda buffer: buffer.base)
-    low, high = ordered[0].base, ordered[0].end
-    for buffer in ordered[1:]:
-        if buffer.base > high + GAP:
-            yield low, high + GAP
-            low = buffer.base
-        high = max(high, buffer.end)
-    yield low, high
 
 
 def settle(device: Device) -> None:
@@ -297,3 +284,43 @@ def same(
             f"{place}: {actual.flat[first]:#04x} found, {expected.flat[first]:#04x} expected "
             f"({wrong.size:,} bytes of {actual.size:,} differ)."
         )
+
+
+class ByteCount(NamedTuple):
+    """Differing and compared bytes."""
+
+    wrong: int
+    checked: int
+
+
+def flat_locations(space: Space, address: RequestAddress, entries: range) -> Ints:
+    """Flat locations of a request's entries in a pool."""
+    span = address.spans[space.id_list]
+    items, steps = space.place(np.arange(entries.start, entries.stop, dtype=np.int64))
+    return np.asarray(span.ids[items - span.first_item] * space.steps + steps)
+
+
+def same_as_pool(
+    pool: KVPool,
+    address: RequestAddress,
+    single: KVPool,
+    single_address: RequestAddress,
+    start: int = 0,
+) -> ByteCount:
+    """Compares, without a plan, the live bytes of a request's positions from `start` on in two
+    pools of one model, whose pages may differ; slots and rings are compared whole.
+    """
+    wrong = checked = 0
+    for region in pool.layout.regions:
+        values = []
+        for owner, table in ((pool, address), (single, single_address)):
+            space = owner.layout.space_of(owner.layout.region_by_key[region.key])
+            alive = space.alive(address.num_tokens)
+            first = 0 if space.per_request else start // space.tokens_per_entry
+            rows = flat_locations(space, table, range(max(first, alive.start), alive.stop))
+            values.append(owner.gather(region.role, region.layer, rows))
+        ours, truth = (rows.contiguous().view(torch.uint8) for rows in values)
+        if ours.shape != truth.shape:
+            raise ValueError(f"{region.key}: {tuple(ours.shape)} is no {tuple(truth.shape)}.")
+        wrong, checked = wrong + int((ours != truth).sum()), checked + ours.numel()
+    return ByteCount(wrong, checked)

@@ -72,9 +72,7 @@ def accept(
 def _run(
     device: Device, chosen: Sequence[AcceptSection], quick: bool, path: Path, console: Console
 ) -> Report:
-    """Runs sections, prints a line for each and one for each failure, and writes the report: before
-    each section, so that it names one that ends the process, and at the end.
-    """
+    """Runs sections, and writes the report: before each too, to name one that ends the process."""
     from rich.text import Text
 
     from disagg.cli.accept.sections import SECTIONS, Scope

@@ -15,9 +15,7 @@ PASSED, FAILED, NOT_HERE = STATES
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was tried, how it ended, and its time. `figures` of a timed benchmark are its row of
-    `kvpool bench --json`.
-    """
+    """What was tried, and how it ended; `figures` if timed: its row of `kvpool bench --json`."""
 
     name: str
     state: State

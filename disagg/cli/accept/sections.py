@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from disagg.cli.accept.report import FAILED, NOT_HERE, PASSED, Row, SectionResult
-from disagg.cli.bench.case import QUICK, BenchCase, Measurement, Sizes, sizes_for
-from disagg.cli.bench.measure import all_cases, measured
+from disagg.cli.bench.case import QUICK, BenchCase, Measurement, Sizes, measured, sizes_for
 from disagg.cli.bench.peer import BenchContext
-from disagg.cli.bench.report import sentence_of
+from disagg.cli.bench.report import all_cases, sentence_of
 from disagg.cli.bench.transfers import trial_cases
 from disagg.cli.common import machine
 from disagg.cli.demo.models import MODELS, DemoSettings
@@ -30,24 +29,18 @@ from kvpool.testing.case import CheckFailure, Inapplicable, fail
 from kvpool.testing.checks.hardware import HARDWARE_CHECKS, HardwareChecks
 from kvpool.testing.run import all_checks
 
-CHECK_TIMEOUT = 600.0
-"""Seconds until a check of the kit is ended."""
+CHECK_TIMEOUT = 600.0  # seconds until a check of the kit is ended
 QUICK_POOL = "mla fp8"
 DTYPE = "bfloat16"
 QUICK_MODEL = ("llama", DTYPE)
-TRIAL_TOKENS = (1000, 100)
-"""Of a hand-off by an engine: usually, and where sizes are minimal."""
-OTHER_PROCESSES = ("transfer", "handoff")
-"""Benchmarks that `quick` leaves to the section of engines."""
-TARGET_GPU = "H200"
-"""What the name of the GPU contains that targets are for."""
+TRIAL_TOKENS = (1000, 100)  # of an engine's hand-offs: usually, and where sizes are minimal
+OTHER_PROCESSES = ("transfer", "handoff")  # which `quick` leaves to the section of engines
+TARGET_GPU = "H200"  # in the name of the GPU that targets are for
 
 
 @dataclass(frozen=True)
 class Scope:
-    """What a section is given: the device, whether little is to be tried of everything, and what
-    shows what runs now.
-    """
+    """The device, whether little is to be tried of everything, and what shows what runs now."""
 
     device: Device
     quick: bool
@@ -115,14 +108,12 @@ def conformance_rows(scope: Scope) -> list[Row]:
 
 
 class Kit:
-    """Called by the other process, since a device that crashes must end only that: every check of a
-    device and of pools on it, but for those that have sections of their own.
-    """
+    """Called by the other process, since a device that crashes must end only that."""
 
     def __init__(self, name: str, pools: list[str]) -> None:
         device = get_device(name)
         self._scope = Scope(device, quick=False)
-        self._checks = {
+        self._checks = {  # those of hardware have sections of their own
             (f"pool {check.pool}" if check.pool else f"device {name}", check.name): check
             for check in all_checks(device, pools, hardware=False)
         }
@@ -221,9 +212,7 @@ def case_rows(scope: Scope, cases: Sequence[BenchCase], sizes: Sizes, *, timed: 
 
 
 def case_row(row: Measurement, gpu: str, seconds: float) -> Row:
-    """The row of a measurement that took so many seconds, on a device of that name. Only the GPU
-    that targets are for can miss one.
-    """
+    """The row of a measurement. Only the GPU that targets are for can miss one."""
     if row.reason is not None:
         state = FAILED if row.failed else NOT_HERE
         return Row(row.title, state, " ".join(row.reason.split()), seconds)

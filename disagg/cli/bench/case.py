@@ -1,9 +1,12 @@
-"""Benchmark cases: what is timed, its reference, the check of its result, and its row."""
+"""Benchmark cases and their times, of a case and its reference in alternating rounds, since ratios
+vary less than times.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,15 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from kvpool.device import Device
-from kvpool.testing.case import fail
+from kvpool.device import Device, DeviceUnavailable
+from kvpool.testing.case import CheckFailure, Inapplicable, fail
 
 if TYPE_CHECKING:
     from disagg.cli.bench.peer import BenchContext
 
-COPY = "copy"
-"""The bound of cases that move bytes: one contiguous copy in the device's memory."""
+COPY = "copy"  # the bound of cases that move bytes: one contiguous copy in the device's memory
 GIB, MIB = 1 << 30, 1 << 20
+MOST_CALLS = 1000
+UNABLE = (Inapplicable, DeviceUnavailable, MemoryError, NotImplementedError, torch.OutOfMemoryError)
+"""What says that a case cannot run here."""
 
 
 class Work(NamedTuple):
@@ -86,9 +91,7 @@ class Measurement:
 
 
 class BenchCase(NamedTuple):
-    """A case and its row before it is timed. `calls` of it and of its reference are timed together
-    (0: as many as the clock's resolution needs).
-    """
+    """A case and its row; `calls` that are timed together (0: as many as the clock needs)."""
 
     row: Measurement
     open: Callable[[BenchContext], Work]
@@ -101,16 +104,12 @@ class Sizes:
     `batch_seconds` together are timed as one.
     """
 
-    entry_bytes: int
-    """Size of the entries that are written and read."""
-    pages: int
-    """Pages to move, of 64 tokens in 61 layers."""
-    run_bytes: int
-    """Bytes to gather and scatter."""
+    entry_bytes: int  # of the entries that are written and read
+    pages: int  # to move, of 64 tokens in 61 layers
+    run_bytes: int  # to gather and scatter
     transfer_bytes: int
     handoff_tokens: tuple[int, ...] = (1, 128, 8192)
-    handoff_chunk: int = 2048
-    """Tokens of requests, and of their chunks where they come in several."""
+    handoff_chunk: int = 2048  # tokens of the chunks of longer requests
     least_rounds: int = 5
     rounds: int = 20
     seconds: float = 1.5
@@ -137,6 +136,66 @@ def sizes_for(device: Device, quick: bool) -> Sizes:
     if quick or device.emulated:
         return QUICK
     return HOST_SIZES if device.memory_kind == "cpu" else ACCELERATOR
+
+
+def measured(
+    case: BenchCase, context: BenchContext, sizes: Sizes, *, timed: bool = True
+) -> Measurement:
+    """Checks a case and times it, or records why it cannot run or has failed."""
+    row = case.row
+    try:
+        with one_thread():
+            work = case.open(context)
+            work.ours()
+            context.device.record().synchronize()
+            work.check()
+            return row.timed(_rounds(case, work, context.device, sizes)) if timed else row
+    except UNABLE as error:
+        return replace(row, reason=str(error))
+    except CheckFailure as error:
+        return replace(row, reason=f"wrong: {error}", failed=True)
+    except Exception as error:  # a failure of one case must not end the others
+        return replace(row, reason=f"{type(error).__name__}: {error}", failed=True)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limits torch to one thread, as the references use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _rounds(case: BenchCase, work: Work, device: Device, sizes: Sizes) -> list[tuple[float, float]]:
+    """Calls and rounds follow from the time of one call. The reference runs at least a tenth as
+    long as the case, to see the same noise.
+    """
+    calls, spent = [], 0.0
+    for call in (work.ours, work.reference):
+        _batch(call, 1, device, work.clock)
+        taken, wanted = _batch(call, 1, device, work.clock), max(sizes.batch_seconds, spent / 10)
+        calls.append(case.calls or min(max(1, round(wanted / taken)), MOST_CALLS))
+        spent += calls[-1] * taken
+    rounds = []
+    for _ in range(min(max(sizes.least_rounds, round(sizes.seconds / spent)), sizes.rounds)):
+        # the reference first: it evicts the case's data from the caches
+        theirs = _batch(work.reference, calls[1], device, work.clock)
+        rounds.append((_batch(work.ours, calls[0], device, work.clock), theirs))
+    return rounds
+
+
+def _batch(
+    call: Callable[[], object], calls: int, device: Device, clock: Callable[[], float]
+) -> float:
+    """Seconds per call of `calls` in a row, until the device has finished."""
+    began = clock()
+    for _ in range(calls):
+        call()
+    device.record().synchronize()
+    return (clock() - began) / calls
 
 
 def plain_copy(device: Device, nbytes: int) -> Callable[[], object]:

@@ -71,7 +71,7 @@ def bench(
     """
     from rich.console import Console
 
-    from disagg.cli.bench.measure import GROUPS
+    from disagg.cli.bench.report import GROUPS
     from kvpool.render.chart import SUFFIXES, write_chart
 
     groups = only or GROUPS
@@ -95,10 +95,9 @@ def _report(
     """Runs the cases. Raises typer.BadParameter for a wrong device."""
     from rich.console import Console
 
-    from disagg.cli.bench.case import QUICK, sizes_for
-    from disagg.cli.bench.measure import HANDOFF_ENGINES, all_cases, measured
+    from disagg.cli.bench.case import QUICK, measured, sizes_for
     from disagg.cli.bench.peer import BenchContext
-    from disagg.cli.bench.report import BenchReport
+    from disagg.cli.bench.report import HANDOFF_ENGINES, BenchReport, all_cases
 
     device = device_to_measure(device_name)
     sizes = sizes_for(device, quick)

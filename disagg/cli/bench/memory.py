@@ -1,6 +1,4 @@
-"""Cases of one device's memory: entries written and read in every packing that has its own kernel,
-items moved in all layers, runs gathered and scattered.
-"""
+"""Cases of a device's memory: entries of every packing that has its own kernel, items, and runs."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from kvpool.device.torch_ops import bits
 from kvpool.layout.formats import scale_role
 from kvpool.pools.placement import Placement
 
-LAYERS, PAGE = 61, 64
-"""Layers of DeepSeek-V3, and tokens per page."""
+LAYERS, PAGE = 61, 64  # of DeepSeek-V3, and tokens per page
 WINDOW_PAGE = 128
 MLA_PAGE_BYTES = PAGE * (512 + 64) * 2
 RUN_WIDTHS = {"512 B": 512, "4 KiB": 4 << 10, "36 KiB": 36 << 10}
@@ -29,9 +26,7 @@ MOVE_TARGET, RUNS_TARGET = 0.85, 0.8
 
 
 class EntryFormat(NamedTuple):
-    """Entries of one layer: their pool, the shape of their bf16 values by role, and the stored
-    bytes per entry.
-    """
+    """Entries of one layer: pool, shape of their bf16 values by role, stored bytes per entry."""
 
     kind: type[KVPool]
     arguments: Mapping[str, Any]
@@ -93,9 +88,7 @@ def entry_cases(group: str, copied: int) -> Iterator[BenchCase]:
 def open_entries(
     group: str, rows: EntryFormat, tokens: int, nbytes: int, context: BenchContext
 ) -> Work:
-    """Entries of layer 0 in locations as in a prefill: pages in random order, entries within them
-    in order.
-    """
+    """Entries of layer 0 as in a prefill: pages in random order, entries within them in order."""
     pool = rows.kind(
         layers=[0],
         num_pages=tokens // PAGE + 1,
@@ -118,8 +111,10 @@ def open_entries(
         pool.write(0, locations, values)
 
     def check_stored() -> None:
+        rows = locations.cpu()
         for role, expected in stored.items():
-            need_equal(f"entries of {role}", _entries(pool, role, locations), expected)
+            memory = bits(pool.view(role, 0)).cpu()
+            need_equal(f"entries of {role}", memory[rows // entries, rows % entries], expected)
 
     def load() -> None:
         read.update(zip(rows.roles, pool.read_roles(rows.roles, 0, locations)))
@@ -151,16 +146,8 @@ def _stored(pool: KVPool, values: Mapping[str, torch.Tensor]) -> dict[str, torch
     return entries
 
 
-def _entries(pool: KVPool, role: str, locations: torch.Tensor) -> torch.Tensor:
-    """The pool's memory at locations, `[N, ...]`, on the host."""
-    view, rows = bits(pool.view(role, 0)).cpu(), locations.cpu()
-    return view[rows // view.shape[1], rows % view.shape[1]]
-
-
 def open_move(pages: int, placement: Placement, ids: str, context: BenchContext) -> Work:
-    """Pages of an MLA pool copied to other pages, in all layers at once. Ids on the host go through
-    the pool, which checks and copies them.
-    """
+    """Pages of an MLA pool moved in all layers. The pool checks and copies ids on the host."""
     pool = MLAPool(
         layers=range(LAYERS),
         num_pages=2 * pages + 1,

@@ -1,6 +1,4 @@
-"""Another process of a benchmark, whose memory engines and endpoints read, and what this process
-has connected to it.
-"""
+"""Another process of a benchmark, whose memory is read, and what this one has connected to it."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from disagg.cli.bench.case import noise
+from disagg.cli.bench.case import UNABLE, noise
 from disagg.engines.base import Engine, EngineUnavailable, TransferError, create_engine
 from disagg.protocol.status import KVPoll
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
-from kvpool.device import Device, DeviceUnavailable, get_device
+from kvpool.device import Device, get_device
 from kvpool.layout import PoolLayout, RequestAddress, Slab, Span
 from kvpool.layout.formats import Shard
 from kvpool.models import declare
@@ -24,19 +22,12 @@ from kvpool.pools.base import KVPool
 from kvpool.pools.typed import MHAPool
 from kvpool.process import OtherProcess
 from kvpool.testing.case import Inapplicable
+from kvpool.testing.checks.layout import usable_items
 
-READER_TIMEOUT = 60.0
-"""Seconds to wait for a read or a hand-off."""
+READER_TIMEOUT = 60.0  # seconds to wait for a read or a hand-off
+# before the last chunk, so that both endpoints wait for it, as they do where it is computed
 SETTLE_SECONDS = 0.003
-"""Before the last chunk, so that both endpoints wait for it, as they do where it is computed."""
-REFUSED = (
-    EngineUnavailable,
-    TransferError,
-    DeviceUnavailable,
-    MemoryError,
-    torch.OutOfMemoryError,
-    NotImplementedError,
-)
+REFUSED = (EngineUnavailable, TransferError, *UNABLE)
 """What an engine or an endpoint raises that cannot have this device's memory."""
 FAMILIES = {
     # a shipped config, its packing, and of how many ranks a pool is of the first
@@ -54,40 +45,35 @@ SOURCE_SEED, DEST_SEED = 1, 2
 
 
 class BenchContext:
-    """Where cases run: a device, and another process that has memory of the same kind. It starts
-    when a case first needs it.
-    """
+    """A device, and another process with memory like it, which starts when a case needs it."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._other = OtherProcess(BenchPeer, device.name)
+        self._other, self._stack = OtherProcess(BenchPeer, device.name), ExitStack()
         self._key: tuple[object, ...] = ()
         self._opened: Any = None
 
     def opened(self, kind: Callable[..., Any], *key: Any) -> Any:
-        """`kind(other process, device, *key)`, which is closed before another is opened. Raises
-        Inapplicable if an engine refuses its memory.
+        """`kind(other process, device, *key)`, open until another is. Raises Inapplicable if an
+        engine refuses its memory.
         """
         if self._key != (kind, *key) or not self._other.alive:
-            self._close_opened()
-            self._key = kind, *key
+            self._stack.close()
+            self._key, self._opened = (), None
             try:
                 self._opened = kind(self._other.revived(), self.device, *key)
-            except (Inapplicable, *REFUSED) as error:
+                self._stack.callback(self._opened.close)
+            except REFUSED as error:
                 self._opened = Inapplicable(str(error))
+            self._key = kind, *key
         if isinstance(self._opened, Inapplicable):
             raise self._opened
         return self._opened
 
     def close(self) -> None:
         """Closes what is open, and ends the process."""
-        self._close_opened()
+        self._stack.close()
         self._other.close()
-
-    def _close_opened(self) -> None:
-        if self._opened is not None and not isinstance(self._opened, Inapplicable):
-            self._opened.close()
-        self._key, self._opened = (), None
 
 
 def served(other: OtherProcess, method: str, *arguments: Any) -> Any:
@@ -99,9 +85,7 @@ def served(other: OtherProcess, method: str, *arguments: Any) -> Any:
 
 
 class BenchPeer:
-    """Called by the other process: it serves memory by one bare engine at a time, and hands the
-    requests of a pool over.
-    """
+    """The other process: serves memory by one bare engine at a time, and hands requests over."""
 
     def __init__(self, device: str) -> None:
         torch.set_num_threads(1)
@@ -154,9 +138,7 @@ class BenchPeer:
         return self._bare.metadata()
 
     def send(self, room: int, tokens: int, start: int, stop: int) -> float:
-        """Offers a chunk of a request of `tokens` tokens; returns the time before it was offered.
-        The last comes after a pause.
-        """
+        """Offers a chunk, the last after a pause; returns the time before it was offered."""
         table = block_table(self._pool.layout, tokens, SOURCE_SEED)
         if stop == tokens:
             time.sleep(SETTLE_SECONDS)
@@ -215,9 +197,7 @@ def random_pool(family: str, tokens: int, device: str) -> KVPool:
 def block_table(layout: PoolLayout, tokens: int, seed: int) -> RequestAddress:
     """A request's items, in any order."""
     random, spans = np.random.default_rng(seed), {}
-    for name, items in layout.items_by_space.items():
-        space = layout.space_by_name[layout.space_by_name[name].id_list]
-        alive = space.alive_items(tokens)
-        ids = space.reserved + random.permutation(items - space.reserved)
-        spans[space.name] = Span(ids[: len(alive)], alive.start)
+    for name, ids in usable_items(layout).items():
+        alive = layout.space_by_name[name].alive_items(tokens)
+        spans[name] = Span(random.permutation(ids)[: len(alive)], alive.start)
     return RequestAddress(tokens, spans)

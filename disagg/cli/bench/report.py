@@ -1,14 +1,16 @@
-"""The report of a run, as JSON, as a table and as a picture of its ratios."""
+"""All cases, and the report of a run, as JSON, as a table and as a picture of its ratios."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from disagg.cli.bench.case import Measurement
+from disagg.cli.bench.case import BenchCase, Measurement, Sizes
+from disagg.cli.bench.memory import memory_cases
+from disagg.cli.bench.transfers import handoff_cases, transfer_cases
 from kvpool.render.chart import COLOURS, Chart, ChartRow, Mark, Panel, log_axis
 from kvpool.render.text import human
 
@@ -16,12 +18,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+GROUPS = ("store", "load", "move", "gather", "scatter", "transfer", "handoff")
+HANDOFF_ENGINES = ("local",)  # where no engine is named: hand-offs of the others take minutes
 CAPTION = (
     "medians of rounds; bound: a plain copy of as many bytes, or the reference's time; ratio: the "
     "bound's time over ours, round by round; beyond: our time less the bound's, where that is more"
 )
-WORST = 0.001
-"""Where the chart's axis begins; of worse ratios at their power of ten."""
+WORST = 0.001  # where the chart's axis begins; of worse ratios at their power of ten
+
+
+def all_cases(
+    sizes: Sizes, engines: Sequence[str], handoff_engines: Sequence[str] = HANDOFF_ENGINES
+) -> list[BenchCase]:
+    """Every case, whether it can run here or not."""
+    cases = [*memory_cases(sizes), *transfer_cases(sizes, engines)]
+    return [*cases, *handoff_cases(sizes, handoff_engines)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +73,12 @@ class BenchReport:
         table = FittedTable(title=self.title, caption=CAPTION)
         table.add_column("", no_wrap=True)
         table.add_column("case")
-        for name in FIGURES:
+        for name in ("bytes", "time", "GiB/s", "bound", "ratio", "beyond"):
             table.add_column(name, justify="right", no_wrap=True)
         for group, rows in groupby(self.ran, lambda row: row.group):
             table.add_section()
             for number, row in enumerate(rows):
-                figures = (figure(row) for figure in FIGURES.values())
-                table.add_row("" if number else group, row.case, *figures)
+                table.add_row("" if number else group, row.case, *figures(row))
         return table
 
     def print(self, console: Console) -> None:
@@ -94,15 +104,12 @@ class BenchReport:
         return lines
 
     def chart(self) -> Chart:
-        """The ratios on a logarithmic axis, from WORST or as far as there are ratios, so that the
-        worst can be seen.
-        """
+        """The ratios on a logarithmic axis from WORST, or from the worst ratio."""
         ratios = [row.ratio for row in self.ran if row.ratio]
         lowest = math.floor(math.log10(min([WORST, *ratios])))
         axis = log_axis(10.0**lowest, 1.2 * max([1.0, *ratios]))
-        panel = Panel(
-            "Speed relative to the bound, right is better", axis, list(self._chart_rows())
-        )
+        rows = list(self._chart_rows())
+        panel = Panel("Speed relative to the bound, right is better", axis, rows)
         words = "1: as fast as a plain copy, or what is in brackets"
         return Chart(self.title, [("tick", "currentColor", words)], [panel], self.left_out())
 
@@ -141,22 +148,14 @@ def number_of(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def _bound(row: Measurement) -> str:
-    rate = row.reference_gib_per_second
-    return number_of(rate) if rate and row.moves else time_of(row.reference_seconds)
-
-
-def _beyond(row: Measurement) -> str:
-    seconds = row.beyond_seconds
-    return time_of(seconds) if seconds and seconds > 0 else "-"
-
-
-FIGURES: dict[str, Callable[[Measurement], str]] = {
-    "bytes": lambda row: human(row.bytes) if row.bytes else "-",
-    "time": lambda row: time_of(row.seconds),
-    "GiB/s": lambda row: number_of(row.gib_per_second),
-    "bound": _bound,
-    "ratio": lambda row: number_of(row.ratio),
-    "beyond": _beyond,
-}
-"""Columns of the table."""
+def figures(row: Measurement) -> tuple[str, ...]:
+    """A row of the table."""
+    rate, beyond = row.reference_gib_per_second, row.beyond_seconds
+    return (
+        human(row.bytes) if row.bytes else "-",
+        time_of(row.seconds),
+        number_of(row.gib_per_second),
+        number_of(rate) if rate and row.moves else time_of(row.reference_seconds),
+        number_of(row.ratio),
+        time_of(beyond) if beyond and beyond > 0 else "-",
+    )

@@ -30,7 +30,6 @@ from disagg.cli.bench.peer import (
     served,
     slab_of,
 )
-from disagg.cli.live_bytes import same_as_pool
 from disagg.engines.base import TransferError, create_engine
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
@@ -41,12 +40,12 @@ from kvpool.device import Device
 from kvpool.layout import PoolLayout, RequestAddress, Slab
 from kvpool.process import OtherProcess
 from kvpool.testing.case import Inapplicable, fail
+from kvpool.testing.memory import same_as_pool
 
 READ_WIDTHS = {"1 KiB": 1 << 10, "4 KiB": 4 << 10, "36 KiB": 36 << 10, "1 MiB": 1 << 20}
 BARE = "the bare engine"
 WAIT_SECONDS, ASK_SECONDS = 0.1, 0.0005
-SPARE_TOKENS = 100
-"""So many more than a trial's request has, its pools have pages for."""
+SPARE_TOKENS = 100  # a trial's pools have pages for so many more than its request has
 
 
 def transfer_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
@@ -168,9 +167,7 @@ class HandOffSetup:
 
 
 def handoff_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
-    """From the offer of a request's last chunk to Success on decode, in another process, for each
-    family.
-    """
+    """From the offer of a request's last chunk to Success on decode, for each family."""
     most = max(sizes.handoff_tokens)
     for engine, family, tokens in product(engines, FAMILIES, sizes.handoff_tokens):
         for chunk in sorted({tokens, min(tokens, sizes.handoff_chunk)}, reverse=True):
@@ -181,9 +178,7 @@ def handoff_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
 
 
 def trial_cases(engine: str, tokens: int) -> Iterator[BenchCase]:
-    """Hand-offs to be checked and not timed: large runs, small runs one by one, and small runs
-    through staging buffers.
-    """
+    """Hand-offs to be checked and not timed; of small runs, also through staging buffers."""
     for runs, family, staging in (
         ("large runs", "MLA", 0),
         ("small runs", HEADS_APART, 0),
@@ -200,9 +195,7 @@ def trial_cases(engine: str, tokens: int) -> Iterator[BenchCase]:
 
 
 class OpenHandOffs:
-    """Endpoints of a prefill in another process and of a decode in this one, with pools of one
-    model, and a bare engine on each side.
-    """
+    """A prefill in another process and a decode in this one, and a bare engine on each side."""
 
     def __init__(self, other: OtherProcess, device: Device, setup: HandOffSetup) -> None:
         name, family, tokens = setup.engine, setup.family, setup.tokens
@@ -275,9 +268,8 @@ class OpenHandOffs:
             self._pool.item_bytes_view(buffer).zero_()
 
     def _need_request(self, source: RequestAddress, table: RequestAddress, start: int = 0) -> None:
-        """Raises CheckFailure unless a request's positions from `start` on are the source's, and
-        other items are as they were: zeros. They are compared without a plan, as where they lie
-        follows from both block tables.
+        """Raises CheckFailure unless a request's positions from `start` on are the source's, where
+        both block tables say, and other items are as they were: zeros.
         """
         count = same_as_pool(self._pool, table, self._truth, source, start)
         if count.wrong:

@@ -1,6 +1,4 @@
-"""Both sides of the demo: prefill in a process of its own, and decode, which receives, decodes, and
-compares with runs in this process.
-"""
+"""Both sides of the demo: prefill in a process of its own, and decode, which compares."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress
 from rich.text import Text
 
 from disagg.cli.demo.models import DemoSettings
-from disagg.cli.live_bytes import same_as_pool
 from disagg.engines.base import create_engine
-from disagg.plan import TransferPlan
 from disagg.protocol.status import KVPoll
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
@@ -28,6 +24,7 @@ from kvpool.integrations.transformers import PoolCache
 from kvpool.process import OtherProcess
 from kvpool.render.chart import write_chart
 from kvpool.render.text import human, layout_table
+from kvpool.testing.memory import same_as_pool
 
 START_TIMEOUT = 600.0  # seconds to build a model, or to compute a prompt
 CONNECT_TIMEOUT = 60.0
@@ -96,14 +93,14 @@ class DecodedPrompt:
 def decoded_prompts(
     other: OtherProcess, settings: DemoSettings, console: Console, drawing: Path | None = None
 ) -> Iterator[DecodedPrompt]:
-    """Receives every prompt from the `PrefillSide` of another process, decodes and compares. Draws
-    the hand-offs to `drawing`.
-    """
+    """Receives every prompt from a `PrefillSide`, decodes and compares; draws to `drawing`."""
     other.post("open", settings)
     side = DecodeSide(other, settings, console)
     with side.endpoint:
-        plan = side.connect()
-        console.print(plan.explain(max(settings.prompts)).table(), crop=False)
+        link = side.endpoint.connect([other.answer(START_TIMEOUT)], CONNECT_TIMEOUT)
+        if link.plan is None:
+            raise RuntimeError("prefill: the handshake has ended without a plan.")
+        console.print(link.plan.explain(max(settings.prompts)).table(), crop=False)
         for room in range(len(settings.prompts)):
             yield side.decode(room)
         if drawing is not None:
@@ -129,13 +126,6 @@ class DecodeSide:
         table = layout_table(layout, f"{settings.model}: layout of the decode pool")
         console.print(table, crop=False)
         self.endpoint = DecodeEndpoint(layout, create_engine(settings.engine))
-
-    def connect(self) -> TransferPlan:
-        """The plan, after prefill has answered."""
-        link = self.endpoint.connect([self._other.answer(START_TIMEOUT)], CONNECT_TIMEOUT)
-        if link.plan is None:
-            raise RuntimeError("prefill: the handshake has ended without a plan.")
-        return link.plan
 
     def decode(self, number: int) -> DecodedPrompt:
         """Receives one prompt, decodes from it and compares."""
@@ -185,13 +175,13 @@ class DecodeSide:
 
     @torch.no_grad()
     def _compare(self, allocator: Any, request: Any, first: int) -> tuple[Comparison, ...]:
-        """Decodes from the received state, and compares with runs of the same tokens in this
-        process, over a pool of the same kind and over transformers' own cache.
-        """
+        """Decodes, and compares with runs over another pool and over transformers' own cache."""
+        from transformers import DynamicCache
+
         settings, model = self._settings, self._model
         received, chunks = request.address(), settings.chunks(request.num_tokens)
         single = PoolCache.new(self._single, Allocator(self._single))
-        own = transformers_cache(model)
+        own: Any = DynamicCache(config=model.config)
         same_first = [
             first == prefill(model, self._prompt, cache, chunks) for cache in (single, own)
         ]
@@ -240,10 +230,3 @@ def next_logits(model: Any, cache: Any, token: int) -> torch.Tensor:
     ids = torch.tensor([[token]], device=model.device)
     logits: torch.Tensor = model(ids, past_key_values=cache, use_cache=True).logits
     return logits[0, -1].clone()
-
-
-def transformers_cache(model: Any) -> Any:
-    """transformers' own cache for a model."""
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)

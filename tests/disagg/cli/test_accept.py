@@ -25,7 +25,7 @@ from disagg.cli.accept.command import accept
 from disagg.cli.accept.report import FORMAT, Report, Row, SectionResult
 from disagg.cli.accept.sections import Scope, bench_rows, case_row, conformance_rows
 from disagg.cli.bench.case import HOST_SIZES, QUICK
-from disagg.cli.bench.measure import GROUPS, all_cases
+from disagg.cli.bench.report import GROUPS, all_cases
 from disagg.cli.demo.models import MODELS
 from disagg.engines.base import engine_names
 from kvpool.device import get_device

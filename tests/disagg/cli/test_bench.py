@@ -14,16 +14,15 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from disagg.cli.bench.case import QUICK, BenchCase, Measurement, Work
+from disagg.cli.bench.case import QUICK, BenchCase, Measurement, Work, measured
 from disagg.cli.bench.command import bench
-from disagg.cli.bench.measure import GROUPS, all_cases, measured
-from disagg.cli.bench.report import BenchReport
-from disagg.cli.live_bytes import locations, same_as_pool
+from disagg.cli.bench.report import GROUPS, BenchReport, all_cases
 from disagg.engines.base import engine_names
 from disagg.engines.local import LocalEngine
 from disagg.engines.local.engine import LocalTransfer
 from kvpool.device.cpu import CPUDevice
 from kvpool.process import OtherProcess
+from kvpool.testing.memory import flat_locations, same_as_pool
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
 from tests.pools import dsv4, hybrid, mha
@@ -340,7 +339,8 @@ def test_a_wrong_byte_of_any_region_is_seen_between_pools_of_other_pages():
         assert right == (0, pool.layout.live_bytes(21))
         for region in pool.layout.regions:
             space = pool.layout.space_of(region)
-            item, entry = divmod(int(locations(space, address, space.alive(21))[-1]), space.steps)
+            *_, last = flat_locations(space, address, space.alive(21))
+            item, entry = divmod(int(last), space.steps)
             view = pool.view(region.role, region.layer)
             cell = view[item, entry] if region.axis("entry") else view[item]
             before = cell.contiguous().clone()

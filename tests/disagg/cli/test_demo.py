@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from disagg.cli.demo import command as demo, sides
 from disagg.cli.demo.models import MODELS, DemoSettings
 from disagg.cli.demo.sides import PrefillSide, decoded_prompts
-from disagg.cli.live_bytes import ByteCount
 from disagg.engines.base import engine_names
 from kvpool.cli import app
 from kvpool.process import OtherProcess
+from kvpool.testing.memory import ByteCount
 from tests.disagg.engines.peers import ENGINES
 
 KVPOOL = Path(sys.executable).with_name("kvpool")

@@ -12,8 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from disagg.cli.bench.case import QUICK
-from disagg.cli.bench.measure import all_cases
-from disagg.cli.bench.report import BenchReport
+from disagg.cli.bench.report import BenchReport, all_cases
 from kvpool.cli import app
 from kvpool.render.table import FittedTable
 

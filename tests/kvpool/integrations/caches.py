@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from disagg.cli.live_bytes import ByteCount, locations
 from kvpool import Allocator
 from kvpool.integrations.transformers import PoolCache, pool_for
 from kvpool.layout import Pin, RequestAddress
 from kvpool.layout.formats import LinearState
+from kvpool.testing.memory import ByteCount, flat_locations
 from tests.kvpool.models.tiny import own_cache, tiny
 
 PROMPT, CHUNKS, STEPS = 29, (11, 17, 1), 8
@@ -141,7 +141,7 @@ def same_as_transformers(pool: Any, address: RequestAddress, own: Any) -> ByteCo
             parts = []
             for role in roles:
                 region = pool.layout.region_by_key[pool.owner, layer, role]
-                rows = locations(pool.layout.space_of(region), address, entries)
+                rows = flat_locations(pool.layout.space_of(region), address, entries)
                 parts.append(pool.gather(role, layer, rows).flatten(1))
             ours = torch.cat(parts, dim=1)[:, : expected.shape[1]]
             assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype)
