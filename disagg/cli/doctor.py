@@ -1,7 +1,4 @@
-"""`kvpool doctor`: which devices and engines work here, and why others do not.
-
-What is optional and missing is no fault. What is installed and cannot be loaded is one.
-"""
+"""`kvpool doctor`: which devices and engines work here, and why others do not."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ PACKAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """An installed device, engine, helper or command.
-
-    `problem` is None if it works here. `broken`: it is installed and cannot be loaded or asked.
-    """
+    """What is installed. `problem` is None if it works; `broken`: it cannot be loaded or asked."""
 
     kind: str
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -135,8 +136,6 @@ def _on_the_wire(hand_off: HandOff, rate: float) -> str:
 
 
 def _as_dict(hand_off: HandOff, rate: float | None) -> dict[str, Any]:
-    from dataclasses import asdict
-
     plans = []
     for numbers, explanation in hand_off.explained:
         rows = [asdict(row) for row in explanation.rows]

@@ -1,6 +1,4 @@
-"""What `kvpool explain` explains: the ranks of both sides, from layout files and model configs, and
-what travels from each of prefill to each of decode.
-"""
+"""What `kvpool explain` explains: the ranks of both sides, and what travels between them."""
 
 from __future__ import annotations
 
@@ -11,10 +9,10 @@ from functools import cached_property
 from os.path import isfile
 from typing import Any
 
-from disagg.plan import IncompatibleLayouts, Reason, TransferPlan
+from disagg.plan import IncompatibleLayouts, TransferPlan
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.planner import PlanCache
-from kvpool.layout import PoolLayout
+from kvpool.layout import Key, PoolLayout
 from kvpool.layout.codec import read_file
 from kvpool.layout.sentences import by_layers, ranges
 
@@ -56,9 +54,7 @@ class Side:
     files: bool
 
     def words(self, numbers: Iterable[int] | None = None) -> str:
-        """Ranks by number, or all, as text: `prefill a.json, b.json`, `decode deepseek_v3 ranks
-        0-3`.
-        """
+        """Ranks by number, or all: `prefill a.json, b.json`, `decode deepseek_v3 ranks 0-3`."""
         ranks_of: dict[str, list[int]] = {}
         for number in range(len(self.ranks)) if numbers is None else numbers:
             rank = self.ranks[number]
@@ -124,12 +120,12 @@ class HandOff:
         refused: dict[tuple[tuple[int, ...], str], list[int]] = {}
         for number, error in enumerate(self.outcomes):
             if isinstance(error, IncompatibleLayouts):
-                by_sources: dict[tuple[int, ...], list[Reason]] = {}
-                for reason in error.reasons:
-                    by_sources.setdefault(reason.sources, []).append(reason)
+                by_sources: dict[tuple[int, ...], list[tuple[Key, str]]] = {}
+                for r in error.reasons:
+                    keyed = (r.owner, r.layer, r.role), f": {r.sentence}"
+                    by_sources.setdefault(r.sources, []).append(keyed)
                 for sources, reasons in by_sources.items():
-                    keyed = (((r.owner, r.layer, r.role), f": {r.sentence}") for r in reasons)
-                    for line in by_layers(keyed):
+                    for line in by_layers(reasons):
                         refused.setdefault((sources, line), []).append(number)
         return [
             (self.prefill.words(sources or None), self.decode.words(numbers), line)
@@ -156,10 +152,8 @@ def parse_sides(
     `page_size`: one value for both sides, or one for each as in `8:4`. Raises ValueError.
     """
     most = {"tp": MAX_RANKS, "pp": MAX_RANKS, "page_size": 1 << 20}
-    sides = []
-    for number, (name, of_side) in enumerate(
-        (("prefill", whats[:-1] or whats), ("decode", whats[-1:]))
-    ):
+    sides, of_sides = [], {"prefill": whats[:-1] or whats, "decode": whats[-1:]}
+    for number, (name, of_side) in enumerate(of_sides.items()):
         numbers: dict[str, Any] = {
             option: _whole(option, _of_side(text, number), most[option])
             for option, text in wholes.items()
@@ -175,9 +169,7 @@ def parse_sides(
 
 
 def _of_side(text: str | None, number: int) -> str | None:
-    """An option's value for prefill (0) or decode (1): `8` for both, `8:4` for each, `8:` for
-    prefill only.
-    """
+    """Of prefill (0) or decode (1): `8` is for both, `8:4` for each, `8:` for prefill only."""
     first, colon, second = (text or "").partition(":")
     return (second if number and colon else first) or None
 
@@ -195,9 +187,7 @@ def _whole(option: str, text: str | None, most: int) -> int | None:
 
 
 def read_side(name: str, whats: Sequence[str], geometry: Geometry) -> Side:
-    """The ranks of a side: of each layout file one, of each model config all. Raises ValueError for
-    a file or config that cannot be read, or split and stored so.
-    """
+    """The ranks of a side. Raises ValueError for what cannot be read, or split and stored so."""
     ranks, files = list[SideRank](), True
     for what in whats:
         layout = read_file(what) if isfile(what) else None

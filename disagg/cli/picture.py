@@ -1,6 +1,4 @@
-"""A page that draws items of both sides of a hand-off: what travels in a role's colour, the same on
-both sides, and what stays in grey.
-"""
+"""A page that draws items of both sides of a hand-off: what travels in colour, the rest in grey."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ Colours = dict[tuple[str, str], str]
 
 
 def page(hand_off: HandOff) -> str:
-    """One self-contained page: for decode ranks that are filled alike the first, and prefill ranks
-    that it reads from.
-    """
+    """Of decode ranks that are filled alike the first, and prefill ranks that it reads from."""
     names = dict.fromkeys(
         (owner, role)
         for plan in hand_off.plans.values()
@@ -142,13 +138,12 @@ def _rank(layout: PoolLayout, travels: Travels, colours: Colours) -> Iterator[st
 
 def _items(layout: PoolLayout, travels: Travels) -> Iterator[ItemMap]:
     """Maps of the items of a layout, of layers apart that travel and that do not."""
-    inside: dict[str, list[Region]] = {buffer.name: [] for buffer in layout.buffers}
-    for region in layout.regions:
-        inside[region.buffer].append(region)
-    alike: dict[object, list[Buffer]] = {}
+    alike: dict[object, tuple[list[Buffer], list[Region]]] = {}
     for buffer in layout.buffers:
-        moves = [(r.owner, r.role, tuple(travels.get(r.key, ()))) for r in inside[buffer.name]]
-        alike.setdefault(tuple(moves), []).append(buffer)
-    for buffers in alike.values():
-        regions = tuple(region for buffer in buffers for region in inside[buffer.name])
-        yield from item_maps(replace(layout, buffers=tuple(buffers), regions=regions))
+        inside = [region for region in layout.regions if region.buffer == buffer.name]
+        moves = tuple((r.owner, r.role, tuple(travels.get(r.key, ()))) for r in inside)
+        buffers, regions = alike.setdefault(moves, ([], []))
+        buffers.append(buffer)
+        regions += inside
+    for buffers, regions in alike.values():
+        yield from item_maps(replace(layout, buffers=tuple(buffers), regions=tuple(regions)))

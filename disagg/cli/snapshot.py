@@ -50,7 +50,15 @@ def snapshot(
             refused = True
             continue
         if as_json:
-            headers.append(_as_dict(path, header))
+            facts = {
+                "file": str(path),
+                "request": header.request,
+                "tokens": header.tokens,
+                "data_bytes": header.data_bytes,
+                "conventions": dict(header.conventions),
+                "layout": json.loads(header.layout.to_json()),
+            }
+            headers.append(facts)
         elif action is Action.check:
             typer.echo(f"{path}: sound, {_summary(header)}")
         else:
@@ -59,17 +67,6 @@ def snapshot(
         typer.echo(json.dumps(headers))
     if refused:
         raise typer.Exit(1)
-
-
-def _as_dict(path: Path, header: Header) -> dict[str, Any]:
-    return {
-        "file": str(path),
-        "request": header.request,
-        "tokens": header.tokens,
-        "data_bytes": header.data_bytes,
-        "conventions": dict(header.conventions),
-        "layout": json.loads(header.layout.to_json()),
-    }
 
 
 def _summary(header: Header) -> str:

@@ -18,18 +18,14 @@ from kvpool.pools.typed import DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSA
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A class and its arguments. `resized` are the arguments of a pool with other page sizes that
-    must exchange state with it.
-    """
+    """A class and its arguments; `resized`: those of a pool of other pages, for its state."""
 
     kind: type[KVPool]
     arguments: Mapping[str, Any]
     resized: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, **more: Any) -> KVPool:
-        build: Any = self.kind
-        pool: KVPool = build(**{**self.arguments, **more})
-        return pool
+        return self.kind(**{**self.arguments, **more})
 
     def but(self, **more: Any) -> Example:
         """The same example with other arguments."""

@@ -36,9 +36,7 @@ class BoundCheck(NamedTuple):
         return self.check.__name__
 
     def __call__(self) -> None:
-        """Runs it. Anything it raises but Inapplicable becomes a ConformanceError with the names
-        of device, pool and check.
-        """
+        """Runs it. Anything that it raises but Inapplicable becomes a ConformanceError."""
         try:
             self.check(self.subject)
         except Inapplicable:
@@ -102,9 +100,7 @@ def device_checks(device: Device, hardware: bool = True) -> list[BoundCheck]:
 
 
 def pool_checks(case: Case) -> list[BoundCheck]:
-    """The kit's checks of a pool, and `POOL_CHECKS` of the modules with an entry point of the group
-    `kvpool.testing`.
-    """
+    """The kit's checks of a pool, and `POOL_CHECKS` of the entry points in `kvpool.testing`."""
     checks = [*_checks_in(layout, "case")]
     for part in (layout, access):
         checks += [_with_trial(check) for check in _checks_in(part, "trial")]

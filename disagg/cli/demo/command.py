@@ -1,8 +1,7 @@
 """`kvpool demo`: a real transformer prefills in one process and decodes in another.
 
-The model has random weights from a fixed seed, so that both processes build the same one. The
-result is compared with runs in one process, over a pool of the same kind and over transformers' own
-cache.
+Both build the same model, as its random weights have a fixed seed. The result is compared with runs
+in one process, over a pool of the same kind and over transformers' own cache.
 """
 
 from __future__ import annotations

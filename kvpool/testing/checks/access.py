@@ -1,6 +1,4 @@
-"""Checks of a pool's reads and writes: of stored values by role, layer and flat location, and of
-floats as its packing stores them.
-"""
+"""Checks of a pool's reads and writes: stored values, and floats as its packing stores them."""
 
 from __future__ import annotations
 
@@ -161,9 +159,7 @@ def read_unpacks_as_the_formats_say(trial: Trial) -> None:
 
 
 def _write(trial: Trial, dtype: str, floats: Callable[..., Floats], lay: str = "") -> None:
-    """Writes floats of `dtype`, or stored values if the pool takes no such floats, laid out by
-    one of `_LAYS`, if it is named.
-    """
+    """Writes floats of `dtype`, or stored values if the pool takes none such, laid out as named."""
     for group in trial.groups:
         locations, values = group.pick(trial.random), {}
         for region, scales in group.inputs():
@@ -193,9 +189,7 @@ def _write(trial: Trial, dtype: str, floats: Callable[..., Floats], lay: str = "
 
 
 def _converts(pool: KVPool, dtype: str, region: Region) -> bool:
-    """Whether a write converts `dtype` to the stored dtype: it widens, and rounds only in a pool
-    that quantises.
-    """
+    """Whether a write converts `dtype`: it widens, and rounds only in a pool that quantises."""
     if region.dtype not in FLOATS or dtype == region.dtype:
         return False
     return region.dtype == "float32" or pool.packing in PACKINGS

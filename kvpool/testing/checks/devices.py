@@ -1,6 +1,4 @@
-"""Checks of a device without a pool: properties, memory, copies, events, and rows in views of every
-dtype, size, stride and format.
-"""
+"""Checks of a device without a pool: properties, memory, copies, events, and rows of all views."""
 
 from __future__ import annotations
 
@@ -16,15 +14,7 @@ from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.testing.case import equal, fail, random_of
 from kvpool.testing.checks.layout import chain
-from kvpool.testing.memory import (
-    SCALE_FORMATS,
-    DeviceMemory,
-    ids_on,
-    nans_alike,
-    off,
-    on,
-    same,
-)
+from kvpool.testing.memory import SCALE_FORMATS, DeviceMemory, ids_on, nans_alike, off, on, same
 from kvpool.testing.values import (
     LARGEST_CODE,
     Bytes,

@@ -17,8 +17,8 @@ from kvpool.testing.memory import DeviceMemory, same, settle
 from kvpool.testing.pools import POOLS
 
 Work = Callable[[], object]
+# products of square float32 matrices, which take an accelerator many milliseconds
 LONG_SIDE, LONG_ROUNDS = 4096, 60
-"""Products of square float32 matrices, which take an accelerator many milliseconds."""
 STREAM_POOLS = ("mha bf16", "mla fp8", "dsv4 fp8")
 REPLAYS = 3
 GRAPH_POOLS = ("mha bf16", "mha hnd fp8", "mla fp8", "mha mxfp8")
@@ -179,9 +179,7 @@ def reads_see_writes(device: Device, streams: Any, occupy: Work) -> None:
 
 
 def _captured(work: Work) -> Work:
-    """Captures work in a CUDA graph, after a run on another stream that compiles it; what replays
-    it.
-    """
+    """What replays work: a CUDA graph, captured after a run on another stream that compiles it."""
     cuda: Any = torch.cuda
     aside = cuda.Stream()
     aside.wait_stream(cuda.current_stream())
@@ -196,9 +194,7 @@ def _captured(work: Work) -> Work:
 
 
 def work_replays(device: Device, name: str, capture: Callable[[Work], Work]) -> None:
-    """A captured write, copy of items and read, with other ids and values in every replay, against
-    a pool on the host.
-    """
+    """Captured work, with other ids and values in every replay, against a pool on the host."""
     pool, reference = POOLS[name](device=device.name), POOLS[name](device="cpu")
     roles = ("latent", "rope") if name.startswith("mla") else ("k", "v")
     memory = pool.view(roles[0], 1).device

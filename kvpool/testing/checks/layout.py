@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,7 @@ def contiguous_lists_agree_with_the_layout(case: Case) -> None:
         raises(ValueError, "lists of pages of all layers", pool.get_contiguous_buf_infos)
         return
     main, states = pool.get_contiguous_buf_infos(), pool.get_state_buf_infos()
-    listed = _listed(pool, "contiguous", *main)
+    listed = _listed(pool, "contiguous", main)
     sizes, first = pool.kv_buf_group_sizes, 0
     equal("kv_buf_group_sizes, in all", sum(sizes), len(main.layer_ids))
     for size in sizes:
@@ -67,7 +68,7 @@ def contiguous_lists_agree_with_the_layout(case: Case) -> None:
         first += size
     for number, state in enumerate(states):
         what = f"state {number} ({state.state_type.value})"
-        listed += _listed(pool, what, *state[1:5])
+        listed += _listed(pool, what, state[1:5])
         equal(f"{what}: sizes", len(state.dim_per_tensor), len(state.data_ptrs))
     equal("buffers listed", sorted(b.name for b in listed), sorted(pool.layout.buffer_by_name))
 
@@ -197,19 +198,18 @@ def _all_items(layout: PoolLayout) -> dict[str, Ints]:
     return {name: np.arange(count, dtype=np.int64) for name, count in counts.items()}
 
 
-def _listed(
-    pool: KVPool, what: str, ptrs: list[int], lens: list[int], items: list[int], layers: list[int]
-) -> list[Buffer]:
-    """The buffers of a list, each compared with the layout."""
+def _listed(pool: KVPool, what: str, columns: Sequence[list[int]]) -> list[Buffer]:
+    """Buffers by pointers, lengths, item lengths and layers, each compared with the layout."""
     by_range = {(buffer.base, buffer.end): buffer for buffer in pool.layout.buffers}
     of_layer = {(region.buffer, region.layer) for region in pool.layout.regions}
-    equal(f"{what}: lengths of its columns", {len(lens), len(items), len(layers)}, {len(ptrs)})
+    equal(f"{what}: lengths of its columns", {*map(len, columns)}, {len(columns[0])})
     buffers = []
-    for ptr, length, item, layer in zip(ptrs, lens, items, layers):
+    for ptr, length, item, layer in zip(*columns):
         buffer = by_range.get((ptr, ptr + length))
         if buffer is None:
-            words = f"the layout has no buffer of {length:,} bytes at {ptr:#x}."
-            fail(f"{what}, layer {layer}: {words}")
+            fail(
+                f"{what}, layer {layer}: the layout has no buffer of {length:,} bytes at {ptr:#x}."
+            )
         equal(f"{what}, layer {layer}: item length", item, buffer.item_bytes)
         if (buffer.name, layer) not in of_layer:
             words = f"is listed for layer {layer}, but has no such region."
