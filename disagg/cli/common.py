@@ -1,6 +1,4 @@
-"""What several commands have in common: options that are refused, a bar that says what runs, and
-the machine, versions and source that figures belong to.
-"""
+"""What several commands share: options refused, a bar of what runs, and where figures are from."""
 
 from __future__ import annotations
 

@@ -114,9 +114,7 @@ class HandOff:
         return sent
 
     def refusals(self) -> list[tuple[str, str, str]]:
-        """Reasons why decode ranks cannot be filled: prefill ranks, decode ranks, sentence. A
-        reason that no prefill rank is about names the whole side.
-        """
+        """Prefill ranks (or the whole side), decode ranks, and why they cannot be filled."""
         refused: dict[tuple[tuple[int, ...], str], list[int]] = {}
         for number, error in enumerate(self.outcomes):
             if isinstance(error, IncompatibleLayouts):

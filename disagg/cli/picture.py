@@ -19,8 +19,7 @@ STAYS = "var(--bare)"
 MOST_SOURCES = 4  # drawn for a decode rank
 Travels = dict[Key, list[Box]]
 """Of each region the steps that travel, of its axes other than `entry`."""
-Colours = dict[tuple[str, str], str]
-"""By owner and role."""
+Colours = dict[tuple[str, str], str]  # by owner and role
 
 
 def page(hand_off: HandOff) -> str:

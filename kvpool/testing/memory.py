@@ -170,9 +170,7 @@ class RegionGroup(NamedTuple):
         return random.permutation(self.locations)[:MAX_LOCATIONS].astype(np.int64)
 
     def inputs(self) -> Iterator[tuple[Region, Region | None]]:
-        """The regions for which a write takes values, each with the region of its scales if floats
-        are quantised. Any other packing takes stored values.
-        """
+        """Regions that a write takes values of, and those of their scales if it quantises them."""
         packed = {}
         for role, region in self.by_role.items():
             scales = self.by_role.get(scale_role(role))

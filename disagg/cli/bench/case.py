@@ -1,6 +1,4 @@
-"""Benchmark cases and their times, of a case and its reference in alternating rounds, since ratios
-vary less than times.
-"""
+"""Benchmark cases, timed in turn with their references, since ratios vary less than times."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ class BenchCase(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much each case moves, and for how many `seconds` and rounds it is timed. Calls that take
-    `batch_seconds` together are timed as one.
-    """
+    """How much each case moves, and how long it is timed; calls of `batch_seconds` are one."""
 
     entry_bytes: int  # of the entries that are written and read
     pages: int  # to move, of 64 tokens in 61 layers

@@ -37,7 +37,6 @@ class EntryFormat(NamedTuple):
 HEADS = {"num_kv_heads": 8, "head_dim": 128, "packing": "bf16"}
 K_AND_V = {"k": (8, 128), "v": (8, 128)}
 MLA = {"latent": (512,), "rope": (64,)}
-INDEX_KEYS = {"index_key": (128,)}
 DSV4 = {"packing": "fp8", "compress_ratios": [0]}
 DSV4_ROWS = {"swa.latent": (448,), "swa.rope": (64,)}
 ENTRY_FORMATS = {
@@ -45,7 +44,7 @@ ENTRY_FORMATS = {
     "K and V 8 x 128, HND": EntryFormat(MHAPool, {**HEADS, "order": "hnd"}, K_AND_V, 4096),
     "MLA bf16, 1152 B": EntryFormat(MLAPool, {"packing": "bf16"}, MLA, 1152),
     "MLA fp8, 656 B": EntryFormat(MLAPool, {"packing": "fp8"}, MLA, 656),
-    "index keys fp8, 132 B": EntryFormat(NSAPool, {"packing": "fp8"}, INDEX_KEYS, 132),
+    "index keys fp8, 132 B": EntryFormat(NSAPool, {"packing": "fp8"}, {"index_key": (128,)}, 132),
     # 584 bytes, of which one is spare
     "DSv4 fp8, 584 B": EntryFormat(DSv4Pool, DSV4, DSV4_ROWS, 583),
 }

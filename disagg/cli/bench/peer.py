@@ -38,10 +38,8 @@ FAMILIES = {
     "HybridLinear": ("qwen3_next_80b", "bf16", 1),
     "DSv4": ("deepseek_v4", "fp8", 1),
 }
-HEADS_APART = "heads apart"
-"""No family: the order of heads differs, so that each head of each token is a run of 128 bytes."""
+HEADS_APART = "heads apart"  # no family: each head of each token is a run of 128 bytes
 HANDOFF_LAYERS = 8
-SOURCE_SEED, DEST_SEED = 1, 2
 
 
 class BenchContext:
@@ -54,9 +52,7 @@ class BenchContext:
         self._opened: Any = None
 
     def opened(self, kind: Callable[..., Any], *key: Any) -> Any:
-        """`kind(other process, device, *key)`, open until another is. Raises Inapplicable if an
-        engine refuses its memory.
-        """
+        """`kind(other process, device, *key)`, open until another is; Inapplicable if refused."""
         if self._key != (kind, *key) or not self._other.alive:
             self._stack.close()
             self._key, self._opened = (), None
@@ -139,7 +135,7 @@ class BenchPeer:
 
     def send(self, room: int, tokens: int, start: int, stop: int) -> float:
         """Offers a chunk, the last after a pause; returns the time before it was offered."""
-        table = block_table(self._pool.layout, tokens, SOURCE_SEED)
+        table = block_table(self._pool.layout, tokens)
         if stop == tokens:
             time.sleep(SETTLE_SECONDS)
         began = time.monotonic()
@@ -194,9 +190,9 @@ def random_pool(family: str, tokens: int, device: str) -> KVPool:
     return pool
 
 
-def block_table(layout: PoolLayout, tokens: int, seed: int) -> RequestAddress:
-    """A request's items, in any order."""
-    random, spans = np.random.default_rng(seed), {}
+def block_table(layout: PoolLayout, tokens: int, *, decode: bool = False) -> RequestAddress:
+    """A request's items in an order of each side's own, equal in every process."""
+    random, spans = np.random.default_rng(2 if decode else 1), {}
     for name, ids in usable_items(layout).items():
         alive = layout.space_by_name[name].alive_items(tokens)
         spans[name] = Span(random.permutation(ids)[: len(alive)], alive.start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -108,23 +108,21 @@ class BenchReport:
         ratios = [row.ratio for row in self.ran if row.ratio]
         lowest = math.floor(math.log10(min([WORST, *ratios])))
         axis = log_axis(10.0**lowest, 1.2 * max([1.0, *ratios]))
-        rows = list(self._chart_rows())
+        rows = list[ChartRow | str]()
+        for group, of_group in groupby(self.ran, lambda row: row.group):
+            rows += [group, *map(chart_row, of_group)]
         panel = Panel("Speed relative to the bound, right is better", axis, rows)
         words = "1: as fast as a plain copy, or what is in brackets"
         return Chart(self.title, [("tick", "currentColor", words)], [panel], self.left_out())
 
-    def _chart_rows(self) -> Iterator[ChartRow | str]:
-        """A row's line begins at 1, so that what is far from its bound is long."""
-        for group, rows in groupby(self.ran, lambda row: row.group):
-            yield group
-            for row in rows:
-                times = time_of(row.seconds), time_of(row.reference_seconds)
-                words = f"{row.case}: {times[0]}, {row.bound} {times[1]}"
-                marks = [
-                    Mark(kind, 1.0, row.ratio or 0.0, COLOURS[0], words) for kind in ("thin", "dot")
-                ]
-                name = row.case if row.moves else f"{row.case} ({row.bound})"
-                yield ChartRow(name, number_of(row.ratio), marks)
+
+def chart_row(row: Measurement) -> ChartRow:
+    """A row's line begins at 1, so that what is far from its bound is long."""
+    times = time_of(row.seconds), time_of(row.reference_seconds)
+    words = f"{row.case}: {times[0]}, {row.bound} {times[1]}"
+    marks = [Mark(kind, 1.0, row.ratio or 0.0, COLOURS[0], words) for kind in ("thin", "dot")]
+    name = row.case if row.moves else f"{row.case} ({row.bound})"
+    return ChartRow(name, number_of(row.ratio), marks)
 
 
 def sentence_of(row: Measurement) -> str:

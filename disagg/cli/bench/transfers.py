@@ -18,11 +18,9 @@ import torch
 
 from disagg.cli.bench.case import BenchCase, Measurement, Sizes, Work, need_equal, noise, plain_copy
 from disagg.cli.bench.peer import (
-    DEST_SEED,
     FAMILIES,
     HEADS_APART,
     READER_TIMEOUT,
-    SOURCE_SEED,
     BenchContext,
     block_table,
     pool_of,
@@ -136,14 +134,12 @@ class HandOffSetup:
     checked: bool = False
 
     def case(self, name: str, tokens: int, chunk: int) -> BenchCase:
-        """Hand-offs of requests of so many tokens in chunks, beside a read of the last chunk's
-        runs, whose bytes are counted, with spare bytes in them.
-        """
+        """Hand-offs in chunks, beside reads of the last chunk's runs; their spare bytes count."""
         source = pool_of(self.family, self.tokens, "meta").layout
         dest = pool_of(self.family, self.tokens, "meta", decode=True).layout
         last = range((tokens - 1) // chunk * chunk, tokens)
-        source_table = block_table(source, tokens, SOURCE_SEED)
-        dest_table = block_table(dest, tokens, DEST_SEED)
+        source_table = block_table(source, tokens)
+        dest_table = block_table(dest, tokens, decode=True)
         runs = plan([source], dest).bind(0, source_table, dest_table, tokens=last)
 
         def opened(context: BenchContext) -> Work:
@@ -212,11 +208,9 @@ class OpenHandOffs:
             self.close = stack.pop_all().close
 
     def work(self, tokens: int, chunk: int) -> Work:
-        """Hand-offs of `tokens` tokens in chunks of `chunk`, timed from the offer of the last chunk
-        to Success; the reference reads the runs of that chunk. Raises TransferError.
-        """
-        source = block_table(self._truth.layout, tokens, SOURCE_SEED)
-        table = block_table(self._pool.layout, tokens, DEST_SEED)
+        """Hand-offs, timed from the offer of the last chunk to Success, and reads of its runs."""
+        source = block_table(self._truth.layout, tokens)
+        table = block_table(self._pool.layout, tokens, decode=True)
         starts = range(0, tokens, chunk)
         batch = self._plan.bind(0, source, table, tokens=range(starts[-1], tokens))
         self._clear()
