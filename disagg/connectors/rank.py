@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from disagg.connectors.links import Links
 from disagg.connectors.settings import Settings
@@ -164,11 +163,17 @@ class Rank:
             return
         if after is None and self._device is not None:
             after = self._device.record()
-        part: dict[str, Any] = {}
-        if layer is not None:
-            owner, number = layer
-            part = {"owner": owner, "layers": range(number, number + 1)}
-        prefill.send(room, address, tokens=tokens, last=last, aux=aux, after=after, **part)
+        owner, number = layer or ("target", 0)
+        prefill.send(
+            room,
+            address,
+            tokens=tokens,
+            last=last,
+            aux=aux,
+            after=after,
+            owner=owner,
+            layers=None if layer is None else range(number, number + 1),
+        )
 
     def not_sent(self, request: str, room: Room, why: Exception) -> None:
         """A request cannot be offered: its pages come back, and all others go on."""

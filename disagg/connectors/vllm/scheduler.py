@@ -49,7 +49,9 @@ class ReceiveTask:
 
 @dataclass(slots=True)
 class Step:
-    """What the workers do in one step. Prefill gets the blocks of `declines` back."""
+    """What the workers do in one step. Of rooms in `declines` nothing is needed: prefill may have
+    its blocks back. `aborts` are requests.
+    """
 
     sends: list[SendTask] = field(default_factory=list)
     receives: list[ReceiveTask] = field(default_factory=list)

@@ -11,7 +11,9 @@ from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step
 
 
 class ConnectorWorker:
-    """Does what a scheduler step asks of a rank. `layers`: all with state here, by vLLM's names."""
+    """Does what a scheduler step asks of a rank. `groups` are vLLM's cache groups, `layers` all
+    that have state here by vLLM's names.
+    """
 
     def __init__(
         self, rank: Rank, groups: tuple[BlockGroup, ...], layers: Mapping[str, LayerId]
