@@ -16,7 +16,8 @@ SAYS = {
     "request_life": r"shares 12 of 13 pages\n.*0 of \d+ are free.*\n.*\{'kv': 0, 'swa': 0\}",
     "reshard": r"rank 3 of 4: 327,680,000 bytes(.|\n)*bfloat16 on prefill, float16 on decode",
     "snapshot": r"200 tokens(.|\n)*both ranks hold what was written\n2 reasons",
-    "two_processes": r"r1: 100 tokens(.|\n)*r2: 37 tokens(.|\n)*r3: 250 tokens arrived",
+    # rooms may end in any order
+    "two_processes": r"(?s)(?=.*r1: 100 tokens)(?=.*r2: 37 tokens)(?=.*r3: 250 tokens arrived)",
 }
 
 
