@@ -206,9 +206,7 @@ class Allocator:
         self.truncate_batch([request], tokens)
 
     def truncate_batch(self, requests: Sequence[Request], tokens: npt.ArrayLike) -> None:
-        """`truncate` for a batch, all requests or none: `tokens` is one number, or one of each
-        request `[B]`.
-        """
+        """`truncate` for a batch, all or none: `tokens` is one number, or one a request `[B]`."""
         rows, tables = rows_of(self._tables, requests), self._tables
         before, least, after = tables.tokens[rows], tables.least[rows], tokens_of_each(rows, tokens)
         wrong = np.flatnonzero((after < np.maximum(least, 0)) | (after > before))
@@ -231,8 +229,7 @@ class Allocator:
         whose items were freed or overwritten.
         """
         rows = rows_of(self._tables, [request])
-        start = np.zeros(1, dtype=np.int64)
-        locations = self._tables.locate(rows, start, request.num_tokens)
+        locations = self._tables.locate(rows, np.zeros(1, dtype=np.int64), request.num_tokens)
         return {name: located[0] for name, located in locations.items()}
 
     def fork(self, request: Request, tokens: int) -> Request:

@@ -64,18 +64,6 @@ class BlockTable:
         first = int(self.held_from[row])
         return self.ids[row, first : self._stop[row]], first
 
-    def find(self, rows: Ints, numbers: Ints) -> Ints:
-        """Ids of the items `numbers` `[B, T]` of requests `[B]`; -1 where there is none."""
-        return self.ids[rows[:, None], numbers]
-
-    def shared(self, row: int, first: int) -> Ints:
-        """The numbers, from `first` on, of a request's items that other requests hold, or may begin
-        with.
-        """
-        first = max(first, int(self.held_from[row]))
-        ids = self.ids[row, first : self._stop[row]]
-        return first + np.flatnonzero(self.free_list.is_wanted(ids))
-
     def sharers(self, ids: Ints, row: int | None = None) -> str:
         """Items that others than the request in `row` need, and which these are, for errors: `items
         1-2 of space kv, which 1 other request holds`.
@@ -114,9 +102,7 @@ class BlockTable:
         return first
 
     def extension(self, rows: Ints, reach: Ints, tokens: Ints) -> Change:
-        """The change after which requests hold the items of `tokens` `[B]` tokens, from those on
-        that are alive after `reach`.
-        """
+        """The change to the items of `tokens` `[B]` tokens, from those alive after `reach` on."""
         stop, had, end = self.stop(tokens), self.held_from[rows], self._stop[rows]
         first = np.maximum(np.minimum(self.first(reach), stop), had)
         since = np.maximum(end, first)

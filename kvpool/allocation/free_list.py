@@ -1,6 +1,4 @@
-"""Free lists: the items that can be taken, how many requests hold each of the others, and which
-have the state of known prefixes.
-"""
+"""Free lists: items that can be taken, holders of the others, and those kept for prefixes."""
 
 from __future__ import annotations
 
@@ -29,16 +27,12 @@ class FreeList:
         pool = spaces[0].block_pool
         self.name = f"space {spaces[0].name}" if pool is None else f"block pool {pool}"
         self.spaces, self.items, self.reserved = spaces, items, spaces[0].reserved
+        self.usable = items - self.reserved
         # a stack with the lowest id on top: a new request gets consecutive ids, which fuse
         self._stack: Ints = np.arange(items - 1, self.reserved - 1, -1, dtype=np.int64)
         self.num_free = self._stack.size
         self._counts: Ints = np.zeros(items, dtype=np.int64)
         self.kept = PrefixIndex(items)
-
-    @property
-    def usable(self) -> int:
-        """Items that can be free: all but the reserved ones."""
-        return self.items - self.reserved
 
     def take(self, count: int) -> Ints:
         """Takes `count` items, of which as many must be free; each is then held once."""
@@ -65,9 +59,7 @@ class FreeList:
         return self.is_shared(ids) | self.kept.known[ids]
 
     def release(self, ids: Ints) -> None:
-        """One holder fewer of each item, for each time that it is named; those without one are
-        free.
-        """
+        """One holder fewer of each item, each time it is named; those without one are free."""
         if not ids.size:
             return
         np.subtract.at(self._counts, ids, 1)
@@ -79,7 +71,7 @@ class FreeList:
         plain = back[~kept]
         self._stack[height : height + plain.size] = plain
         self.num_free += back.size
-        self.kept.idle(back[kept])
+        self.kept.idle.update(dict.fromkeys(back[kept].tolist()))
 
     def forget(self, ids: Ints) -> None:
         """These items are no prefix's any more: those that are free are so like other items."""
@@ -88,14 +80,13 @@ class FreeList:
         self._stack[height : height + idle.size] = idle
 
     def check(self, needed: Mapping[str, int], gone: Mapping[str, Ints]) -> None:
-        """Raises OutOfPages if id lists need more items than are free, and than would be after the
-        release of `gone`.
-        """
+        """Raises OutOfPages if id lists need more than is free, once `gone` is released too."""
         more = {space.name: needed[space.name] for space in self.spaces if needed[space.name]}
         if not more:
             return
-        back = [gone[space.name] for space in self.spaces if space.name in gone]
-        free = self.num_free + (self._freed_by(np.concatenate(back)) if back else 0)
+        back = [gone[space.name] for space in self.spaces]
+        items, times = np.unique(np.concatenate(back), return_counts=True)
+        free = self.num_free + int((self._counts[items] == times).sum())
         if sum(more.values()) <= free:
             return
         size = "" if self.spaces[0].per_request else f" of {self.spaces[0].tokens_per_item} tokens"
@@ -107,9 +98,7 @@ class FreeList:
         )
 
     def check_integrity(self, held: Ints) -> None:
-        """Raises RuntimeError unless every item is free, or held as often as `held` names it and
-        as it is counted.
-        """
+        """Raises RuntimeError unless items are free, or held as often as counted and in `held`."""
         self.kept.check_integrity(self.name)
         free = np.concatenate([self._stack[: self._height], self.kept.idle_ids()])
         everywhere = np.concatenate([free, held])
@@ -125,15 +114,10 @@ class FreeList:
                 f"{self._counts[item]}, and is {times_free[item]} times free."
             )
 
-    def _freed_by(self, ids: Ints) -> int:
-        """How many items `release(ids)` would free."""
-        items, times = np.unique(ids, return_counts=True)
-        return int((self._counts[items] == times).sum())
-
     @property
     def _height(self) -> int:
         """Items on the stack."""
-        return self.num_free - self.kept.num_idle
+        return self.num_free - len(self.kept.idle)
 
 
 class PrefixIndex:
@@ -151,12 +135,7 @@ class PrefixIndex:
         self.on_forget: Callable[[str, list[Key]], None] = lambda id_list, keys: None
         self._items: defaultdict[str, dict[Key, int]] = defaultdict(dict)
         self._prefixes: dict[int, tuple[str, Key]] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def num_idle(self) -> int:
-        """Known items without holders."""
-        return len(self._idle)
+        self.idle: OrderedDict[int, None] = OrderedDict()
 
     def ids(self, id_list: str) -> Ints:
         """Known items of an id list, ascending."""
@@ -182,22 +161,16 @@ class PrefixIndex:
         self.known[ids[places]] = True
         return places
 
-    def idle(self, ids: Ints) -> None:
-        """These known items have no holders by now; the first of them is taken first."""
-        self._idle.update(dict.fromkeys(ids.tolist()))
-
     def wake(self, ids: Ints) -> Ints:
         """These items are not idle any more, as they have a holder; returns those that were."""
-        idle = [item for item in ids[self.known[ids]].tolist() if item in self._idle]
+        idle = [item for item in ids[self.known[ids]].tolist() if item in self.idle]
         for item in idle:
-            del self._idle[item]
+            del self.idle[item]
         return np.array(idle, dtype=np.int64)
 
     def take(self, count: int) -> Ints:
-        """The `count` items that have been idle longest, all of which must be there; forgets their
-        prefixes.
-        """
-        oldest = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        """The `count` items idle longest, which must be there; forgets their prefixes."""
+        oldest = [self.idle.popitem(last=False)[0] for _ in range(count)]
         ids: Ints = np.array(oldest, dtype=np.int64)
         self.forget(ids)
         return ids
@@ -216,7 +189,7 @@ class PrefixIndex:
 
     def idle_ids(self) -> Ints:
         """Idle items, the first to be taken first."""
-        return np.array(list(self._idle), dtype=np.int64)
+        return np.array(list(self.idle), dtype=np.int64)
 
     def check_integrity(self, name: str) -> None:
         """Raises RuntimeError, which begins with `name`, unless keys and items name each other."""
@@ -228,7 +201,7 @@ class PrefixIndex:
         if listed != self._prefixes:
             raise RuntimeError(f"{name}: items are kept for prefixes that do not list them.")
         marked = set(np.flatnonzero(self.known).tolist())
-        if marked != listed.keys() or not self._idle.keys() <= marked:
+        if marked != listed.keys() or not self.idle.keys() <= marked:
             raise RuntimeError(f"{name}: items are listed, or idle, that are no prefix's.")
 
 

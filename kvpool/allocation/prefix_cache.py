@@ -10,7 +10,7 @@ allocator.store(request, prompt[known:])             # its full pages are there 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 
@@ -70,10 +70,7 @@ class PrefixCache:
         self._events: list[Event] | None = [] if events else None  # since they were last taken
 
     def bind(
-        self,
-        lists: Mapping[str, BlockTable],
-        copy: Callable[[str, Ints, Ints], None],
-        medium: str,
+        self, lists: Mapping[str, BlockTable], copy: Callable[[str, Ints, Ints], None], medium: str
     ) -> None:
         """Called by the allocator whose block tables these are. `copy(id_list, from, to)` copies
         items in `medium`, the events' word for the memory.
@@ -211,7 +208,7 @@ class PrefixCache:
         for id_list in self._lists.values():
             number, more = divmod(tokens, id_list.tokens)
             if more and not id_list.space.per_request:
-                last = id_list.held(row, np.array([number]))
+                last = id_list.table.ids[row, [number]]
                 id_list.free_list.forget(last[last >= 0])
         if row in self._chains:
             self._chains[row].truncate(tokens)
@@ -262,7 +259,7 @@ class PrefixCache:
         key, name = chain.keys[-1:], id_list.space.name
         if id_list.index.find(name, key)[0] >= 0 or not id_list.free_list.num_free:
             return
-        own, copy = id_list.held(row, np.zeros(1, dtype=np.int64)), id_list.free_list.take(1)
+        own, copy = id_list.table.ids[row, [0]], id_list.free_list.take(1)
         try:
             self._copy(name, own, copy)
             id_list.index.add(name, key, copy)
@@ -274,15 +271,36 @@ class PrefixCache:
         """Keeps a request's items from number `first` on."""
         keys = id_list.keys(chain)
         numbers = np.arange(first, len(keys))
-        ids = id_list.held(row, numbers)
+        ids = id_list.table.ids[row, numbers]
         numbers, ids = numbers[ids >= 0], ids[ids >= 0]
         added = id_list.index.add(id_list.space.name, [keys[number] for number in numbers], ids)
         self._stored(id_list, chain, numbers[added])
 
     def _stored(self, id_list: _KeptItems, chain: Chain, numbers: Ints) -> None:
+        """Items `numbers` of a chain were stored: an event for each run of them."""
         self._stats.stored += numbers.size
-        if self._events is not None and numbers.size:
-            self._events += id_list.stored_events(chain, numbers, self._medium)
+        if self._events is None or not numbers.size:
+            return
+        space, tokens, keys = id_list.space, id_list.tokens, id_list.keys(chain)
+        kind, window = "mamba" if space.per_request else "full_attention", None
+        if not space.per_request and space.window is not None:
+            kind, window = "sliding_window", space.window * space.tokens_per_entry
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
+            first, stop = int(run[0]), int(run[-1]) + 1
+            event = BlockStored(
+                block_hashes=keys[first:stop],
+                parent_block_hash=keys[first - 1] if first else None,
+                token_ids=chain.tokens[first * tokens : stop * tokens].tolist(),
+                block_size=tokens,
+                lora_id=None,
+                medium=self._medium,
+                lora_name=None,
+                extra_keys=[(chain.salt,)] * run.size if chain.salt else None,
+                group_idx=id_list.group,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+            )
+            self._events.append(event)
 
     def _removed(self, id_list: str, keys: list[Key]) -> None:
         self._stats.removed += len(keys)
@@ -310,29 +328,3 @@ class _KeptItems:
         if self.space.per_request:
             return np.maximum(ends // self.tokens - 1, 0)
         return self.table.first(ends)
-
-    def held(self, row: int, numbers: Ints) -> Ints:
-        """The items `numbers` of a request; -1 where it has none."""
-        return np.asarray(self.table.find(np.array([row]), numbers[None])[0])
-
-    def stored_events(self, chain: Chain, numbers: Ints, medium: str) -> Iterator[BlockStored]:
-        """Items `numbers` of a chain were stored, in `medium`: an event for each run of them."""
-        space, tokens, keys = self.space, self.tokens, self.keys(chain)
-        kind, window = "mamba" if space.per_request else "full_attention", None
-        if not space.per_request and space.window is not None:
-            kind, window = "sliding_window", space.window * space.tokens_per_entry
-        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1):
-            first, stop = int(run[0]), int(run[-1]) + 1
-            yield BlockStored(
-                block_hashes=keys[first:stop],
-                parent_block_hash=keys[first - 1] if first else None,
-                token_ids=chain.tokens[first * tokens : stop * tokens].tolist(),
-                block_size=tokens,
-                lora_id=None,
-                medium=medium,
-                lora_name=None,
-                extra_keys=[(chain.salt,)] * run.size if chain.salt else None,
-                group_idx=self.group,
-                kv_cache_spec_kind=kind,
-                kv_cache_spec_sliding_window=window,
-            )

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvpool.allocation.block_table import BlockTable, Change, alive_start
 from kvpool.allocation.free_list import free_lists
-from kvpool.allocation.pins import Pins
-from kvpool.layout import PoolLayout, Space, Span
+from kvpool.allocation.request import Pins
+from kvpool.layout import PoolLayout, Space
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
 
@@ -59,11 +59,6 @@ class Tables:
     def num_live(self) -> int:
         """Requests that were not freed, dropped ones too: their items are still held."""
         return self.tokens.size - len(self.free_rows)
-
-    def spans(self, row: int) -> dict[str, Span]:
-        """The block table of a request."""
-        spans = {name: table.span(row) for name, table in self.lists.items()}
-        return {name: Span(ids, first) for name, (ids, first) in spans.items()}
 
     def add(self) -> int:
         """A row for a new request."""
@@ -118,9 +113,7 @@ class Tables:
             self.least[rows] = before
 
     def truncate(self, rows: Ints, after: Ints, copy: Copy) -> None:
-        """See Allocator.truncate: requests `[B]` of more than `after` `[B]` tokens, or unsettled
-        ones.
-        """
+        """See Allocator.truncate: requests `[B]` of more than `after` tokens, or unsettled ones."""
         unsettled = self.least[rows] != SETTLED
         # of requests that receive at most so many tokens, nothing after those that came was written
         written = np.where(unsettled, after, self.tokens[rows])
@@ -150,7 +143,7 @@ class Tables:
         copied = {name: self._copied(table, row, tokens) for name, table in self.lists.items()}
         lost = self._lost_at(rows, self.tokens[rows], end, self.received[rows])
         for free_list in self.free_lists:
-            free_list.check(copied, {})
+            free_list.check(copied, dict.fromkeys(copied, rows[:0]))
         child = self.add()
         self.tokens[child], self.received[child] = tokens, min(int(self.received[row]), tokens)
         for name, entries in lost.items():
@@ -158,9 +151,7 @@ class Tables:
         return child, {n: t.fork(row, child, end, copied[n]) for n, t in self.lists.items()}
 
     def locate(self, rows: Ints, before: Ints, width: int) -> dict[str, Ints]:
-        """Flat locations `[B, width]` by space of the positions from `before` `[B]` on; -1 where a
-        request has none.
-        """
+        """Flat locations `[B, width]` by space from `before` `[B]` on; -1 where there is none."""
         after = self.tokens[rows, None]
         positions = before[:, None] + np.arange(width, dtype=np.int64)
         own = positions < after
@@ -169,7 +160,7 @@ class Tables:
         for space in self.spaces:
             entries = positions // space.tokens_per_entry
             numbers, steps = space.place(entries)
-            items = self.lists[space.id_list].find(rows, numbers)
+            items = self.lists[space.id_list].ids[rows[:, None], numbers]
             present = own & (items >= 0)
             if space.wraps:
                 lost = self.lost[space.name][rows, None]
@@ -222,7 +213,13 @@ class Tables:
         """
         lost = {}
         for space in self.rings:
-            gone = _overwritten(space, before, after, self.lost[space.name][rows])
+            stop = after // space.tokens_per_entry
+            last = np.maximum(stop - 1, 0)
+            size = space.entries_per_item if space.ring else MAX_TOKENS
+            kept = _first_kept(space, last, before, self.lost[space.name][rows])
+            # before it the last item has none; 0 if it has all
+            gone = np.minimum(kept, stop)
+            gone = np.where(gone > last // size * size, gone, 0)
             _need_kept(space, before, after, received, gone)
             lost[space.name] = gone
         return lost
@@ -237,18 +234,6 @@ def _first_kept(space: Space, entries: Ints, tokens: Ints, lost: Ints) -> Ints:
     written = np.minimum(tokens // space.tokens_per_entry, stop)
     first: Ints = np.maximum(written - space.steps, np.where(lost <= stop, lost, 0))
     return first
-
-
-def _overwritten(space: Space, before: Ints, after: Ints, lost: Ints) -> Ints:
-    """The entry before which a ring has none of its last item's, that lacked those before `lost`
-    `[B]`, has taken `before` `[B]` tokens since and is to have `after` `[B]` of them: 0 without
-    tokens.
-    """
-    stop = after // space.tokens_per_entry
-    last = np.maximum(stop - 1, 0)
-    size = space.entries_per_item if space.ring else MAX_TOKENS
-    gone = np.minimum(_first_kept(space, last, before, lost), stop)
-    return np.where(gone > last // size * size, gone, 0)
 
 
 def _need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: Ints) -> None:

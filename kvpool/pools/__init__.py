@@ -1,1 +1,1 @@
-"""One typed class a file: a declaration, and its typed reads and writes."""
+"""Pools: memory, its typed reads and writes, and the classes that say which states they hold."""

@@ -80,18 +80,15 @@ class TypedAccess:
         """The bytes of a role as a typed strided tensor `[item, entry, axes..., element]` (no entry
         in slots).
         """
-        view = self._views.get((role, layer))
-        if view is None:
+        if (role, layer) not in self._views:
             region = self._region(role, layer)
-            buffer, size = self.layout.buffer_of(region), ITEMSIZE[region.dtype]
-            sizes = [buffer.items, *(axis.size for axis in region.axes), region.width // size]
-            strides = [buffer.item_stride, *(axis.stride for axis in region.axes), size]
-            start = buffer.base - self._base + region.offset
+            start, strides = self._cells_of(region)
+            items, size = self.layout.buffer_of(region).items, ITEMSIZE[region.dtype]
+            sizes = [items, *(axis.size for axis in region.axes), region.width // size]
             with torch.inference_mode(False):  # else it could not be written
                 cells = self._slab.view(getattr(torch, region.dtype))
-                view = cells.as_strided(sizes, [n // size for n in strides], start // size)
-            self._views[role, layer] = view
-        return view
+                self._views[role, layer] = cells.as_strided(sizes, strides, start)
+        return self._views[role, layer]
 
     def item_bytes_view(self, buffer: Buffer) -> torch.Tensor:
         """A buffer's items as bytes, uint8 `[item, byte]`."""
@@ -217,9 +214,7 @@ class TypedAccess:
         return components
 
     def _buf_infos(self, specs: Sequence[BufferSpec]) -> BufInfos:
-        """The buffers of specifications, one after the other. Raises ValueError where pointers and
-        item lengths cannot say where they lie.
-        """
+        """The buffers of specifications; ValueError where pointers cannot say where they lie."""
         if specs and self.placement in ("page", "block"):
             raise ValueError(
                 f"{self.owner}: with placement={self.placement!r} the layers of a page lie side by "
@@ -245,6 +240,20 @@ class TypedAccess:
                 f"{nearest(role, roles)}"
             )
         return region
+
+    def _cells_of(self, region: Region) -> tuple[int, list[int]]:
+        """The first cell of a region, and strides of its items and axes, in cells of its dtype.
+        Raises LayoutError where they are not aligned to it.
+        """
+        buffer, size = self.layout.buffer_of(region), ITEMSIZE[region.dtype]
+        start = buffer.base - self._base + region.offset
+        strides = [buffer.item_stride, *(axis.stride for axis in region.axes)]
+        if start % size or any(stride % size for stride in strides):
+            raise LayoutError(
+                f"{region}: {region.dtype} at byte {region.offset} with strides {strides} is not "
+                f"aligned to {size} bytes. Use other sizes, or a Skip before it."
+            )
+        return start // size, [*(stride // size for stride in strides), 1]
 
     def _row(
         self,
@@ -316,18 +325,6 @@ class TypedAccess:
                 wrong = low if low < 0 else high
                 raise IndexError(f"{self.owner} {what} {wrong} of {end}.")
         return flat.to(self._slab.device, torch.int64)
-
-
-def check_aligned(region: Region, buffer: Buffer, base: int) -> None:
-    """Raises LayoutError where cells of a region are not aligned to their dtype."""
-    size = ITEMSIZE[region.dtype]
-    start = buffer.base - base + region.offset
-    strides = [buffer.item_stride, *(axis.stride for axis in region.axes)]
-    if start % size or any(stride % size for stride in strides):
-        raise LayoutError(
-            f"{region}: {region.dtype} at byte {region.offset} with strides {strides} is not "
-            f"aligned to {size} bytes. Use other sizes, or a Skip before it."
-        )
 
 
 def disjoint(src: ArrayLike, dst: ArrayLike) -> bool:

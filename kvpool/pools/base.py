@@ -21,7 +21,7 @@ from kvpool.layout import LayoutError, PoolLayout, RequestAddress, Space
 from kvpool.layout.describe import describe
 from kvpool.layout.formats import BufferSpec, Shard
 from kvpool.layout.validate import total_layers
-from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, check_aligned, disjoint
+from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, disjoint
 from kvpool.pools.budget import fit, needed_items, state_bytes
 from kvpool.pools.offload import Saved, load_items, save_items
 from kvpool.pools.placement import (
@@ -61,8 +61,9 @@ class Common(TypedDict, total=False):
 class KVPool(TypedAccess):
     """A subclass defines `declare()` (and `spaces()`); everything else is derived here.
 
-    `layers` are global ids, any subset; `total_kv_layers` counts those of the target model, and may
-    be left out where `layers` are all of them, 0 to n-1. `page_size` is in tokens. `num_pages`
+    `layers` are global ids, any subset, from `start_layer` to `end_layer` - 1; `total_kv_layers`
+    counts those of the target model, and may be left out where `layers` are all of them, 0 to n-1.
+    `nbytes` are the bytes allocated. `page_size` is in tokens. `num_pages`
     counts pages of tokens, `num_window_pages` those of sliding windows, `num_slots` slots and
     rings, one per request; item 0 of each is reserved for padding. The last two may be left out
     where `requests` is given: as many as so many requests need at a time that are extended by
@@ -96,6 +97,7 @@ class KVPool(TypedAccess):
         model: str = "",
     ) -> None:
         self.layers = layer_numbers(layers, owner)
+        self.start_layer, self.end_layer = self.layers[0], self.layers[-1] + 1
         placements = get_args(Placement)
         if placement not in placements:
             raise ValueError(f"{owner} placement: one of {placements}, got {placement!r}.")
@@ -114,7 +116,7 @@ class KVPool(TypedAccess):
             self.num_slots = num_slots or needed.get("num_slots", 0)
         self.layout = self._allocated(spaces, model)
         for region in self.layout.regions:
-            check_aligned(region, self.layout.buffer_of(region), self._base)
+            self._cells_of(region)  # raises where it is not aligned
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self.allocator: ReferenceType[Any] | None = None  # set by Allocator
 
@@ -140,6 +142,7 @@ class KVPool(TypedAccess):
         )
         with torch.inference_mode(False):
             self._slab = self.device.allocate(nbytes)
+        self.nbytes = self._slab.numel()
         start = 0 if self._slab.device.type == "meta" else self._slab.data_ptr()
         # views count from the start of the storage; an aligned slab may begin later
         self._base = start - int(self._slab.storage_offset())
@@ -194,21 +197,6 @@ class KVPool(TypedAccess):
     def space_of(self, role: str, layer: int) -> Space:
         """The space whose locations address a role of a layer. Raises KeyError as `view` does."""
         return self.layout.space_of(self._region(role, layer))
-
-    @property
-    def start_layer(self) -> int:
-        """The first layer of this pool."""
-        return self.layers[0]
-
-    @property
-    def end_layer(self) -> int:
-        """The last layer of this pool plus one."""
-        return self.layers[-1] + 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self._slab.numel()
 
     @cached_property
     def bytes_per_token(self) -> float:

@@ -114,13 +114,7 @@ def size(pools: Sequence[KVPool], counts: Mapping[str, int], step: int) -> int:
 
 
 def fit(
-    pools: Sequence[KVPool],
-    nbytes: int,
-    requests: int,
-    chunk_tokens: int,
-    *,
-    step: int,
-    where: str,
+    pools: Sequence[KVPool], nbytes: int, requests: int, chunk_tokens: int, *, step: int, where: str
 ) -> dict[str, int]:
     """Constructor arguments of the largest pools like these that take at most `nbytes` together.
 

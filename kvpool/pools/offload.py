@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +32,12 @@ class Saved:
 
 
 class _Live(NamedTuple):
-    """The items of a buffer in which a request has live entries `alive`: ids `[I]`, the first being
-    item number `first` of the request.
+    """The items of a buffer, bytes `view` `[item, byte]`, in which a request has live entries
+    `alive`: ids `[I]`, the first being item number `first` of the request.
     """
 
     buffer: Buffer
+    view: torch.Tensor
     space: Space
     alive: range
     first: int
@@ -47,10 +48,9 @@ def save_items(pool: TypedAccess, address: RequestAddress) -> Saved:
     """See KVPool.save."""
     rows = {}
     with pinned_by_call("save", address, pool.layout, "offered"):
-        for live in list(_live_items(pool.layout, address)):
-            view = _bytes(pool, live.buffer)
-            ids = torch.from_numpy(live.ids.copy()).to(view.device)
-            rows[live.buffer.name] = view.index_select(0, ids).cpu()
+        for live in list(_live_items(pool, address)):
+            ids = torch.from_numpy(live.ids.copy()).to(live.view.device)
+            rows[live.buffer.name] = live.view.index_select(0, ids).cpu()
     return Saved(address.num_tokens, rows, _shape(pool.layout))
 
 
@@ -73,13 +73,13 @@ def load_items(pool: TypedAccess, address: RequestAddress, saved: Saved, start: 
             f"start: 0 to {saved.num_tokens}, the tokens that were saved, got {start}."
         )
     with pinned_by_call("load", address, pool.layout, "received", start):
-        for live in list(_live_items(pool.layout, address)):
-            _write(pool, live, saved.items[live.buffer.name], start)
+        for live in list(_live_items(pool, address)):
+            _write(pool.layout, live, saved.items[live.buffer.name], start)
 
 
-def _write(pool: TypedAccess, live: _Live, rows: torch.Tensor, start: int) -> None:
+def _write(layout: PoolLayout, live: _Live, rows: torch.Tensor, start: int) -> None:
     """Writes saved rows `[item, byte]` to the live items of a buffer, from position `start` on."""
-    view, space = _bytes(pool, live.buffer), live.space
+    view, space = live.view, live.space
     size, kept = space.entries_per_item, 0
     if not space.per_request:  # slots and rings come whole
         # rows of an open window change until it closes, so they come together
@@ -90,7 +90,7 @@ def _write(pool: TypedAccess, live: _Live, rows: torch.Tensor, start: int) -> No
         if 0 <= cut < min(kept, live.ids.size):
             end = min((live.first + cut + 1) * size, live.alive.stop)
             offsets = torch.from_numpy(
-                _entry_bytes(pool.layout, live, range(max(first, live.alive.start), end))
+                _entry_bytes(layout, live, range(max(first, live.alive.start), end))
             )
             values = rows[cut][offsets].to(view.device)
             view[int(live.ids[cut])].index_copy_(0, offsets.to(view.device), values)
@@ -115,19 +115,10 @@ def _entry_bytes(layout: PoolLayout, live: _Live, entries: range) -> Ints:
     return np.concatenate(parts)
 
 
-def _bytes(pool: TypedAccess, buffer: Buffer) -> torch.Tensor:
-    view = pool.item_bytes_view(buffer)
-    if view.is_meta:
-        raise DeviceUnavailable(
-            "a pool on the meta device has no memory to save or load. Build it with device='cpu'."
-        )
-    return view
-
-
-def _live_items(layout: PoolLayout, address: RequestAddress) -> Iterator[_Live]:
+def _live_items(pool: TypedAccess, address: RequestAddress) -> Iterator[_Live]:
     """The live items of a request, by buffer."""
-    for buffer in layout.buffers:
-        space = layout.space_by_name[buffer.space]
+    for buffer in pool.layout.buffers:
+        space, view = pool.layout.space_by_name[buffer.space], pool.item_bytes_view(buffer)
         alive, items = space.alive(address.num_tokens), space.alive_items(address.num_tokens)
         if not alive:
             continue
@@ -146,15 +137,18 @@ def _live_items(layout: PoolLayout, address: RequestAddress) -> Iterator[_Live]:
                 f"space {space.name}: ids from {int(ids.min())} to {int(ids.max())}, items are "
                 f"{space.reserved} to {buffer.items - 1}."
             )
-        yield _Live(buffer, space, alive, items.start, ids)
+        if view.is_meta:
+            raise DeviceUnavailable(
+                "a pool on the meta device has no memory to save or load. Build it with "
+                "device='cpu'."
+            )
+        yield _Live(buffer=buffer, view=view, space=space, alive=alive, first=items.start, ids=ids)
 
 
 def _shape(layout: PoolLayout) -> dict[str, object]:
     """What must be equal where saved bytes are loaded, by buffer name."""
     spaces = layout.space_by_name
-    shape: dict[str, list[object]] = {
-        b.name: [spaces[b.space], b.item_bytes] for b in layout.buffers
-    }
+    shape: dict[str, Any] = {b.name: [spaces[b.space], b.item_bytes] for b in layout.buffers}
     for region in layout.regions:
         shape[region.buffer].append(region)
-    return dict(shape)
+    return shape

@@ -298,13 +298,13 @@ def _stored(
 ) -> State:
     """A state with K and V, convolutions and temporal states as a pool is asked to store them."""
     kind = state.kind
-    if isinstance(kind, MHA) and order is not None:
-        kind = replace(kind, order=order)
-    if isinstance(kind, LinearState) and conv_layout is not None:
-        kind = replace(kind, conv_layout=conv_layout)
-    if isinstance(kind, LinearState) and kind.heads and temporal_dtype is not None:
-        kind = replace(kind, temporal_dtype=dtype_name(temporal_dtype))
-    return state if kind is state.kind else replace(state, kind=kind)
+    if isinstance(kind, MHA):
+        kind = replace(kind, order=order or kind.order)
+    if isinstance(kind, LinearState):
+        kind = replace(kind, conv_layout=conv_layout or kind.conv_layout)
+        if kind.heads and temporal_dtype is not None:
+            kind = replace(kind, temporal_dtype=dtype_name(temporal_dtype))
+    return replace(state, kind=kind)
 
 
 def _sections_of(kind: LinearState, conv: torch.Tensor, shard: Shard) -> dict[str, torch.Tensor]:

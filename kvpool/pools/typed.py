@@ -48,7 +48,6 @@ class MHAPool(UnionPool):
         super().__init__(**common)
 
     def states(self) -> Iterator[tuple[Kind, At]]:
-        """All K, then all V."""
         yield self.attention, self.at()
 
 
@@ -66,7 +65,6 @@ class MLAPool(UnionPool):
         super().__init__(**common)
 
     def states(self) -> Iterator[tuple[Kind, At]]:
-        """One row per token."""
         yield self.attention, self.at()
 
 
@@ -93,7 +91,6 @@ class NSAPool(UnionPool):
         super().__init__(**common)
 
     def states(self) -> Iterator[tuple[Kind, At]]:
-        """One row and one key per token."""
         yield self.attention, self.at()
         yield self.place(self.index, self.index_layers)
 
@@ -121,7 +118,6 @@ class SWAPool(UnionPool):
         super().__init__(**common)
 
     def states(self) -> Iterator[tuple[Kind, At]]:
-        """The full layers, then the window layers."""
         yield self.full, self.at(set(self.layers) - self.window_layers)
         yield self.place(self.swa, self.window_layers, window=self.window)
 
@@ -159,7 +155,6 @@ class HybridLinearPool(UnionPool):
         super().__init__(**common)
 
     def states(self) -> Iterator[tuple[Kind, At]]:
-        """The full layers and their index keys, then the linear layers."""
         full = self.full_layers
         if full is None:
             full = frozenset(self.layers) - self.linear_layers

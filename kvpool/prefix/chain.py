@@ -88,6 +88,5 @@ class Chain:
     def copy(self) -> Chain:
         """A chain of the same tokens that grows by itself."""
         chain = Chain(self.page, self.salt)
-        chain._keys, chain.num_tokens = self._keys.copy(), self.num_tokens
-        chain._tokens = self._tokens.copy()
+        chain._keys, chain._tokens, chain.num_tokens = [*self._keys], self._tokens, self.num_tokens
         return chain
