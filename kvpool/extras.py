@@ -32,9 +32,7 @@ class MissingExtra(ModuleNotFoundError):
 
 
 def install(extra: str) -> str:
-    """The command that adds an extra to the installed kvpool. pip keeps what is installed, wherever
-    it came from, and asks an index only for the packages that the extra names.
-    """
+    """The command that adds an extra to kvpool; pip leaves that as it is, wherever it is from."""
     return f"pip install 'kvpool[{extra}]'"
 
 

@@ -1,6 +1,4 @@
-"""Another process of this program that answers calls: a peer whose memory is read, or code that may
-end a process.
-"""
+"""Another process of this program that answers calls: a peer, or code that may end a process."""
 
 from __future__ import annotations
 

@@ -143,9 +143,7 @@ class BlockTable:
         self.free_list.release(ids)
 
     def take(self, change: Change) -> tuple[Ints, Ints]:
-        """Takes what a change needs, after all have given back; returns the ids to copy from, which
-        are to be released then, and to.
-        """
+        """Takes what a change needs; returns ids to copy from, then to be released, and to."""
         # tokens that are all dead need no item, and are looked up all the same
         self._widen(int(change.stop.max(initial=0)))
         source = fresh = self.ids[change.copied]

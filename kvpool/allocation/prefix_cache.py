@@ -305,8 +305,7 @@ class PrefixCache:
     def _removed(self, id_list: str, keys: list[Key]) -> None:
         self._stats.removed += len(keys)
         if self._events is not None:
-            group = self._lists[id_list].group
-            self._events.append(BlockRemoved(keys, self._medium, group))
+            self._events.append(BlockRemoved(keys, self._medium, self._lists[id_list].group))
 
 
 class _KeptItems:

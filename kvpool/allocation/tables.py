@@ -182,9 +182,7 @@ class Tables:
         return {name: table.take(changes[name]) for name, table in self.lists.items()}
 
     def _copied(self, table: BlockTable, row: int, tokens: int) -> int:
-        """How many items of an id list a fork of the first `tokens` tokens copies: the last one, or
-        none. Raises ValueError if what is alive of them is gone.
-        """
+        """Items that a fork copies, the last or none; ValueError if what is alive of it is gone."""
         space, before = table.space, int(self.tokens[row])
         if space.per_request:
             if tokens not in (0, before):

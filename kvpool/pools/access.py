@@ -264,9 +264,8 @@ class TypedAccess:
         scales: torch.Tensor | None = None,
     ) -> WriteRow:
         view = self._entries(role, layer)
-        if scales is not None and (
-            view.dtype not in LARGEST_CODE or scales.dtype not in SCALE_DTYPES
-        ):
+        codes = view.dtype in LARGEST_CODE
+        if scales is not None and not (codes and scales.dtype in SCALE_DTYPES):
             raise ValueError(
                 f"{self.owner} layer {layer} {role}: cannot quantise to {view.dtype} with scales "
                 f"of {scales.dtype}, only to float8_e4m3fn or int8 with scales of float32, "

@@ -63,12 +63,12 @@ class KVPool(TypedAccess):
 
     `layers` are global ids, any subset, from `start_layer` to `end_layer` - 1; `total_kv_layers`
     counts those of the target model, and may be left out where `layers` are all of them, 0 to n-1.
-    `nbytes` are the bytes allocated. `page_size` is in tokens. `num_pages`
-    counts pages of tokens, `num_window_pages` those of sliding windows, `num_slots` slots and
-    rings, one per request; item 0 of each is reserved for padding. The last two may be left out
-    where `requests` is given: as many as so many requests need at a time that are extended by
-    `chunk_tokens` tokens at most. `dtype` is that of values written and read, `packing` how they
-    are stored: a float dtype (then also `dtype`), `"fp8"` or `"mxfp8"`.
+    `nbytes` are the bytes allocated. `page_size` is in tokens. `num_pages` counts pages of tokens,
+    `num_window_pages` those of sliding windows, `num_slots` slots and rings, one per request; item
+    0 of each is reserved for padding. The last two may be left out where `requests` is given: as
+    many as so many requests need at a time that are extended by `chunk_tokens` tokens at most.
+    `dtype` is that of values written and read, `packing` how they are stored: a float dtype (then
+    also `dtype`), `"fp8"` or `"mxfp8"`.
     `placement="page"` puts all layers of a page side by side, `"stack"` all layers of a buffer one
     after the other. `"block"` makes the pool one block pool: pages, window pages, slots and rings
     are blocks of equal bytes from one free list, of which `num_pages` counts them all; layers may

@@ -67,7 +67,6 @@ class UnionPool(KVPool):
         raise TypeError(f"{type(self).__name__} needs a states() method.")
 
     def declare(self) -> Iterator[BufferSpec]:
-        """The buffers of every state."""
         for kind, site in self.kinds:
             if site.layers:
                 yield from kind.buffers(site)
@@ -272,7 +271,6 @@ class LayeredPool(UnionPool):
         super().__init__(**common)
 
     def states(self) -> Iterator[tuple[Kind, At]]:
-        """Each state, with the layers that keep it; linear states by their number in a layer."""
         layers: dict[tuple[int, State], list[int]] = {}
         for layer, kept in self.by_layer.items():
             linear = 0
@@ -281,13 +279,8 @@ class LayeredPool(UnionPool):
                 layers.setdefault((linear * is_linear, state), []).append(layer)
                 linear += is_linear
         for number, state in sorted(layers, key=itemgetter(0)):
-            yield self.place(
-                state.kind,
-                layers[number, state],
-                window=state.window,
-                dtype=state.dtype,
-                number=number,
-            )
+            kind, window, dtype = state.kind, state.window, state.dtype
+            yield self.place(kind, layers[number, state], window=window, dtype=dtype, number=number)
 
 
 def _stored(

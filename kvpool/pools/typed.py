@@ -203,7 +203,6 @@ class DSv4Pool(UnionPool):
         super().__init__(**common)
 
     def states(self) -> Iterator[tuple[Kind, At]]:
-        """The window, then for each ratio the compressed entries and the rings."""
         self._check()
         yield self.place(self.latent, window=self.window)
         for ratio in self.ratios:
