@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Thread
@@ -21,7 +21,7 @@ class ProcessFailed(RuntimeError):
     """Another process has failed in a call or has ended."""
 
 
-class OtherProcess:
+class OtherProcess(AbstractContextManager["OtherProcess"]):
     """A process that makes `server(*arguments)` and calls its methods, one after the other. The
     first call starts it, and the first after `close` or `revived` another.
 
@@ -35,9 +35,6 @@ class OtherProcess:
     ) -> None:
         self._server, self._name = (server, arguments), name
         self.process: Any = None  # a Popen, once started
-
-    def __enter__(self) -> OtherProcess:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

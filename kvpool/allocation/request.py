@@ -48,7 +48,8 @@ class Request:
         request (kvpool.layout.request_address). Raises ValueError once freed.
         """
         row = self._live_row()
-        spans = {name: Span(*table.span(row)) for name, table in self._tables.lists.items()}
+        items = {name: table.span(row) for name, table in self._tables.lists.items()}
+        spans = {name: Span(ids, first) for name, (ids, first) in items.items()}
         return RequestAddress(self.num_tokens, spans, self)
 
     def pin(self, pin: Pin) -> None:
@@ -59,7 +60,7 @@ class Request:
 
     def unpin(self, pin: Pin) -> None:
         """See Holder.unpin."""
-        self._tables.pins.remove(self._row, pin)
+        self._tables.pins.drop(self._row, lambda earlier: earlier is pin)
 
     def pins(self) -> list[Pin]:
         """The pins that are held: while there are any, the request cannot be freed."""
@@ -83,7 +84,7 @@ class Pins:
         """The pins of a row that are held."""
         if row not in self._by_row:
             return []
-        return self._drop(row, lambda pin: not pin.held())
+        return self.drop(row, lambda pin: not pin.held())
 
     def add(self, row: int, tokens: int, pin: Pin) -> None:
         """Adds a pin to a row of `tokens` tokens. See Holder.pin."""
@@ -108,9 +109,15 @@ class Pins:
         with self._lock:
             self._by_row.setdefault(row, []).append(pin)
 
-    def remove(self, row: int, pin: Pin) -> None:
-        """Removes a pin, if it is there."""
-        self._drop(row, lambda earlier: earlier is pin)
+    def drop(self, row: int, ended: Callable[[Pin], bool]) -> list[Pin]:
+        """Drops the pins of a row that have ended; returns the others."""
+        with self._lock:
+            pins = [pin for pin in self._by_row.get(row, ()) if not ended(pin)]
+            if pins:
+                self._by_row[row] = pins
+            else:
+                self._by_row.pop(row, None)
+        return pins.copy()
 
     def check_extend(self, rows: Ints, after: Ints, changes: Mapping[str, Change]) -> None:
         """Raises RequestPinned if rows `[B]` may not have `after` `[B]` tokens by these changes."""
@@ -183,16 +190,6 @@ class Pins:
             if replaced.size:
                 return f"items {ranges(replaced.tolist())} of space {name}"
         return None
-
-    def _drop(self, row: int, ended: Callable[[Pin], bool]) -> list[Pin]:
-        """Drops the pins of a row that have ended; returns the others."""
-        with self._lock:
-            pins = [pin for pin in self._by_row.get(row, ()) if not ended(pin)]
-            if pins:
-                self._by_row[row] = pins
-            else:
-                self._by_row.pop(row, None)
-        return pins.copy()
 
 
 def rows_of(tables: Tables, requests: Sequence[Request]) -> Ints:

@@ -212,7 +212,13 @@ class UnionPool(KVPool):
         kind, site = self.part(layer, LinearState, part=part)
         values = {} if conv is None else _sections_of(kind, conv, site.shard)
         if temporal is not None:
-            values["temporal"] = _temporal_rows(kind, temporal)
+            if temporal.shape[2:] != kind.state_shape or not kind.heads:
+                shape = ", ".join(map(str, ("N", "head", *kind.state_shape)))
+                taken = f"a state is [{shape}]" if kind.heads else "this state has none"
+                raise ValueError(f"temporal: {list(temporal.shape)}, {taken}.")
+            if not kind.state_axis:
+                temporal = temporal.reshape(*temporal.shape[:2], -1)
+            values["temporal"] = temporal
         self.write(layer, slots, {site.prefix + role: rows for role, rows in values.items()})
 
     def get_linear_state(
@@ -314,12 +320,3 @@ def _sections_of(kind: LinearState, conv: torch.Tensor, shard: Shard) -> dict[st
         section.role: part.reshape(len(part), section.heads.size, section.dim, kind.taps, 1)
         for section, part in zip(sections, torch.split(conv, sizes, dim=1))
     }
-
-
-def _temporal_rows(kind: LinearState, temporal: torch.Tensor) -> torch.Tensor:
-    """Temporal states `[N, head, *state_shape]` as pools store them."""
-    if temporal.shape[2:] != kind.state_shape or not kind.heads:
-        shape = ", ".join(map(str, ("N", "head", *kind.state_shape)))
-        taken = f"a state is [{shape}]" if kind.heads else "this state has none"
-        raise ValueError(f"temporal: {list(temporal.shape)}, {taken}.")
-    return temporal if kind.state_axis else temporal.reshape(*temporal.shape[:2], -1)

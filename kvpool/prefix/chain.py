@@ -30,8 +30,7 @@ def token_ids(tokens: npt.ArrayLike) -> Tokens:
         raise ValueError(f"tokens: a flat list of integers, got {numbers.dtype}{numbers.shape}.")
     outside = numbers.astype(np.int64, copy=False) >> 31 if numbers.size else numbers
     if outside.any():
-        wrong = int(numbers[np.flatnonzero(outside)[0]])
-        raise ValueError(f"tokens: 0 to 2**31 - 1, got {wrong}.")
+        raise ValueError(f"tokens: 0 to 2**31 - 1, got {numbers[outside != 0][0]}.")
     return numbers.astype(np.int32)
 
 
