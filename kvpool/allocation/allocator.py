@@ -43,8 +43,9 @@ class Allocator:
     are freed when their request is extended. A slot or ring belongs to one request. `on_fork` are
     called with (request, fork, tokens) before a fork copies items; what they raise undoes it.
 
-    A request that a room offers or receives is pinned until the room has ended: calls that would
-    change what the room reads or writes raise RequestPinned, and change nothing.
+    A request that a room offers or receives is pinned: until the room has ended, `free` raises
+    RequestPinned, `extend` and `truncate` do where they would change what the room reads or writes,
+    and `fork` and `store` while it is received. Then nothing was changed.
 
     `prefix` keeps the pages of requests for others that begin with the same tokens.
     """
