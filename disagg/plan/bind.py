@@ -9,11 +9,12 @@ from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries
 from disagg.plan.runs import Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
-from kvpool.layout.grid import Ints, ragged, rows_of
+from kvpool.layout.grid import Ints, ragged
 
 _LENGTH = struct.Struct("q")
 BYTES_PER_RUN = 4096
@@ -36,10 +37,11 @@ class Count(Enum):
 
 
 class BoundRuns(NamedTuple):
-    """Offsets from a pair's bases and lengths in bytes, `[A, F]` each: A runs at F steps each."""
+    """A runs at F steps each: offsets in both buffers of a record pair `[2, A, F]`, and lengths in
+    bytes `[A, F]`.
+    """
 
-    src: Ints
-    dst: Ints
+    at: Ints
     nbytes: Ints
 
 
@@ -95,19 +97,71 @@ class CopyBatch:
         return CopyBatch(src + within, dst + within, np.minimum(nbytes - within, most))
 
 
-class _Pointers(NamedTuple):
-    """A route, and the pointers at which the buffers of its record pairs begin, `[B]` each."""
+class _Columns:
+    """Runs of a record pair: offsets in items of both sides and bytes from entry to entry,
+    `[2, A, 1]` each; lengths, and the destination's bytes from entry to entry, `[A, 1]` each.
+    """
 
-    route: Route
-    src_base: Ints
-    dst_base: Ints
+    def __init__(self, runs: Runs) -> None:
+        self.start = np.stack((runs.src, runs.dst))[:, :, None]
+        self.step = np.stack((runs.src_step, runs.dst_step))[:, :, None]
+        self.nbytes, self.more = runs.nbytes[:, None], runs.dst_step[:, None]
 
-    def within(self, layers: range | None) -> _Pointers:
-        """The record pairs of `layers`; all where that is None."""
-        if layers is None:
-            return self
-        inside = self.route.within(layers)
-        return _Pointers(self.route, self.src_base[inside], self.dst_base[inside])
+    def bound(self, pairs: EntryPairs, stride: Ints) -> BoundRuns:
+        """The runs of stretches of entries of items that are `stride` `[2, 1]` bytes apart."""
+        item, step = pairs.item * stride, pairs.step[:, None] * self.step
+        return BoundRuns(
+            self.start + item[:, None] + step, self.nbytes + (pairs.count - 1) * self.more
+        )
+
+
+class _Shape:
+    """Routes of one shape, such as those of keys and of values, which have the same runs. `sizes`
+    are their numbers of record pairs, `layers` the pairs' layers `[B]`.
+    """
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self.routes, self.route = routes, routes[0]
+        self.sizes = [len(route.src.buffers) for route in routes]
+        self.layers = np.concatenate([route.layers for route in routes])
+        sides = self.route.src, self.route.dst
+        self.spaces = sides[0].space.name, sides[1].space.name, self.route.packed
+        self.stride = np.array([[side.stride] for side in sides])
+        self.entries = np.array([[side.entries] for side in sides])
+        chains, singles, whole, self.linear, self.dense = self.route.runs
+        self.chains, self.singles = (_Columns(r) if r.size else None for r in (chains, singles))
+        self.whole = None if whole is None else _Columns(whole)
+
+    def within(self, layers: range) -> tuple[npt.NDArray[np.bool_], list[int]]:
+        """Which record pairs are of a range of layers, `[B]`, and how many of each route."""
+        inside = (self.layers >= layers.start) & (self.layers < layers.stop)
+        ends = np.cumsum(self.sizes)
+        below = np.append(0, np.cumsum(inside))
+        return inside, (below[ends] - below[ends - self.sizes]).tolist()
+
+    def runs(self, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
+        """The runs of one record pair. `ends`: the last pairs are those of the last positions."""
+        if not pairs.count.size:
+            return
+        if self.linear and self.chains is not None:
+            yield self.chains.bound(pairs.coalesced(self.entries), self.stride)
+            return
+        rest, entries = pairs, self.route.src.entries
+        if self.whole is not None and self.route.runs.whole is not None:
+            if ends:
+                pairs = _with_whole_tail(self.route, self.route.runs.whole, pairs)
+            full = (pairs.count == entries) & (pairs.step == 0).all(axis=0)
+            if full.any():
+                items = pairs.part(full)
+                items = items.coalesced(self.entries) if self.dense else items
+                items = replace(items, count=items.count // entries)
+                yield self.whole.bound(items, self.stride)
+            rest = pairs.part(~full)
+        if rest.count.size:
+            if self.chains is not None:
+                yield self.chains.bound(rest, self.stride)
+            if self.singles is not None:
+                yield self.singles.bound(rest.entries(), self.stride)
 
 
 class Binder:
@@ -115,14 +169,20 @@ class Binder:
 
     def __init__(self, routes: Sequence[Route], source: PoolLayout, dest: PoolLayout) -> None:
         self._source, self._dest = source, dest
-        # routes of one shape, such as those of keys and of values, have the same runs
-        self._by_shape: dict[object, list[_Pointers]] = {}
+        by_shape: dict[object, list[Route]] = {}
         for route in routes:
-            src_base, dst_base = (
-                np.array([layout.buffer_by_name[name].base for name in side.buffers], np.int64)
-                for layout, side in ((source, route.src), (dest, route.dst))
-            )
-            self._by_shape.setdefault(route.shape, []).append(_Pointers(route, src_base, dst_base))
+            by_shape.setdefault(route.shape, []).append(route)
+        self._shapes: list[tuple[_Shape, Ints]] = []
+        """With the pointers at which both buffers of their record pairs begin, `[2, B]`."""
+        for alike in by_shape.values():
+            base = [
+                [layout.buffer_by_name[name].base for side in sides for name in side.buffers]
+                for layout, sides in (
+                    (source, [route.src for route in alike]),
+                    (dest, [route.dst for route in alike]),
+                )
+            ]
+            self._shapes.append((_Shape(alike), np.array(base, np.int64)))
 
     def bind(
         self,
@@ -138,52 +198,70 @@ class Binder:
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
         pairs_by_spaces: dict[tuple[str, str, bool], EntryPairs] = {}
-        blocks: list[tuple[list[_Pointers], BoundRuns]] = []
-        for shape in self._by_shape.values():
-            route = shape[0].route
+        blocks: list[_Block] = []
+        for shape, base in self._shapes:
+            route, sizes = shape.route, shape.sizes
             moved = _moved(route, tokens, count)
-            routes = [part for part in (p.within(layers) for p in shape) if part.src_base.size]
-            if moved is None or not routes:
+            if layers is not None:
+                inside, sizes = shape.within(layers)
+                base = base[:, inside]
+            if moved is None or not base.size:
                 continue
-            spaces = route.src.space.name, route.dst.space.name, route.packed
-            pairs = pairs_by_spaces.get(spaces)
+            pairs = pairs_by_spaces.get(shape.spaces)
             if pairs is None:
-                pairs = pairs_by_spaces[spaces] = pair_entries(
+                pairs = pairs_by_spaces[shape.spaces] = pair_entries(
                     BlockLookup(route.src.space, self._source, source_address, "source"),
                     BlockLookup(route.dst.space, self._dest, dest_address, "destination"),
                     moved,
                     packed=route.packed,
                 )
-            blocks += [(routes, runs) for runs in _runs(route, pairs, ends=tokens.stop == total)]
+            for runs in shape.runs(pairs, ends=tokens.stop == total):
+                blocks.append(_Block(shape.routes, sizes, base, runs))
         return _batch(blocks)
 
 
-def _batch(blocks: Sequence[tuple[Sequence[_Pointers], BoundRuns]]) -> CopyBatch:
+class _Block(NamedTuple):
+    """Runs of one record pair, and how many pairs of which routes begin at `base` `[2, B]`."""
+
+    routes: Sequence[Route]
+    sizes: Sequence[int]
+    base: Ints
+    runs: BoundRuns
+
+
+def _batch(blocks: Sequence[_Block]) -> CopyBatch:
     """Runs at each record pair of routes of one shape, `[B, A, F]`, one block after the other."""
-    size = sum(p.src_base.size * runs.src.size for routes, runs in blocks for p in routes)
-    edges = {int(edge) for _, runs in blocks for edge in (runs.nbytes.min(), runs.nbytes.max())}
+    size = sum(base.shape[1] * runs.nbytes.size for _, _, base, runs in blocks)
+    lengths = {_one_length(block.runs.nbytes) for block in blocks}
+    alike = len(lengths) == 1 and None not in lengths
     # one allocation: of several, glibc gives the memory back at once, and takes page faults again
-    columns = np.empty((2 if len(edges) == 1 else 3, size), dtype=np.int64)
-    src, dst = columns[:2]
-    if len(edges) == 1:  # one number for all runs: a third less memory to write
-        nbytes = np.ndarray(src.shape, np.int64, _LENGTH.pack(edges.pop()), 0, (0,))
-    else:
-        nbytes = columns[-1]
+    columns = np.empty((2 if alike else 3, size), dtype=np.int64)
+    pointers, nbytes = columns[:2], columns[-1]
+    if alike:  # one number for all runs: a third less memory to write
+        nbytes = np.ndarray(size, np.int64, _LENGTH.pack(lengths.pop()), 0, (0,))
     shares: dict[int, tuple[Route, int, int]] = {}
     start = 0
-    for routes, runs in blocks:
-        bound = int(runs.nbytes.sum())
-        for route, src_base, dst_base in routes:
-            pairs, count = src_base.size, src_base.size * runs.src.size
-            part, shape = slice(start, start + count), (pairs, *runs.src.shape)
-            start = part.stop
-            np.add(src_base[:, None, None], runs.src, out=src[part].reshape(shape))
-            np.add(dst_base[:, None, None], runs.dst, out=dst[part].reshape(shape))
-            if nbytes.strides != (0,):
-                nbytes[part].reshape(shape)[...] = runs.nbytes
-            _, number, total = shares.get(id(route), (route, 0, 0))
-            shares[id(route)] = route, number + count, total + pairs * bound
-    return CopyBatch(src, dst, nbytes, tuple(shares.values()))
+    for routes, sizes, base, runs in blocks:
+        shape = base.shape[1], *runs.nbytes.shape
+        part = slice(start, start + base.shape[1] * runs.nbytes.size)
+        start = part.stop
+        out = pointers[:, part].reshape(2, *shape)
+        np.add(base[:, :, None, None], runs.at[:, None], out=out)
+        if not alike:
+            nbytes[part].reshape(shape)[...] = runs.nbytes
+        bound = int(runs.nbytes.sum()) if runs.nbytes.size > 1 else runs.nbytes.item()
+        for route, pairs in zip(routes, sizes):
+            if pairs:
+                _, number, total = shares.get(id(route), (route, 0, 0))
+                number += pairs * runs.nbytes.size
+                shares[id(route)] = route, number, total + pairs * bound
+    return CopyBatch(pointers[0], pointers[1], nbytes, tuple(shares.values()))
+
+
+def _one_length(nbytes: Ints) -> int | None:
+    """The length of all runs; None if they have several."""
+    first = nbytes.item(0)
+    return first if nbytes.size == 1 or (nbytes == first).all() else None
 
 
 def _moved(route: Route, tokens: range, count: Count) -> range | None:
@@ -200,36 +278,9 @@ def _moved(route: Route, tokens: range, count: Count) -> range | None:
 
 def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
     """Runs and bytes that a route moves for these pairs of entries, all of a request."""
-    bound = list(_runs(route, pairs, ends=True))
-    size = sum(runs.src.size for runs in bound)
-    nbytes = sum(int(runs.nbytes.sum()) for runs in bound)
-    return len(route.src.buffers) * size, len(route.src.buffers) * nbytes
-
-
-def _runs(route: Route, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
-    """The runs of one record pair. `ends`: the last pairs are those of the last positions."""
-    src_entries, dst_entries = route.src.entries, route.dst.entries
-    chains, singles, whole, linear, dense = route.runs
-    if not pairs.count.size:
-        return
-    if linear:
-        yield _bound(route, chains, pairs.coalesced(src_entries, dst_entries))
-        return
-    rest = pairs
-    if whole is not None:
-        if ends:
-            pairs = _with_whole_tail(route, whole, pairs)
-        full = (pairs.count == src_entries) & (pairs.src_step == 0) & (pairs.dst_step == 0)
-        if full.any():
-            items = rows_of(pairs, full)
-            items = items.coalesced(src_entries, src_entries) if dense else items
-            yield _bound(route, whole, replace(items, count=items.count // src_entries))
-        rest = rows_of(pairs, ~full)
-    if rest.count.size:
-        if chains.size:
-            yield _bound(route, chains, rest)
-        if singles.size:
-            yield _bound(route, singles, rest.entries())
+    lengths = [runs.nbytes for runs in _Shape([route]).runs(pairs, ends=True)]
+    records = len(route.src.buffers)
+    return records * sum(n.size for n in lengths), records * sum(int(n.sum()) for n in lengths)
 
 
 def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs:
@@ -245,8 +296,7 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
         route.dst.space.wraps
         or route.src.space.held != route.dst.space.held
         or count == entries
-        or pairs.src_step[-1]
-        or pairs.dst_step[-1]
+        or pairs.step[:, -1].any()
     ):
         return pairs
     live = int(chains.nbytes.sum() + ((count - 1) * chains.dst_step).sum())
@@ -257,12 +307,3 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
     counts = pairs.count.copy()
     counts[-1] = entries
     return replace(pairs, count=counts)
-
-
-def _bound(route: Route, runs: Runs, pairs: EntryPairs) -> BoundRuns:
-    src_step, dst_step = runs.src_step[:, None], runs.dst_step[:, None]
-    return BoundRuns(
-        runs.src[:, None] + pairs.src_item * route.src.stride + pairs.src_step * src_step,
-        runs.dst[:, None] + pairs.dst_item * route.dst.stride + pairs.dst_step * dst_step,
-        runs.nbytes[:, None] + (pairs.count - 1) * dst_step,
-    )

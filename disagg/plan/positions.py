@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
-from kvpool.layout.grid import Ints, ragged, rows_of
+from kvpool.layout.grid import Ints, ragged
 
 
 class IncompleteTransfer(ValueError):
@@ -20,42 +21,44 @@ class IncompleteTransfer(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EntryPairs:
-    """Stretches of entries in one item of each side: ids, first steps, and counts, `[F]` each."""
+    """Stretches of entries in one item of each side: ids and first steps `[2, F]`, the source's and
+    the destination's, and counts `[F]`.
+    """
 
-    src_item: Ints
-    src_step: Ints
-    dst_item: Ints
-    dst_step: Ints
+    item: Ints
+    step: Ints
     count: Ints
 
-    def coalesced(self, src_entries: int, dst_entries: int) -> EntryPairs:
-        """The same entries, joined where a stretch continues in the next item on both sides: with 4
-        entries an item, all of items 7, 8 and 2 are 8 entries from item 7 on and 4 of item 2.
+    def part(self, which: slice | Ints | npt.NDArray[np.bool_]) -> EntryPairs:
+        """Some of them: a slice, those of a mask, or at indices."""
+        item, step = self.item[:, which], self.step[:, which]
+        return EntryPairs(item=item, step=step, count=self.count[which])
+
+    def coalesced(self, entries: Ints) -> EntryPairs:
+        """The same entries, joined where a stretch continues in the next item on both sides, whose
+        items hold `entries` `[2, 1]`: with 4 entries an item, all of items 7, 8 and 2 are 8 entries
+        from item 7 on and 4 of item 2.
         """
-        src = self.src_item * src_entries + self.src_step
-        dst = self.dst_item * dst_entries + self.dst_step
-        breaks = (src[1:] != src[:-1] + self.count[:-1]) | (dst[1:] != dst[:-1] + self.count[:-1])
+        if self.count.size < 2:
+            return self
+        first = self.item * entries + self.step
+        breaks = (first[:, 1:] != first[:, :-1] + self.count[:-1]).any(axis=0)
         if breaks.all():
             return self
-        first = np.flatnonzero(np.append(True, breaks))
-        return replace(rows_of(self, first), count=np.add.reduceat(self.count, first))
+        begins = np.flatnonzero(np.append(True, breaks))
+        return replace(self.part(begins), count=np.add.reduceat(self.count, begins))
 
     def entries(self) -> EntryPairs:
         """One stretch per entry."""
         stretch, within = ragged(self.count)
-        pairs = rows_of(self, stretch)
-        return replace(
-            pairs,
-            src_step=pairs.src_step + within,
-            dst_step=pairs.dst_step + within,
-            count=np.ones_like(within),
-        )
+        pairs = self.part(stretch)
+        return replace(pairs, step=pairs.step + within, count=np.ones_like(within))
 
 
 def scattered(src: Space, dst: Space, tokens: int, *, packed: bool) -> EntryPairs:
     """The pairs of a request in the worst case: no two items adjacent. Packed items move whole."""
     pairs = _pair_by_number(src, dst, _needed(dst, range(tokens), tokens, packed), packed)
-    return replace(pairs, src_item=2 * pairs.src_item, dst_item=2 * pairs.dst_item)
+    return replace(pairs, item=2 * pairs.item)
 
 
 class BlockLookup:
@@ -67,10 +70,20 @@ class BlockLookup:
         self.span: Span | None = address.spans.get(space.id_list)
 
     def ids(self, numbers: Ints) -> Ints:
-        """Ids of the request's items `numbers`, which ascend. Raises IncompleteTransfer for items
-        that are not listed, ValueError for ids outside the buffer.
+        """Ids of the request's items `numbers`, which ascend. Raises as `part` does."""
+        first, last = int(numbers[0]), int(numbers[-1])
+        ids = self._listed(first, last + 1)
+        if last - first != numbers.size - 1 or (last > first and (np.diff(numbers) == 0).any()):
+            ids = ids[numbers - first]
+        return self._inside(ids)
+
+    def part(self, first: int, stop: int) -> Ints:
+        """Ids of the request's items `first` to `stop`. Raises IncompleteTransfer for items that
+        are not listed, ValueError for ids outside the buffer.
         """
-        first, stop = int(numbers[0]), int(numbers[-1]) + 1
+        return self._inside(self._listed(first, stop))
+
+    def _listed(self, first: int, stop: int) -> Ints:
         span, space = self.span, self.space
         if span is None:
             raise ValueError(
@@ -84,15 +97,17 @@ class BlockLookup:
                 f"{self._who}: space {space.name} needs items for positions {wanted}, its block "
                 f"table covers {listed}. List the items of all of them."
             )
-        ids = span.ids[first - start : stop - start]
-        if stop - first != numbers.size or (numbers[1:] == numbers[:-1]).any():
-            ids = ids[numbers - first]
-        low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-        if low < space.reserved or high >= self._items:
-            raise ValueError(
-                f"{self._who}: item {low if low < space.reserved else high} of space {space.name} "
-                f"lies outside {space.reserved} to {self._items - 1}."
-            )
+        return span.ids[first - start : stop - start]
+
+    def _inside(self, ids: Ints) -> Ints:
+        span, reserved, stop = self.span, self.space.reserved, self._items
+        if span is not None and (span.low < reserved or span.high >= stop):
+            outside = ids[(ids < reserved) | (ids >= stop)]
+            if outside.size:
+                raise ValueError(
+                    f"{self._who}: item {outside[0]} of space {self.space.name} lies outside "
+                    f"{reserved} to {stop - 1}."
+                )
         return ids
 
     def _positions(self, first: int, stop: int) -> str:
@@ -152,7 +167,9 @@ def pair_entries(src: BlockLookup, dst: BlockLookup, tokens: range, *, packed: b
     pairs = _pair_by_number(src.space, space, needed, packed)
     if not pairs.count.size:
         return pairs
-    return replace(pairs, src_item=src.ids(pairs.src_item), dst_item=dst.ids(pairs.dst_item))
+    for side, items in zip((src, dst), pairs.item):
+        items[:] = side.ids(items)
+    return pairs
 
 
 def _needed(space: Space, tokens: range, total: int, packed: bool) -> range:
@@ -187,29 +204,28 @@ def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -
 
 
 def _pair_by_number(src: Space, dst: Space, needed: range, packed: bool) -> EntryPairs:
-    """Pairs those of the request's entries `needed` (`packed`: items) that both spaces hold;
-    `src_item` and `dst_item` are numbers of items of the request.
+    """Pairs those of the request's entries `needed` (`packed`: items) that both spaces hold; `item`
+    has numbers of items of the request.
 
     Entries 2 to 13 of pages of 4 and pages of 6 are five stretches, which begin at 2, 4, 6, 8 and
     12: items 0, 1, 1, 2, 3 of the source from steps 2, 0, 2, 0, 0 on, items 0, 0, 1, 1, 2 of the
     destination from steps 2, 4, 0, 2, 0 on.
     """
     if packed:
-        item = np.arange(needed.start, needed.stop, dtype=np.int64)
-        step, count = np.zeros_like(item), np.ones_like(item)
-        return EntryPairs(src_item=item, src_step=step, dst_item=item, dst_step=step, count=count)
-    if src.held == dst.held:
-        src_starts, count = _stretches(src.held.part(needed), src.steps, dst.steps)
-        dst_starts = src_starts
+        items = np.arange(needed.start, needed.stop, dtype=np.int64)
+        item = np.stack((items, items))
+        return EntryPairs(item=item, step=np.zeros_like(item), count=np.ones_like(items))
+    if src.held is dst.held or src.held == dst.held:
+        src_first, count = _stretches(src.held.part(needed), src.steps, dst.steps)
+        dst_first = src_first
     else:
-        src_starts, dst_starts, count = _common(src, dst, needed)
-    src_item, src_step = dst_item, dst_step = src.place(src_starts)
-    items, dst_items = ((s.traits, s.entries_per_item, s.ring) for s in (src, dst))
-    if src_starts is not dst_starts or items != dst_items:
-        dst_item, dst_step = dst.place(dst_starts)
-    return EntryPairs(
-        src_item=src_item, src_step=src_step, dst_item=dst_item, dst_step=dst_step, count=count
-    )
+        src_first, dst_first, count = _common(src, dst, needed)
+    item, step = np.empty((2, 2, count.size), dtype=np.int64)
+    item[:], step[:] = src.place(src_first)
+    shape, dst_shape = ((s.traits, s.entries_per_item, s.ring) for s in (src, dst))
+    if src_first is not dst_first or shape != dst_shape:
+        item[1], step[1] = dst.place(dst_first)
+    return EntryPairs(item=item, step=step, count=count)
 
 
 def _common(src: Space, dst: Space, needed: range) -> tuple[Ints, Ints, Ints]:
@@ -243,18 +259,17 @@ def _stretches(entries: range, src_size: int, dst_size: int) -> tuple[Ints, Ints
     """Starts and counts of a range of entries, cut at multiples of both sizes."""
 
     def cuts(size: int) -> Ints:
-        starts = np.arange(entries.start // size * size, entries.stop, size, dtype=np.int64)
-        starts[:1] = entries.start
-        return starts
+        """Both ends of the range, and the multiples of a size in between."""
+        first, last = entries.start // size * size, -(-entries.stop // size) * size
+        edges = np.arange(first, last + 1, size, dtype=np.int64)
+        edges[0], edges[-1] = entries.start, entries.stop
+        return edges
 
     if not entries:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     small, large = sorted((src_size, dst_size))
-    starts = cuts(small)
+    edges = cuts(small)
     if large % small:  # np.union1d loads numpy.ma: milliseconds of the first request
-        every = np.sort(np.concatenate([starts, cuts(large)]))
-        starts = every[np.append(True, every[1:] != every[:-1])]
-    count = np.empty_like(starts)
-    np.subtract(starts[1:], starts[:-1], out=count[:-1])
-    count[-1:] = entries.stop - starts[-1:]
-    return starts, count
+        edges = np.sort(np.concatenate([edges, cuts(large)]))
+        edges = edges[np.append(True, edges[1:] != edges[:-1])]
+    return edges[:-1], edges[1:] - edges[:-1]

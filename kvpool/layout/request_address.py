@@ -30,20 +30,26 @@ MAX_TOKENS = 1 << 40
 @dataclass(frozen=True, slots=True, eq=False)
 class Span:
     """A block table's ids of one space, int64 `[I]`. `ids[0]` is item number `first_item` of the
-    request: more than 0 where items before a window were freed.
+    request: more than 0 where items before a window were freed. `low` and `high` are the smallest
+    and the largest id; 0 and -1 where there is none.
     """
 
     ids: npt.NDArray[np.int64]
     first_item: int = 0
+    low: int = field(init=False, repr=False, default=0)
+    high: int = field(init=False, repr=False, default=-1)
 
     def __post_init__(self) -> None:
         ids = np.array(_flat(self.ids), dtype=np.int64)  # a copy: the caller may change its list
-        ordered = np.sort(ids)
-        if ids.size and ordered[0] < 0:
-            raise ValueError(f"span ids: {int(ordered[0])} is negative.")
-        twice = ordered[1:][ordered[1:] == ordered[:-1]]
-        if twice.size:
-            raise ValueError(f"span ids: item {int(twice[0])} is listed twice.")
+        if ids.size:
+            ordered = np.sort(ids)
+            object.__setattr__(self, "low", int(ordered[0]))
+            object.__setattr__(self, "high", int(ordered[-1]))
+            if self.low < 0:
+                raise ValueError(f"span ids: {self.low} is negative.")
+            same = ordered[1:] == ordered[:-1]
+            if ids.size > 1 and same.any():
+                raise ValueError(f"span ids: item {int(ordered[same.argmax()])} is listed twice.")
         object.__setattr__(self, "first_item", _count(self.first_item, "span first_item"))
         ids.flags.writeable = False
         object.__setattr__(self, "ids", ids)

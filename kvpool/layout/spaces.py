@@ -61,6 +61,8 @@ class Interleave:
 
     def part(self, numbers: range) -> range:
         """Indices of those of consecutive numbers that this rank holds."""
+        if self.ranks == 1:
+            return numbers
         return range(self.below(numbers.start), self.below(numbers.stop))
 
 

@@ -65,9 +65,9 @@ class BlockTables:
             size = space.entries_per_item
             try:
                 if entries and space.per_request:
-                    lookup.ids(np.zeros(1, dtype=np.int64))
+                    lookup.part(0, 1)
                 elif entries:
-                    lookup.ids(np.arange(entries.start // size, (entries.stop - 1) // size + 1))
+                    lookup.part(entries.start // size, (entries.stop - 1) // size + 1)
             except ValueError as error:
                 raise RoomError(str(error)) from None
 
