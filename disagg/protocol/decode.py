@@ -6,7 +6,7 @@ every rank that was asked has acked that its pages stayed leased until then.
 
 from __future__ import annotations
 
-import uuid
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -124,7 +124,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             link=link,
             address=request.address,
             start=request.start,
-            attempt=uuid.uuid4().hex,
+            attempt=os.urandom(16).hex(),
             touched=self._now,
             expected=frozenset(request.expected),
             declined=request.declined,

@@ -47,8 +47,7 @@ class Span:
             object.__setattr__(self, "high", int(ordered[-1]))
             if self.low < 0:
                 raise ValueError(f"span ids: {self.low} is negative.")
-            same = ordered[1:] == ordered[:-1]
-            if ids.size > 1 and same.any():
+            if ids.size > 1 and (same := ordered[1:] == ordered[:-1]).any():
                 raise ValueError(f"span ids: item {int(ordered[same.argmax()])} is listed twice.")
         object.__setattr__(self, "first_item", _count(self.first_item, "span first_item"))
         ids.flags.writeable = False

@@ -134,8 +134,11 @@ class WrittenItems:
             )
             ids = ids[max(0, first - span.first_item) :] if start < address.num_tokens else ids[:0]
         size = self._per_block[name]
-        blocks, reserved = ids // size, min(space.reserved for space in spaces) // size
-        return blocks[(blocks >= reserved) & (blocks < self._taken[name].size)]
+        blocks = ids // size if size > 1 else ids
+        reserved, stop = min(space.reserved for space in spaces) // size, self._taken[name].size
+        if span.low // size >= reserved and span.high // size < stop:
+            return blocks
+        return blocks[(blocks >= reserved) & (blocks < stop)]
 
     def _check_start(self, room: Room, tokens: int, start: int, at_most: bool) -> None:
         """A packed page comes whole: it must not hold positions that are only kept."""
