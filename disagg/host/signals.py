@@ -34,12 +34,8 @@ class _DeferredSignals:
         self._depth = 0
         self._noted: list[tuple[int, FrameType | None]] = []
         self._originals: dict[int, Any] = {}
-        self._buffers = [ctypes.create_string_buffer(_ACTION_BYTES) for _ in _NUMBERS]
-        self._actions = {n: ctypes.addressof(buffer) for n, buffer in zip(_NUMBERS, self._buffers)}
+        self._actions = {number: ctypes.create_string_buffer(_ACTION_BYTES) for number in _NUMBERS}
         self._handler = self._note  # one object, which `is` can compare
-        self._handlers: list[Any] = []
-        self._handled: list[int] = []
-        """Numbers of those in Python, where `_handlers` are those of all."""
         os.register_at_fork(after_in_child=self._forked)
 
     def __enter__(self) -> None:
@@ -73,14 +69,10 @@ class _DeferredSignals:
             self._originals[number](number, frame)
 
     def _replace(self) -> None:
-        handlers = [*map(_builtin.getsignal, _NUMBERS)]
-        if handlers != self._handlers:  # few change theirs, and every change of an endpoint asks
-            self._handlers = handlers
-            self._handled = [n for n, handler in zip(_NUMBERS, handlers) if callable(handler)]
-        for number in self._handled:
-            # looked up now: the handler of another may have set it
-            original = _builtin.getsignal(number)
-            if original is not self._handler and callable(original):
+        get = _builtin.getsignal
+        for number in [number for number in _NUMBERS if callable(get(number))]:
+            original = get(number)
+            if original is not self._handler:
                 _sigaction(number, None, self._actions[number])
                 self._originals[number] = original
                 _builtin.signal(number, self._handler)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries
 from disagg.plan.runs import Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
-from kvpool.layout.grid import Ints, ragged
+from kvpool.layout.grid import Ints, ragged, rows_of
 
 _LENGTH = struct.Struct("q")
 BYTES_PER_RUN = 4096
@@ -97,24 +97,6 @@ class CopyBatch:
         return CopyBatch(src + within, dst + within, np.minimum(nbytes - within, most))
 
 
-class _Columns:
-    """Runs of a record pair: offsets in items of both sides and bytes from entry to entry,
-    `[2, A, 1]` each; lengths, and the destination's bytes from entry to entry, `[A, 1]` each.
-    """
-
-    def __init__(self, runs: Runs) -> None:
-        self.start = np.stack((runs.src, runs.dst))[:, :, None]
-        self.step = np.stack((runs.src_step, runs.dst_step))[:, :, None]
-        self.nbytes, self.more = runs.nbytes[:, None], runs.dst_step[:, None]
-
-    def bound(self, pairs: EntryPairs, stride: Ints) -> BoundRuns:
-        """The runs of stretches of entries of items that are `stride` `[2, 1]` bytes apart."""
-        item, step = pairs.item * stride, pairs.step[:, None] * self.step
-        return BoundRuns(
-            self.start + item[:, None] + step, self.nbytes + (pairs.count - 1) * self.more
-        )
-
-
 class _Shape:
     """Routes of one shape, such as those of keys and of values, which have the same runs. `sizes`
     are their numbers of record pairs, `layers` the pairs' layers `[B]`.
@@ -128,40 +110,42 @@ class _Shape:
         self.spaces = sides[0].space.name, sides[1].space.name, self.route.packed
         self.stride = np.array([[side.stride] for side in sides])
         self.entries = np.array([[side.entries] for side in sides])
-        chains, singles, whole, self.linear, self.dense = self.route.runs
-        self.chains, self.singles = (_Columns(r) if r.size else None for r in (chains, singles))
-        self.whole = None if whole is None else _Columns(whole)
 
     def within(self, layers: range) -> tuple[npt.NDArray[np.bool_], list[int]]:
         """Which record pairs are of a range of layers, `[B]`, and how many of each route."""
         inside = (self.layers >= layers.start) & (self.layers < layers.stop)
-        ends = np.cumsum(self.sizes)
-        below = np.append(0, np.cumsum(inside))
-        return inside, (below[ends] - below[ends - self.sizes]).tolist()
+        of_routes = np.split(inside, np.cumsum(self.sizes)[:-1])
+        return inside, [int(part.sum()) for part in of_routes]
 
     def runs(self, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
         """The runs of one record pair. `ends`: the last pairs are those of the last positions."""
         if not pairs.count.size:
             return
-        if self.linear and self.chains is not None:
-            yield self.chains.bound(pairs.coalesced(self.entries), self.stride)
+        chains, singles, whole, linear, dense = self.route.runs
+        if linear:
+            yield self._bound(chains, pairs.coalesced(self.entries))
             return
         rest, entries = pairs, self.route.src.entries
-        if self.whole is not None and self.route.runs.whole is not None:
+        if whole is not None:
             if ends:
-                pairs = _with_whole_tail(self.route, self.route.runs.whole, pairs)
+                pairs = _with_whole_tail(self.route, whole, pairs)
             full = (pairs.count == entries) & (pairs.step == 0).all(axis=0)
             if full.any():
-                items = pairs.part(full)
-                items = items.coalesced(self.entries) if self.dense else items
-                items = replace(items, count=items.count // entries)
-                yield self.whole.bound(items, self.stride)
-            rest = pairs.part(~full)
+                items = rows_of(pairs, full)
+                items = items.coalesced(self.entries) if dense else items
+                yield self._bound(whole, replace(items, count=items.count // entries))
+            rest = rows_of(pairs, ~full)
         if rest.count.size:
-            if self.chains is not None:
-                yield self.chains.bound(rest, self.stride)
-            if self.singles is not None:
-                yield self.singles.bound(rest.entries(), self.stride)
+            if chains.size:
+                yield self._bound(chains, rest)
+            if singles.size:
+                yield self._bound(singles, rest.entries())
+
+    def _bound(self, runs: Runs, pairs: EntryPairs) -> BoundRuns:
+        item = (pairs.item * self.stride)[:, None]
+        step = pairs.step[:, None] * runs.step[:, :, None]
+        more = (pairs.count - 1) * runs.step[1, :, None]
+        return BoundRuns(runs.start[:, :, None] + item + step, runs.nbytes[:, None] + more)
 
 
 class Binder:
@@ -176,11 +160,8 @@ class Binder:
         """With the pointers at which both buffers of their record pairs begin, `[2, B]`."""
         for alike in by_shape.values():
             base = [
-                [layout.buffer_by_name[name].base for side in sides for name in side.buffers]
-                for layout, sides in (
-                    (source, [route.src for route in alike]),
-                    (dest, [route.dst for route in alike]),
-                )
+                [source.buffer_by_name[name].base for r in alike for name in r.src.buffers],
+                [dest.buffer_by_name[name].base for r in alike for name in r.dst.buffers],
             ]
             self._shapes.append((_Shape(alike), np.array(base, np.int64)))
 
@@ -242,13 +223,13 @@ def _batch(blocks: Sequence[_Block]) -> CopyBatch:
     shares: dict[int, tuple[Route, int, int]] = {}
     start = 0
     for routes, sizes, base, runs in blocks:
-        shape = base.shape[1], *runs.nbytes.shape
+        shape = 2, base.shape[1], *runs.nbytes.shape
         part = slice(start, start + base.shape[1] * runs.nbytes.size)
         start = part.stop
-        out = pointers[:, part].reshape(2, *shape)
+        out = pointers[:, part].reshape(shape)
         np.add(base[:, :, None, None], runs.at[:, None], out=out)
         if not alike:
-            nbytes[part].reshape(shape)[...] = runs.nbytes
+            nbytes[part].reshape(shape[1:])[...] = runs.nbytes
         bound = int(runs.nbytes.sum()) if runs.nbytes.size > 1 else runs.nbytes.item()
         for route, pairs in zip(routes, sizes):
             if pairs:
@@ -299,7 +280,7 @@ def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs
         or pairs.step[:, -1].any()
     ):
         return pairs
-    live = int(chains.nbytes.sum() + ((count - 1) * chains.dst_step).sum())
+    live = int(chains.nbytes.sum() + ((count - 1) * chains.step[1]).sum())
     live += count * int(singles.nbytes.sum())
     runs, dead = chains.size + count * singles.size, int(whole.nbytes.sum()) - live
     if 2 * whole.size > runs or dead > (runs - whole.size) * BYTES_PER_RUN:

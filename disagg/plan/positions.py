@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
-from kvpool.layout.grid import Ints, ragged
+from kvpool.layout.grid import Ints, ragged, rows_of
 
 
 class IncompleteTransfer(ValueError):
@@ -29,11 +28,6 @@ class EntryPairs:
     step: Ints
     count: Ints
 
-    def part(self, which: slice | Ints | npt.NDArray[np.bool_]) -> EntryPairs:
-        """Some of them: a slice, those of a mask, or at indices."""
-        item, step = self.item[:, which], self.step[:, which]
-        return EntryPairs(item=item, step=step, count=self.count[which])
-
     def coalesced(self, entries: Ints) -> EntryPairs:
         """The same entries, joined where a stretch continues in the next item on both sides, whose
         items hold `entries` `[2, 1]`: with 4 entries an item, all of items 7, 8 and 2 are 8 entries
@@ -46,12 +40,12 @@ class EntryPairs:
         if breaks.all():
             return self
         begins = np.flatnonzero(np.append(True, breaks))
-        return replace(self.part(begins), count=np.add.reduceat(self.count, begins))
+        return replace(rows_of(self, begins), count=np.add.reduceat(self.count, begins))
 
     def entries(self) -> EntryPairs:
         """One stretch per entry."""
         stretch, within = ragged(self.count)
-        pairs = self.part(stretch)
+        pairs = rows_of(self, stretch)
         return replace(pairs, step=pairs.step + within, count=np.ones_like(within))
 
 

@@ -115,9 +115,8 @@ class _RecordSide(NamedTuple):
         )
 
     def _columns(self, runs: Runs) -> _Columns:
-        if self.name == "source":
-            return _Columns(runs.src, runs.nbytes, runs.src_step)
-        return _Columns(runs.dst, runs.nbytes, runs.dst_step)
+        side = ("source", "destination").index(self.name)
+        return _Columns(runs.start[side], runs.nbytes, runs.step[side])
 
     def _check_entry(self, chains: _Columns, singles: _Columns) -> None:
         """The runs of entry 0 are the parts' bytes, each once, and go on at the parts' steps."""

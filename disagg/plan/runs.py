@@ -49,19 +49,18 @@ class Item:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Runs:
-    """Contiguous bytes of an entry of two items, `[R]` each: offsets of those of entry 0 in both
-    items, lengths, and the bytes to the next entry. Of whole items, those to the next item.
+    """Contiguous bytes of an entry of two items: offsets of those of entry 0 in the source's and
+    the destination's item `[2, R]`, lengths `[R]`, and the bytes to the next entry `[2, R]`. Of
+    whole items, those to the next item.
     """
 
-    src: Ints
-    dst: Ints
+    start: Ints
     nbytes: Ints
-    src_step: Ints
-    dst_step: Ints
+    step: Ints
 
     @property
     def size(self) -> int:
-        return self.src.size
+        return self.nbytes.size
 
 
 class ItemRuns(NamedTuple):
@@ -151,17 +150,18 @@ def entry_runs(source: Region, dest: Region, box: Box) -> Runs:
             width *= size
         elif size > 1:
             outer.append((size, src_stride, dst_stride))
-    starts = outer_sum(src, [(size, stride) for size, stride, _ in reversed(outer)])
-    src_step, dst_step = (
-        np.full_like(starts, axes["entry"].stride if "entry" in axes else 0)
-        for axes in (src_axes, dst_axes)
+    outer.reverse()
+    start = np.stack(
+        (
+            outer_sum(src, [(size, stride) for size, stride, _ in outer]),
+            outer_sum(dst, [(size, stride) for size, _, stride in outer]),
+        )
     )
+    step = [[axes["entry"].stride if "entry" in axes else 0] for axes in (src_axes, dst_axes)]
     return Runs(
-        src=starts,
-        dst=outer_sum(dst, [(size, stride) for size, _, stride in reversed(outer)]),
-        nbytes=np.full_like(starts, width),
-        src_step=src_step,
-        dst_step=dst_step,
+        start=start,
+        nbytes=np.full(start.shape[1], width, dtype=np.int64),
+        step=np.full_like(start, step),
     )
 
 
@@ -170,20 +170,14 @@ def join(parts: Sequence[tuple[Runs, int, int]]) -> Runs:
     which are runs of an entry of two buffers, and the bytes from both records' items to these.
     """
     runs = Runs(
-        src=np.concatenate([runs.src + start for runs, start, _ in parts]),
-        dst=np.concatenate([runs.dst + start for runs, _, start in parts]),
+        start=np.concatenate([np.add(r.start, [[src], [dst]]) for r, src, dst in parts], axis=1),
         nbytes=np.concatenate([runs.nbytes for runs, _, _ in parts]),
-        src_step=np.concatenate([runs.src_step for runs, _, _ in parts]),
-        dst_step=np.concatenate([runs.dst_step for runs, _, _ in parts]),
+        step=np.concatenate([runs.step for runs, _, _ in parts], axis=1),
     )
-    runs = rows_of(runs, np.argsort(runs.dst, kind="stable"))
-    continues = (
-        (runs.src[:-1] + runs.nbytes[:-1] == runs.src[1:])
-        & (runs.dst[:-1] + runs.nbytes[:-1] == runs.dst[1:])
-        & (runs.src_step[:-1] == runs.src_step[1:])
-        & (runs.dst_step[:-1] == runs.dst_step[1:])
-    )
-    first = np.flatnonzero(np.append(True, ~continues))
+    runs = rows_of(runs, np.argsort(runs.start[1], kind="stable"))
+    continues = (runs.start + runs.nbytes)[:, :-1] == runs.start[:, 1:]
+    continues &= runs.step[:, :-1] == runs.step[:, 1:]
+    first = np.flatnonzero(np.append(True, ~continues.all(axis=0)))
     return replace(rows_of(runs, first), nbytes=np.add.reduceat(runs.nbytes, first))
 
 
@@ -192,9 +186,8 @@ def item_runs(src: Item, dst: Item, runs: Runs, packed: bool) -> ItemRuns:
     src_entries, dst_entries = (1, 1) if packed else (src.entries, dst.entries)
     chained = _chained(src, dst, runs)
     chains, singles = rows_of(runs, chained), rows_of(runs, ~chained)
-    filled = chains.src_step * src_entries == src.stride
-    filled &= chains.dst_step * dst_entries == dst.stride
-    filled &= chains.nbytes == chains.src_step
+    filled = chains.step * [[src_entries], [dst_entries]] == [[src.stride], [dst.stride]]
+    filled &= chains.nbytes == chains.step[0]
     same = src_entries == dst_entries
     whole = _whole(src, dst, chains, singles, src_entries) if same else None
     return ItemRuns(
@@ -208,12 +201,12 @@ def item_runs(src: Item, dst: Item, runs: Runs, packed: bool) -> ItemRuns:
 
 def _chained(src: Item, dst: Item, runs: Runs) -> npt.NDArray[np.bool_]:
     """Which runs continue at the next entry, with at most equal padding in between."""
-    same = (runs.src_step == runs.dst_step) & (runs.nbytes <= runs.src_step)
-    gap = same & (runs.nbytes < runs.src_step)
+    same = (runs.step[0] == runs.step[1]) & (runs.nbytes <= runs.step[0])
+    gap = same & (runs.nbytes < runs.step[0])
     if gap.any():
         some = rows_of(runs, gap)
-        same[gap] = _apart_by_padding(src, some.src, some)
-        same[gap] &= _apart_by_padding(dst, some.dst, some)
+        for item, start in zip((src, dst), some.start):
+            same[gap] &= _apart_by_padding(item, start, some)
     return np.asarray(same, dtype=np.bool_)
 
 
@@ -225,36 +218,31 @@ def _apart_by_padding(item: Item, starts: Ints, runs: Runs) -> npt.NDArray[np.bo
     entries = np.arange(gaps, dtype=np.int64)
     clear = []
     for part in np.array_split(np.arange(runs.size), 1 + runs.size * gaps // GAPS_AT_ONCE):
-        first = starts[part, None] + entries * runs.src_step[part, None]
-        low, high = first + runs.nbytes[part, None], first + runs.src_step[part, None]
+        first = starts[part, None] + entries * runs.step[0, part, None]
+        low, high = first + runs.nbytes[part, None], first + runs.step[0, part, None]
         clear.append(item.is_padding(low, high).all(axis=1))
     return np.concatenate(clear)
 
 
 def _whole(src: Item, dst: Item, chains: Runs, singles: Runs, entries: int) -> Runs:
     """All runs of a whole item pair, joined over entries, adjacent runs and equal padding."""
-    steps = np.arange(entries, dtype=np.int64)[:, None]
-    srcs = np.concatenate([chains.src, (singles.src + steps * singles.src_step).ravel()])
-    dsts = np.concatenate([chains.dst, (singles.dst + steps * singles.dst_step).ravel()])
-    lengths = (entries - 1) * chains.src_step + chains.nbytes
+    number = np.arange(entries, dtype=np.int64)[:, None]
+    each = singles.start[:, None] + number * singles.step[:, None]
+    start = np.concatenate([chains.start, each.reshape(2, -1)], axis=1)
+    lengths = (entries - 1) * chains.step[0] + chains.nbytes
     nbytes = np.concatenate([lengths, np.tile(singles.nbytes, entries)])
-    order = np.argsort(dsts, kind="stable")
-    srcs, dsts, nbytes = srcs[order], dsts[order], nbytes[order]
-    src_ends, dst_ends = (srcs + nbytes)[:-1], (dsts + nbytes)[:-1]
-    continues = (
-        (srcs[1:] - src_ends == dsts[1:] - dst_ends)
-        & (srcs[1:] >= src_ends)
-        & src.is_padding(src_ends, srcs[1:])
-        & dst.is_padding(dst_ends, dsts[1:])
-    )
+    order = np.argsort(start[1], kind="stable")
+    start, ends = start[:, order], (start + nbytes)[:, order]
+    gaps = start[:, 1:] - ends[:, :-1]
+    continues = (gaps[0] == gaps[1]) & (gaps[0] >= 0)
+    for item, low, high in zip((src, dst), ends[:, :-1], start[:, 1:]):
+        continues &= item.is_padding(low, high)
     first, last = np.append(True, ~continues), np.append(~continues, True)
-    starts = dsts[first]
+    start = start[:, first]
     return Runs(
-        src=srcs[first],
-        dst=starts,
-        nbytes=(dsts + nbytes)[last] - starts,
-        src_step=np.full_like(starts, src.stride),
-        dst_step=np.full_like(starts, dst.stride),
+        start=start,
+        nbytes=ends[1, last] - start[1],
+        step=np.full_like(start, [[src.stride], [dst.stride]]),
     )
 
 
@@ -262,6 +250,7 @@ def _dense(src: Item, dst: Item, whole: Runs) -> bool:
     """Whether adjacent items are one run: only equal padding lies between them."""
     if whole.size != 1 or src.stride != dst.stride or not src.several:
         return False
-    starts, ends = np.append(0, whole.src + whole.nbytes), np.append(whole.src, src.stride)
+    start = whole.start[0]
+    starts, ends = np.append(0, start + whole.nbytes), np.append(start, src.stride)
     padded = all(item.is_padding(starts, ends).all() for item in (src, dst))
-    return padded and bool(whole.src == whole.dst)
+    return padded and bool(start == whole.start[1])

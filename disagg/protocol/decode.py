@@ -57,11 +57,6 @@ class DecodeMachine(Machine[DecodeRoom]):
         """Raises RoomError or UnknownRoom, and changes nothing, for a call that does not fit."""
         self._now = now
         match event:
-            case events.Tick():
-                for failed in self.peers.tick(now):
-                    self._fail_link(failed)
-                for name, reason in self.rooms.stuck(now):
-                    self._fail(name, Failure("decode", reason, "timeout"))
             case events.Received(int(number), message):
                 if rank := self.peers.by_number.get(number):
                     self._receive(rank, message)
@@ -78,6 +73,11 @@ class DecodeMachine(Machine[DecodeRoom]):
                     self._fail(read.room, Failure("decode", problem, "read"))
             case events.RequestRoom():
                 self._request(event)
+            case events.Tick():
+                for failed in self.peers.tick(now):
+                    self._fail_link(failed)
+                for name, reason in self.rooms.stuck(now):
+                    self._fail(name, Failure("decode", reason, "timeout"))
             case events.Malformed(int(number), reason):
                 if rank := self.peers.by_number.get(number):
                     self._link_changed(self.peers.refuse(rank, reason, now))

@@ -43,11 +43,11 @@ class Machine(ABC, Generic[R]):
 
     def _handle_common(self, event: object) -> None:
         match event:
+            case ForgetRoom(name):
+                self.rooms.forget(name, self._now)
             case AbortRoom(name, reason):
                 if not self.poll(name).ended:
                     self._fail(name, Failure(self.side, reason, "abort"))
-            case ForgetRoom(name):
-                self.rooms.forget(name, self._now)
             case AbortAll(reason, closing):
                 for name in list(self.rooms.open):
                     self._fail(name, Failure(self.side, reason, "abort"))

@@ -10,6 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from disagg.plan.runs import Route
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
@@ -35,8 +37,7 @@ class RoleMetrics(NamedTuple):
     nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTimes:
+class ReadTimes(Struct, frozen=True, kw_only=True):
     """One read that has ended: positions `start` to `stop`, of `layers` or of all, from rank
     `source` of prefill. In seconds after the room's request: when its chunk was `ready`, when the
     read had its turn (`begun`; None: it had none), and when its bytes were there, or could land no
@@ -151,8 +152,10 @@ class Snapshot:
 
 
 def _add(by_role: dict[Roles, RoleMetrics], roles: Roles, runs: int, nbytes: int) -> None:
-    before = by_role.get(roles, RoleMetrics())
-    by_role[roles] = RoleMetrics(before.runs + runs, before.nbytes + nbytes)
+    before = by_role.get(roles)
+    if before is not None:
+        runs, nbytes = before.runs + runs, before.nbytes + nbytes
+    by_role[roles] = RoleMetrics(runs, nbytes)
 
 
 def log_failure(failure: Failure, **facts: object) -> None:

@@ -33,9 +33,9 @@ class StateSection(NamedTuple):
 
 
 def rows_of(columns: Columns, which: slice | Ints | npt.NDArray[np.bool_]) -> Columns:
-    """Rows of a dataclass of equally long arrays: a slice, those of a mask, or at indices."""
+    """Rows of a dataclass of arrays `[..., R]`: a slice, those of a mask, or at indices."""
     names = [field.name for field in fields(columns)]
-    return replace(columns, **{name: getattr(columns, name)[which] for name in names})
+    return replace(columns, **{name: getattr(columns, name)[..., which] for name in names})
 
 
 def outer_sum(start: int, axes: Iterable[tuple[int, int]]) -> Ints:

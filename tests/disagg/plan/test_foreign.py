@@ -99,19 +99,20 @@ def damaged(route):
     def with_runs(**changed):
         return replace(route, runs=runs_of._replace(**changed))
 
-    for name, change in product(("src", "dst", "nbytes"), (1, -1)):
+    columns = (("start", (0, -1)), ("start", (1, -1)), ("nbytes", (-1,)))
+    for (name, last), change in product(columns, (1, -1)):
         for part in ("chains", "singles", "whole"):
             runs = getattr(runs_of, part)
             if runs is not None and runs.size:
                 column = getattr(runs, name).copy()
-                column[-1] += change * 2
+                column[last] += change * 2
                 yield with_runs(**{part: replace(runs, **{name: column})})
     for part in ("chains", "singles"):
         runs = getattr(runs_of, part)
         if runs.size:
             yield with_runs(**{part: rows_of(runs, np.arange(runs.size - 1))})
             yield with_runs(**{part: rows_of(runs, np.arange(runs.size + 1) % runs.size)})
-            yield with_runs(**{part: replace(runs, dst_step=runs.dst_step + 2)})
+            yield with_runs(**{part: replace(runs, step=np.add(runs.step, [[0], [2]]))})
     if not runs_of.linear:
         yield with_runs(linear=True)
     if not runs_of.dense and runs_of.whole is not None:
