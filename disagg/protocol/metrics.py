@@ -10,8 +10,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from disagg.plan.runs import Route
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
@@ -37,7 +35,8 @@ class RoleMetrics(NamedTuple):
     nbytes: int = 0
 
 
-class ReadTimes(Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTimes:
     """One read that has ended: positions `start` to `stop`, of `layers` or of all, from rank
     `source` of prefill. In seconds after the room's request: when its chunk was `ready`, when the
     read had its turn (`begun`; None: it had none), and when its bytes were there, or could land no
