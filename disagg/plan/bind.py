@@ -110,6 +110,14 @@ class _Shape:
         self.spaces = sides[0].space.name, sides[1].space.name, self.route.packed
         self.stride = np.array([[side.stride] for side in sides])
         self.entries = np.array([[side.entries] for side in sides])
+        chains, singles, whole, *_ = self.route.runs
+        self.first_bytes = int(chains.nbytes.sum() + singles.nbytes.sum())
+        self.next_bytes = int(chains.step[1].sum() + singles.nbytes.sum())
+        """Of an entry, and of each that follows it in an item."""
+        self.whole_bytes = 0 if whole is None else int(whole.nbytes.sum())
+        src, dst = (side.space for side in sides)
+        # of a ring the entries behind the last may be alive
+        self.whole_tails = not dst.wraps and src.held == dst.held
 
     def within(self, layers: range) -> tuple[npt.NDArray[np.bool_], list[int]]:
         """Which record pairs are of a range of layers, `[B]`, and how many of each route."""
@@ -127,19 +135,40 @@ class _Shape:
             return
         rest, entries = pairs, self.route.src.entries
         if whole is not None:
-            if ends:
-                pairs = _with_whole_tail(self.route, whole, pairs)
-            full = (pairs.count == entries) & (pairs.step == 0).all(axis=0)
-            if full.any():
-                items = rows_of(pairs, full)
+            if ends and self.whole_tails:
+                pairs = self._with_whole_tail(whole, pairs)
+            full = (pairs.count == entries) & ~pairs.step.any(axis=0)
+            number = np.count_nonzero(full)
+            if number:
+                items = pairs if number == full.size else rows_of(pairs, full)
                 items = items.coalesced(self.entries) if dense else items
                 yield self._bound(whole, replace(items, count=items.count // entries))
-            rest = rows_of(pairs, ~full)
-        if rest.count.size:
-            if chains.size:
-                yield self._bound(chains, rest)
-            if singles.size:
-                yield self._bound(singles, rest.entries())
+            if number == full.size:
+                return
+            rest = rows_of(pairs, ~full) if number else pairs
+        if chains.size and rest.count.size:
+            yield self._bound(chains, rest)
+        if singles.size and rest.count.size:
+            yield self._bound(singles, rest.entries())
+
+    def _with_whole_tail(self, whole: Runs, pairs: EntryPairs) -> EntryPairs:
+        """The pairs of a request to its end; the last is of all entries of its item where that is
+        allowed and cheaper.
+
+        Allowed: the item is the request's last page on the destination, written from its first
+        entry on, so the entries that follow are the request's own and dead.
+        """
+        entries, count = self.route.dst.entries, int(pairs.count[-1])
+        if count == entries or pairs.step[:, -1].any():
+            return pairs
+        chains, singles, *_ = self.route.runs
+        runs = chains.size + count * singles.size
+        dead = self.whole_bytes - self.first_bytes - (count - 1) * self.next_bytes
+        if 2 * whole.size > runs or dead > (runs - whole.size) * BYTES_PER_RUN:
+            return pairs
+        counts = pairs.count.copy()
+        counts[-1] = entries
+        return replace(pairs, count=counts)
 
     def _bound(self, runs: Runs, pairs: EntryPairs) -> BoundRuns:
         item = (pairs.item * self.stride)[:, None]
@@ -262,29 +291,3 @@ def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
     lengths = [runs.nbytes for runs in _Shape([route]).runs(pairs, ends=True)]
     records = len(route.src.buffers)
     return records * sum(n.size for n in lengths), records * sum(int(n.sum()) for n in lengths)
-
-
-def _with_whole_tail(route: Route, whole: Runs, pairs: EntryPairs) -> EntryPairs:
-    """The pairs of a request to its end; the last is of all entries of its item where that is
-    allowed and cheaper.
-
-    Allowed: the item is the request's last page on the destination, written from its first entry
-    on, so the entries that follow are the request's own and dead. Of a ring they may be alive.
-    """
-    entries, count = route.dst.entries, int(pairs.count[-1])
-    chains, singles = route.runs.chains, route.runs.singles
-    if (
-        route.dst.space.wraps
-        or route.src.space.held != route.dst.space.held
-        or count == entries
-        or pairs.step[:, -1].any()
-    ):
-        return pairs
-    live = int(chains.nbytes.sum() + ((count - 1) * chains.step[1]).sum())
-    live += count * int(singles.nbytes.sum())
-    runs, dead = chains.size + count * singles.size, int(whole.nbytes.sum()) - live
-    if 2 * whole.size > runs or dead > (runs - whole.size) * BYTES_PER_RUN:
-        return pairs
-    counts = pairs.count.copy()
-    counts[-1] = entries
-    return replace(pairs, count=counts)

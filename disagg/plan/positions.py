@@ -65,11 +65,9 @@ class BlockLookup:
 
     def ids(self, numbers: Ints) -> Ints:
         """Ids of the request's items `numbers`, which ascend. Raises as `part` does."""
-        first, last = int(numbers[0]), int(numbers[-1])
-        ids = self._listed(first, last + 1)
-        if last - first != numbers.size - 1 or (last > first and (np.diff(numbers) == 0).any()):
-            ids = ids[numbers - first]
-        return self._inside(ids)
+        first = int(numbers[0])
+        ids = self._listed(first, int(numbers[-1]) + 1)
+        return self._inside(ids if numbers.size == 1 else ids[numbers - first])
 
     def part(self, first: int, stop: int) -> Ints:
         """Ids of the request's items `first` to `stop`. Raises IncompleteTransfer for items that

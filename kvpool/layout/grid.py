@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -34,8 +33,9 @@ class StateSection(NamedTuple):
 
 def rows_of(columns: Columns, which: slice | Ints | npt.NDArray[np.bool_]) -> Columns:
     """Rows of a dataclass of arrays `[..., R]`: a slice, those of a mask, or at indices."""
-    names = [field.name for field in fields(columns)]
-    return replace(columns, **{name: getattr(columns, name)[..., which] for name in names})
+    # binding takes rows of small arrays again and again, where dataclasses.replace takes most of it
+    names = type(columns).__dataclass_fields__
+    return type(columns)(**{name: getattr(columns, name)[..., which] for name in names})
 
 
 def outer_sum(start: int, axes: Iterable[tuple[int, int]]) -> Ints:
