@@ -11,7 +11,7 @@ from kvpool.item import Template
 from kvpool.layout.dtypes import dtype_name
 from kvpool.layout.formats import ConvSection, Heads, conv_state, temporal_state
 
-LinearKind = Literal["mamba1", "mamba2", "delta_net"]
+LinearKind = Literal["mamba1", "mamba2", "delta_net", "short_conv"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +42,21 @@ def states(
     temporal: Sequence[int],
     dtypes: Sequence[object],
     shard: LinearShard = LinearShard(),
-) -> tuple[Template, Template]:
-    """The conv state and the temporal state of a slot, of two `dtypes`. `conv`: in the order that
-    `shard` says. `temporal`: `(head, dim, state)` of Mamba, `(head, value, key)` of delta nets.
+) -> tuple[Template, ...]:
+    """The conv state and, but for a short convolution, the temporal state of a slot, each of its
+    own of `dtypes`. `conv`: in the order that `shard` says. `temporal`: `(head, dim, state)` of
+    Mamba, `(head, value, key)` of delta nets, `()` of a short convolution.
 
     Raises UnknownFormat where the channels are not those of the heads.
     """
-    conv_dtype, temporal_dtype = map(dtype_name, dtypes)
+    conv_dtype, temporal_dtype = dtype_name(dtypes[0]), dtype_name(dtypes[-1])
     channels, taps = conv if shard.dim_first else conv[::-1]
     parts = sections(kind, channels, temporal, shard)
     conv_item = conv_state(
         parts, taps - shard.spare, conv_dtype, taps_first=not shard.dim_first, spare=shard.spare
     )
+    if kind == "short_conv":
+        return (conv_item,)
     shape, axis = temporal[1:], ""
     if kind == "delta_net":
         shape, axis = (shape[::-1], "key") if shard.key_first else (shape, "value")
@@ -64,6 +67,8 @@ def sections(
     kind: LinearKind, channels: int, temporal: Sequence[int], shard: LinearShard
 ) -> list[ConvSection]:
     """The sections of a conv state, derived as vLLM's ssm_conv_transfer_utils.py does."""
+    if kind == "short_conv":
+        return [ConvSection("x", shard.heads(channels), 1)]
     heads, dim, *rest = (temporal[0], 1) if kind == "mamba1" else temporal
     inner = rest[0] if rest else 1
     others = (channels - heads * dim) // (2 * inner)  # heads of each of the other two

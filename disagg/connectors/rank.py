@@ -101,6 +101,7 @@ class Rank:
                 ranks=readers,
                 verify=settings.verify,
                 offer_timeout=settings.offer_timeout,
+                allow_missing=settings.allow_missing,
                 **options,
             )
             self._links = Links(decode)
@@ -110,6 +111,8 @@ class Rank:
         self._sending: dict[Room, _Sending] = {}
         self._receiving: dict[Room, _Receiving] = {}
         self._results = Results()
+        self._has_all = True
+        """Whether no prefill has lacked what it may, so far."""
         self._ended: deque[tuple[PrefillEndpoint | DecodeEndpoint, Ended]] = deque()
         """What the endpoints list no more, and `results` has not told."""
 
@@ -317,6 +320,15 @@ class Rank:
         # from here on nothing is lost, whatever the engine's log and counters raise
         if request in self._results.failed:
             self._log.error("request %s was not received: %s", request, failure)
+        plan = receiving.link.plan
+        if plan is not None and plan.missing and self._has_all:
+            self._has_all = False
+            owners = ", ".join(dict.fromkeys(f"{owner} {role}" for owner, _, role in plan.missing))
+            self._log.warning(
+                "a prefill has no %s, and decode's stays as it is (allow_missing). Of a draft: few "
+                "of its tokens are accepted until it has seen a request's own.",
+                owners,
+            )
         metrics = decode.metrics(room)
         self._log.debug("request %s: %s", request, metrics)
         self.stats.received(metrics, failure)

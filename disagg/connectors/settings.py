@@ -40,6 +40,10 @@ class Settings:
     """A prompt is offered while it is computed, chunk by chunk or each layer of a chunk. A decode
     engine with "layers" waits for each layer in its forward pass.
     """
+    allow_missing: Collection[str] = ()
+    """What prefill may lack, by owner or role: ["draft"] where only decode speculates. Decode's
+    memory for it stays as it is, so that the acceptance of drafts begins low.
+    """
     shared_memory: bool = True
     """KV memory of the CPU is made so that engine `local` of another process can map it."""
     conventions: Mapping[str, Convention | None] = field(default_factory=dict)

@@ -20,13 +20,14 @@ first. One that prefill has sampled (SGLang), or the prompt's last (vLLM).
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a request's state is: its room, and the endpoint addresses of prefill's ranks.
-    `prompt` is the digest of the tokens that were computed, where it is known.
+    """Where a request's state is: its room, and the endpoint addresses of prefill's ranks. Where
+    they are known: `prompt`, the digest of the `tokens` tokens that are handed over.
     """
 
     room: Room
     addresses: tuple[str, ...]
     prompt: str | None = None
+    tokens: int | None = None
 
     @classmethod
     def read(cls, told: Mapping[str, Any], ids: Sequence[int] | None = None) -> Source:
@@ -44,22 +45,25 @@ class Source:
         is_list = isinstance(addresses, list | tuple)
         if not is_list or not all(isinstance(address, str) for address in addresses):
             raise ValueError("kv_transfer_params: remote_addresses is a list of texts.")
-        return cls(room, tuple(addresses), told.get("remote_prompt"))
+        tokens = told.get("remote_num_tokens")
+        if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+            raise ValueError(f"kv_transfer_params: remote_num_tokens {tokens!r}: 1 or more.")
+        return cls(room, tuple(addresses), told.get("remote_prompt"), tokens)
 
-    def told(self, tokens: int) -> dict[str, Any]:
-        """As `read` takes it, with names that vLLM's proxies pass on; `tokens` are handed over."""
+    def told(self) -> dict[str, Any]:
+        """As `read` takes it, with names that vLLM's proxies pass on."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_request_id": self.room,
             "remote_addresses": list(self.addresses),
-            "remote_num_tokens": tokens,
+            "remote_num_tokens": self.tokens,
             "remote_prompt": self.prompt,
         }
 
     def check_prompt(self, ids: Sequence[int] | None) -> None:
         """Raises ValueError if prefill has computed another prompt than these tokens."""
-        ours = None if ids is None else prompt_digest(ids[:-1])
+        ours = None if ids is None else prompt_digest(ids[: self.tokens or -1])
         if None not in (self.prompt, ours) and self.prompt != ours:
             raise ValueError(
                 f"prefill computed another prompt ({self.prompt!r}), this one is {ours!r}. Do both "

@@ -77,7 +77,11 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         else:
             check_values(ranks=ranks)
         check_values(
-            read_timeout=read_timeout, offer_timeout=offer_timeout, verify=verify, staging=staging
+            read_timeout=read_timeout,
+            offer_timeout=offer_timeout,
+            verify=verify,
+            allow_missing=allow_missing,
+            staging=staging,
         )
         super().__init__(
             lambda hello, now: DecodeMachine(

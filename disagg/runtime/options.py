@@ -53,6 +53,7 @@ RULES: Mapping[str, Rule] = {
     "offer_timeout": Rule(Seconds | None, f"{_BOUNDED}, or None"),
     "read_timeout": Rule(_Positive, "a number of seconds above 0"),
     "lease": Rule(_Positive | None, "a number of seconds above 0, or None"),
+    "allow_missing": Rule(list[str], 'a list of owners or roles, such as ["draft"]'),
     "verify": Rule(Literal["checksum"] | None, "'checksum', or None"),
     "stream": Rule(Literal["chunks", "layers"] | None, "'chunks', 'layers', or None"),
     "ranks": Rule(

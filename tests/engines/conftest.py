@@ -78,7 +78,7 @@ def expected(
     logs = tmp_path_factory.mktemp("single")
 
     def ask(model: str, **arguments: Any) -> list[Any]:
-        key = model, *sorted(arguments.items())
+        key = model, repr(sorted(arguments.items()))
         if key not in known:
             with engine("single", save(model, models), logs, **arguments).ready() as single:
                 known[key] = [answer(single, model, prompt) for prompt in prompts(*LENGTHS)]

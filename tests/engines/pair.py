@@ -40,8 +40,9 @@ class Pair:
 def compare(folder: Path, last: int | None = None) -> tuple[int, int, list[str]]:
     """Tensors compared, bytes, and what differs, between both sides of every room.
 
-    A rank's file `{side}.{room}.{rank}.pt` has tensors by `name/part`, positions first, then heads;
-    a name has its layer's number, which is all that two engines' names share. `last`: where one
+    A rank's file `{side}.{room}.{rank}.pt` has tensors by `name/part`, positions first, then what
+    ranks share, heads or channels, but of a `row`; a name has its layer's number, which is all that
+    two engines' names share. `last`: where one
     side holds more positions than these, its last ones are compared.
     """
     tensors, nbytes, wrong = 0, 0, []
@@ -67,12 +68,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ranks(folder: Path, side: str, room: str) -> dict[str, torch.Tensor]:
-    """By layer and part, the heads of all ranks side by side."""
-    parts = [torch.load(path) for path in sorted(folder.glob(f"{side}.{room}.?.pt"))]
+    """By layer and part, what the ranks hold side by side."""
+    ranks = [torch.load(path) for path in sorted(folder.glob(f"{side}.{room}.?.pt"))]
     joined = {}
-    for name in parts[0] if parts else ():
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
         layer, _, part = name.rpartition("/")
         (number,) = (each for each in layer.split(".") if each.isdecimal())
-        held = [each[name] for each in parts] if part in ("k", "v") else [parts[0][name]]
-        joined[f"{number}/{part}"] = torch.cat(held, 1) if len(held) > 1 else held[0]
+        owner = "draft " if layer.startswith(("draft_model.", "mtp.")) else ""
+        held = [rank[name] for rank in ranks if name in rank]
+        joined[f"{owner}{number}/{part}"] = held[0] if part == "row" else torch.cat(held, 1)
     return joined

@@ -264,7 +264,7 @@ class LinearLayer(MambaBase):
         return self.shapes
 
     def get_state_dtype(self):
-        return BF16, torch.float32
+        return (BF16, torch.float32)[: len(self.shapes)]
 
     @property
     def mamba_type(self):
@@ -277,11 +277,13 @@ SHAPES = {
     ),
     "MAMBA2": lambda tp: MambaStateShapeCalculator.mamba2_state_shape(tp, 128, 1, 8, 16, 32, 4),
     "MAMBA1": lambda tp: MambaStateShapeCalculator.mamba1_state_shape(tp, 64, 16, 4),
+    "SHORT_CONV": lambda tp: MambaStateShapeCalculator.short_conv_state_shape(tp, 64, 4),
 }
 SECTIONS = {
     "GDN_ATTN": [("q", 4, 16), ("k", 4, 16), ("v", 8, 16)],
     "MAMBA2": [("x", 8, 16), ("b", 1, 32), ("c", 1, 32)],
     "MAMBA1": [("x", 64, 1)],
+    "SHORT_CONV": [("x", 64, 1)],
 }
 
 
@@ -302,9 +304,9 @@ def test_states_that_vllm_cuts_out_are_those_of_the_regions(kind, tp, dim_first,
     )  # fmt: skip
     config, raw, views = allocate([(names(0), spec)])
     layer.bind_kv_cache(views[names(0)[0]])
-    conv, temporal = layer.kv_cache
-    conv.copy_(torch.randn(conv.shape))
-    temporal.copy_(torch.randn(temporal.shape))
+    conv, *temporal = layer.kv_cache
+    for state in layer.kv_cache:
+        state.copy_(torch.randn(state.shape))
     seen = engine_layout(config_for({names(0)[0]: layer}, tp=tp, rank=rank), config, views)
     assert seen.groups == (BlockGroup("state0", 1, TOKENS, "first"),)
     held = found(seen.layout, raw)
@@ -318,8 +320,9 @@ def test_states_that_vllm_cuts_out_are_those_of_the_regions(kind, tp, dim_first,
         assert np.array_equal(view.reshape(BLOCKS, count * dim, -1), part.numpy())
         at += count * dim
     assert at == channels.shape[1]
-    view = held.views["target", 0, "temporal"]
-    assert np.array_equal(view.reshape(BLOCKS, -1), temporal.flatten(1).view(U8).numpy())
+    for state in temporal:
+        view = held.views["target", 0, "temporal"]
+        assert np.array_equal(view.reshape(BLOCKS, -1), state.flatten(1).view(U8).numpy())
     mamba_utils.get_conv_state_layout.cache_clear()
 
 
@@ -379,7 +382,7 @@ def test_layers_behind_the_targets_and_marked_ones_are_a_drafts():
     config.kv_cache_groups[0].is_eagle_group = True
     modules = flash(3, 4) | flash(2, is_draft_layer=True)
     regions = engine_layout(config_for(modules, layers=4), config, views).layout.regions
-    assert {(r.owner, r.layer) for r in regions} == {("target", 3), ("draft", 4), ("draft", 2)}
+    assert {(r.owner, r.layer) for r in regions} == {("target", 3), ("draft", 0), ("draft", 2)}
 
 
 def test_a_layer_that_shares_anothers_cache_has_no_state():

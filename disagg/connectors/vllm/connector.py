@@ -18,6 +18,7 @@ from disagg.connectors.settings import Settings
 from disagg.connectors.vllm.layout import SPECS, Blocks, engine_layout
 from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step, log
 from disagg.connectors.vllm.worker import ConnectorWorker
+from disagg.protocol.messages import Convention
 from kvpool.device.cpu import CPUDevice
 
 base.KVConnectorMetadata.register(Step)
@@ -103,13 +104,21 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         # microbatches compute a layer several times a step, each time for some requests
         self._by_layer = stream == "layers" and not vllm_config.parallel_config.use_ubatching
         if role == base.KVConnectorRole.SCHEDULER:
-            cuts = _moves_on(kv_cache_config)
-            # vLLM cannot be told of a block that did not come where it has several groups, and an
-            # engine that waits for another must not be one that another waits for
-            whole = cuts or len(kv_cache_config.kv_cache_groups) > 1 or transfer.is_kv_producer
-            waits = stream == "layers" and not whole
+            kinds = _kinds(kv_cache_config)
+            drafts = vllm_config.speculative_config is not None
+            # vLLM cannot be told of a block that did not come where it has several groups, asks
+            # what has come before its drafter runs, and an engine that waits for another must not
+            # be one that another waits for
+            whole = kinds != {"kv"} or len(kv_cache_config.kv_cache_groups) > 1 or drafts
             self._scheduler = ConnectorScheduler(
-                kv_cache_config, **self._roles, stream=stream is not None, cuts=cuts, waits=waits
+                kv_cache_config,
+                **self._roles,
+                stream=stream is not None,
+                recomputes=max(1, vllm_config.num_prefill_lookahead_tokens),
+                state="state" in kinds,
+                window=kinds != {"kv"},
+                drafts=drafts,
+                waits=stream == "layers" and not (whole or transfer.is_kv_producer),
             )
 
     # scheduler
@@ -153,7 +162,7 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._vllm_config
         described = engine_layout(config, self._kv_cache_config, kv_caches)
-        parallel, model = config.parallel_config, config.model_config
+        parallel = config.parallel_config
         readers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         readers *= parallel.prefill_context_parallel_size
         rank = Rank(
@@ -162,15 +171,15 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             **self._roles,
             readers=readers,
             log=log,
-            conventions=conventions(
-                model.hf_text_config,
-                revision=getattr(model.revision, "resolved", None),
-                folder=None if config.load_config.load_format == "dummy" else model.model,
-                quantization=model.quantization,
-                index_keys="plain",  # vLLM's indexer turns none
-            ),
+            conventions=engine_conventions(config),
         )
-        self._worker = ConnectorWorker(rank, described.groups, described.layers)
+        cleared = []
+        if self._kv_cache_config.needs_kv_cache_zeroing and self._roles["consumes"]:
+            for group in self._kv_cache_config.transfer_groups:
+                views = [kv_caches[name] for name in group.layer_names if name in kv_caches]
+                blocks = self._kv_cache_config.num_blocks
+                cleared.append([view.view(blocks, -1, *view.shape[1:]) for view in views])
+        self._worker = ConnectorWorker(rank, described.groups, described.layers, cleared)
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         return Handshake(self._worker.rank.prefill.address) if self._roles["produces"] else None
@@ -223,8 +232,30 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return KvpoolPromMetrics(*args)
 
 
-def _moves_on(kv_cache_config: Any) -> bool:
-    """Whether a token more changes or drops state of the tokens before."""
+def engine_conventions(config: Any) -> dict[str, Convention]:
+    """Of the model and, by names that begin with `draft.`, of the model that drafts."""
+    said = _conventions(config, config.model_config)
+    speculative = config.speculative_config
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        draft = _conventions(config, speculative.draft_model_config)
+        # of several modules, each runs for a token of its own: fewer leave the others' state empty
+        draft["lookahead"] = config.num_prefill_lookahead_tokens
+        said |= {f"draft.{name}": value for name, value in draft.items()}
+    return said
+
+
+def _conventions(config: Any, model: Any) -> dict[str, Convention]:
+    return conventions(
+        model.hf_text_config,
+        revision=getattr(model.revision, "resolved", None),
+        folder=None if config.load_config.load_format == "dummy" else model.model,
+        quantization=model.quantization,
+        index_keys="plain",  # vLLM's indexer turns none
+    )
+
+
+def _kinds(kv_cache_config: Any) -> set[str | None]:
+    """What the cache groups hold, as SPECS names it."""
     specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
     inner = [getattr(spec, "kv_cache_specs", {"": spec}).values() for spec in specs]
-    return any(SPECS.get(type(spec).__name__) != "kv" for group in inner for spec in group)
+    return {SPECS.get(type(spec).__name__) for group in inner for spec in group}

@@ -7,8 +7,10 @@ no attribute of vLLM's: `ATTENTION` says it, as read in the kernels of vLLM 0.32
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +33,12 @@ from kvpool.layout.formats import Heads, fp8_latent_row, index_key_page, latent_
 
 Parts = list[TensorPart]
 HERE = "add it to disagg/connectors/vllm/layers.py"
-LINEAR: dict[str, LinearKind] = {"MAMBA1": "mamba1", "MAMBA2": "mamba2", "GDN_ATTN": "delta_net"}
+LINEAR: dict[str, LinearKind] = {
+    "MAMBA1": "mamba1",
+    "MAMBA2": "mamba2",
+    "GDN_ATTN": "delta_net",
+    "SHORT_CONV": "short_conv",
+}
 """What a slot holds, by the name of the kind of linear attention."""
 OPAQUE = "INT4_PER_TOKEN_HEAD"
 """The quantisation mode whose pages move whole. Its kernel reads nothing but pages and constants:
@@ -73,10 +80,11 @@ def platform_of_process() -> Platform:
 
 @dataclass(frozen=True, kw_only=True)
 class RegisteredLayer:
-    """A layer as vLLM has registered it, under `name`."""
+    """A layer as vLLM has registered it, under `name`; `target` is the stem of the target's."""
 
     config: Any
     name: str
+    target: str
     module: Any
     spec: Any
     view: torch.Tensor
@@ -84,7 +92,23 @@ class RegisteredLayer:
 
     @property
     def number(self) -> int:
-        """The number in its dotted name. Raises UnknownFormat unless there is one."""
+        """As its dotted name says, where a draft's may go on behind the target's: here they begin
+        at 0. Raises UnknownFormat unless the name has one number.
+        """
+        layers: int = self.config.model_config.get_total_num_hidden_layers()
+        return self._named - layers if self._named >= layers else self._named
+
+    @property
+    def owner(self) -> str:
+        """A draft's layers are marked by vLLM, numbered after the target's, or named otherwise than
+        these; a group of EAGLE's may hold the target's layers too.
+        """
+        marked = getattr(self.module, "is_draft_layer", False)
+        later = self._named >= self.config.model_config.get_total_num_hidden_layers()
+        return "draft" if marked or later or stem(self.name) != self.target else "target"
+
+    @property
+    def _named(self) -> int:
         numbers = [int(part) for part in self.name.split(".") if part.isdecimal()]
         if len(numbers) != 1:
             raise UnknownFormat(
@@ -92,16 +116,6 @@ class RegisteredLayer:
                 "layer's. Use another model."
             )
         return numbers[0]
-
-    @property
-    def owner(self) -> str:
-        """A draft's layers are marked by vLLM, named so, or numbered after the target's; a group of
-        EAGLE's may hold the target's layers too.
-        """
-        marks = ((self.module, "is_draft_layer"), (self.spec, "is_draft"))
-        marked = any(getattr(part, flag, False) for part, flag in marks)
-        later = self.number >= self.config.model_config.get_total_num_hidden_layers()
-        return "draft" if marked or later or self.name.startswith("draft_model.") else "target"
 
     @property
     def model(self) -> Any:
@@ -158,6 +172,11 @@ class RegisteredLayer:
         return " ".join(("vllm", self.platform.version, self.backend, *words, sizes))
 
 
+def stem(name: str) -> str:
+    """A layer's name before its number: `model.layers`, `draft_model.model.layers`."""
+    return re.split(r"\.\d+\.", name)[0]
+
+
 def read_layer(layer: RegisteredLayer) -> LayerTensor:
     """Raises UnknownFormat, which names the layer and its backend."""
     name = f"{layer.name} ({layer.owner} layer {layer.number}), {layer.backend}"
@@ -175,22 +194,24 @@ def read_layer(layer: RegisteredLayer) -> LayerTensor:
 def read_linear(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
     """The slots of a layer of linear attention (`MambaBase.bind_kv_cache`)."""
     spec, parallel = layer.spec, layer.config.parallel_config
-    if layer.backend not in LINEAR or len(spec.shapes) != 2:
+    kind = LINEAR.get(layer.backend)
+    if kind is None or len(spec.shapes) != (1 if kind == "short_conv" else 2):
         raise UnknownFormat(
-            f"{len(spec.shapes)} states are not known (known: the conv state and the temporal "
-            f"state of {', '.join(LINEAR)}). Turn off what adds states (ReplaySSM), or {HERE}."
+            f"{len(spec.shapes)} states are not known (known: the conv state and, but of "
+            f"SHORT_CONV, the temporal state of {', '.join(LINEAR)}). Turn off what adds states "
+            f"(ReplaySSM), or {HERE}."
         )
     ranks = 1 if getattr(spec, "tp_replicated", False) else parallel.tensor_parallel_size
     shard = LinearShard(
         rank=parallel.rank % ranks,
         ranks=ranks,
         groups=getattr(getattr(layer.module, "norm", None), "n_groups", 0),
-        spare=0 if layer.backend == "MAMBA1" else layer.config.num_speculative_tokens,
+        spare=0 if kind == "mamba1" else layer.config.num_speculative_tokens,
         dim_first=layer.platform.dim_first,
         key_first=layer.platform.key_first,
     )
-    conv, temporal = spec.shapes
-    slot = states(LINEAR[layer.backend], conv, temporal, spec.dtypes, shard)
+    conv, *temporal = spec.shapes
+    slot = states(kind, conv, [*chain(*temporal)], spec.dtypes, shard)
     return layer.view, [items(Seq(*slot))]
 
 

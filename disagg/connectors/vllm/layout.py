@@ -16,7 +16,13 @@ import numpy as np
 import torch
 
 from disagg.connectors.tensors import PlacedTensor, UnknownFormat, fold_blocks, layout_of
-from disagg.connectors.vllm.layers import Platform, RegisteredLayer, platform_of_process, read_layer
+from disagg.connectors.vllm.layers import (
+    Platform,
+    RegisteredLayer,
+    platform_of_process,
+    read_layer,
+    stem,
+)
 from kvpool.layout import Interleave, PoolLayout, RequestAddress, Space, Span
 
 HERE = "add it to disagg/connectors/vllm/layout.py"
@@ -120,6 +126,8 @@ def registered_layers(
 ) -> list[RegisteredLayer]:
     """A group's layers that have state of their own."""
     modules = config.compilation_config.static_forward_context
+    # vLLM loads the target first
+    target = next(stem(name) for name in modules if name in views)
     own_specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     layers = []
     for name in group.layer_names:
@@ -137,7 +145,13 @@ def registered_layers(
         if problem:
             raise UnknownFormat(f"{name}: {problem}. Use another model, or {HERE}.")
         layer = RegisteredLayer(
-            config=config, name=name, module=module, spec=spec, view=views[name], platform=platform
+            config=config,
+            name=name,
+            target=target,
+            module=module,
+            spec=spec,
+            view=views[name],
+            platform=platform,
         )
         layers.append(layer)
     return layers

@@ -74,16 +74,30 @@ class ConnectorScheduler:
     """Decides; `step()` takes what was decided since the last time.
 
     `groups` is vLLM's KVCacheConfig. `stream`: prompts are offered while they are computed.
-    `cuts`: recurrent and windowed state must exclude the last prompt token, because decode computes
-    it again, for its logits; so prefill's request is cut by one token. `waits`: a request of decode
-    is computed in the step that asks for its state.
+    `recomputes` of a prompt's last tokens decode computes itself: one for its logits, and as many
+    as the drafter reads ahead, because of these prefill has only drafts where the prompt ends.
+    `state`: recurrent state must exclude them, so prefill's request is cut there. `window`: what
+    comes before a window is freed once prefill computes more than the prompt. `drafts`: a drafter
+    runs. `waits`: a request of decode is computed in the step that asks for its state.
     """
 
     def __init__(
-        self, groups: Any, *, produces: bool, consumes: bool, stream: bool, cuts: bool, waits: bool
+        self,
+        groups: Any,
+        *,
+        produces: bool,
+        consumes: bool,
+        stream: bool = False,
+        recomputes: int = 1,
+        state: bool = False,
+        window: bool = False,
+        drafts: bool = False,
+        waits: bool = False,
     ) -> None:
-        self._groups, self._stream, self._cuts, self._waits = groups, stream, cuts, waits
+        self._groups, self._stream, self._waits = groups, stream, waits
         self._produces, self._consumes = produces, consumes
+        self._recomputes, self._drafts = recomputes, drafts
+        self._state, self._window = state, window
         self._addresses: tuple[str, ...] = ()
         self._step = Step()
         self._sending: dict[str, _Sending] = {}
@@ -116,23 +130,29 @@ class ConnectorScheduler:
     # prefill
 
     def _offers(self, request: Any, named: Any) -> None:
-        """Prefill's request is cut by the token that decode computes. Raises ValueError."""
+        """Prefill's request, cut where it must not compute what decode does. Raises ValueError."""
         if not self._produces:
             raise ValueError("this engine is a kv_consumer. Send it to a kv_producer.")
         ids, name = request.prompt_token_ids, request.request_id
-        if self._cuts and ids is None:
+        if self._state and ids is None:
             raise ValueError("of embeddings, this model's state is not that of a token less.")
         room = named_room(named, ids)
         if room is None or not self._named.add(room):
             room = request_room(name, next(self._numbers))
-        stop = request.num_prompt_tokens - 1
-        following = ids[stop] if ids else None
+        stop = request.num_prompt_tokens - self._recomputes
+        following = ids[stop] if ids and stop >= 0 else None
         self._sending[name] = _Sending(request=request, room=room, stop=stop, following=following)
-        if self._cuts and stop:
-            del ids[-1:]
-            del request._all_token_ids[-1:]
-            request.num_prompt_tokens = stop
+        if stop < 1:
+            return
+        if self._state or self._window:
             request.max_tokens = 1
+        if self._state:
+            del ids[stop:]
+            del request._all_token_ids[stop:]
+            request.num_prompt_tokens = stop
+        if self._state and self._drafts:
+            # the drafter reads what is sampled as the token behind the prompt
+            request.sampling_params.allowed_token_ids = [following]
 
     def scheduled(self, output: Any) -> None:
         """Offers what this step computes, where prompts are streamed."""
@@ -178,14 +198,22 @@ class ConnectorScheduler:
         if not self._asked.add(source.room):
             raise ValueError("its room is read by another sequence of the same prompt (n > 1).")
         self._wanted[request.request_id] = source
+        if self._handed_over(request, source) >= request.num_prompt_tokens:
+            raise ValueError(
+                f"prefill computed {source.tokens} tokens, the prompt has "
+                f"{request.num_prompt_tokens}. Do both engines have the same chat template?"
+            )
         source.check_prompt(request.prompt_token_ids)
+
+    def _handed_over(self, request: Any, source: Source) -> int:
+        """How many tokens prefill has, by what it said or else by what this engine computes."""
+        return source.tokens or request.num_prompt_tokens - self._recomputes
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens behind `computed` prefill has; whether the request waits for them."""
-        more = request.num_prompt_tokens - 1 - computed
-        if more < 1 or request.request_id not in self._wanted:
-            return 0, False
-        return more, not self._waits
+        source = self._wanted.get(request.request_id)
+        more = 0 if source is None else self._handed_over(request, source) - computed
+        return (more, not self._waits) if more > 0 else (0, False)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks were allocated, for `external` tokens of prefill's."""
@@ -195,7 +223,7 @@ class ConnectorScheduler:
         elif source := self._wanted.pop(name, None):
             if not self._waits:
                 self._receiving.add(name)
-            stop = request.num_prompt_tokens - 1
+            stop = self._handed_over(request, source)
             receive = ReceiveTask(
                 request=name,
                 source=source,
@@ -234,4 +262,4 @@ class ConnectorScheduler:
             self._send(sending, blocks, sending.stop)
         ids, stop = request.prompt_token_ids, sending.stop
         prompt = None if ids is None else prompt_digest(ids[:stop])
-        return True, Source(sending.room, self._addresses, prompt).told(stop)
+        return True, Source(sending.room, self._addresses, prompt, stop).told()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from disagg.connectors.rank import LayerId, Rank, Results
 from disagg.connectors.source import FIRST_TOKEN
@@ -12,13 +15,19 @@ from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step
 
 class ConnectorWorker:
     """Does what a scheduler step asks of a rank. `groups` are vLLM's cache groups, `layers` all
-    that have state here by vLLM's names.
+    that have state here by vLLM's names. `cleared`: by group, tensors `[block, ...]` of which no
+    block may keep what it held before, where vLLM leaves that to who fills it.
     """
 
     def __init__(
-        self, rank: Rank, groups: tuple[BlockGroup, ...], layers: Mapping[str, LayerId]
+        self,
+        rank: Rank,
+        groups: tuple[BlockGroup, ...],
+        layers: Mapping[str, LayerId],
+        cleared: Sequence[Sequence[torch.Tensor]] = (),
     ) -> None:
         self.rank, self._groups, self._layers = rank, groups, layers
+        self._cleared = cleared
         self._begun = False
         """Whether vLLM has told of any layer in this forward pass."""
         self._left: dict[str, LayerId] = {}
@@ -29,6 +38,9 @@ class ConnectorWorker:
 
     def begin(self, step: Step) -> None:
         """Asks for what requests need of prefill."""
+        # with a drafter, vLLM asks for results before it lets `save` offer what has finished
+        for send in step.sends:
+            self.rank.expect(send.request, send.room)
         for receive in step.receives:
             self._receive(receive)
         for source in step.declines:
@@ -103,6 +115,7 @@ class ConnectorWorker:
     def _receive(self, receive: ReceiveTask) -> None:
         source, start = receive.source, receive.start
         try:
+            self._clear(receive)
             address = block_table(self._groups, receive.blocks, receive.stop)
             peers = source.addresses
             self.rank.receive(receive.request, source.room, address, start=start, peers=peers)
@@ -110,3 +123,29 @@ class ConnectorWorker:
             self.rank.not_received(receive.request, error)
         if receive.waits:
             self._loading[receive.request] = receive
+
+    def _clear(self, receive: ReceiveTask) -> None:
+        """Sets blocks to 0 that will not be filled to their end. Kernels multiply what they hold
+        there by 0, and what another group has left there may be no number.
+        """
+        for group, ids, tensors in zip(self._groups, receive.blocks, self._cleared):
+            if not tensors or group.state is not None:
+                continue
+            first = receive.stop // group.tokens
+            # what comes before `start` in a block is decode's own
+            partial = first * group.tokens >= receive.start
+            blocks = [block for block in ids[first if partial else first + 1 :] if block]
+            with _done(tensors[0].device):
+                for tensor in tensors if blocks else ():
+                    tensor[blocks] = 0
+
+
+@contextmanager
+def _done(device: torch.device) -> Iterator[None]:
+    """What a device is told in it has ended when it is left, whatever else is under way there."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.Stream(device) as stream:
+        yield
+    stream.synchronize()

@@ -72,7 +72,7 @@ def test_all_that_may_be_set_is_taken(monkeypatch):
 
 
 def test_a_name_that_is_not_known_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"extra: 'insecur' is not known; there are bind.*"
+    with pytest.raises(ValueError, match=r"extra: 'insecur' is not known; there are allow_missing.*"
                        r"Did you mean 'insecure'\?"):  # fmt: skip
         Settings.read({"insecur": True}, "extra")
 

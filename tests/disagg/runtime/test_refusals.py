@@ -219,7 +219,7 @@ WRONG = [
     ({"a\nb": 1}, "name 'a.nb': 1 to 128 printable characters"),
     ({"x" * 129: 1}, "name 'x+': 1 to 128 printable characters"),
     ({3: 1}, "name 3: 1 to 128 printable characters"),
-    ({f"n{number}": 1 for number in range(65)}, "65 names, at most 64 are sent"),
+    ({f"n{number}": 1 for number in range(129)}, "129 names, at most 128 are sent"),
 ]
 
 

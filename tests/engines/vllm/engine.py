@@ -41,12 +41,31 @@ class Served:
         self.budget = self.scheduler.max_num_scheduled_tokens
         self.added: dict[str, float] = {}
         self.outputs: dict[str, dict[int, tuple[list[int], str | None]]] = {}
+        self.drafted: dict[str, list[tuple[list[int], int]]] = {}
+        """By request, each step's drafts and how many were accepted."""
+        if arguments.get("speculative_config"):
+            self.watch_drafts()
         self.reply(event="ready", seconds=time.monotonic() - began)
 
     @property
     def scheduler(self) -> Any:
         """vLLM's own."""
         return self.engine.engine_core.engine_core.scheduler
+
+    def watch_drafts(self) -> None:
+        """Notes what the drafter has proposed."""
+        update = self.scheduler.update_from_output
+
+        def noted(scheduled: Any, output: Any) -> Any:
+            for name, drafts in scheduled.scheduled_spec_decode_tokens.items():
+                if drafts[0] < 0:  # filled in: decode has none in its first step
+                    continue
+                sampled = output.sampled_token_ids[output.req_id_to_index[name]]
+                asked = name.rpartition("-")[0]
+                self.drafted.setdefault(asked, []).append(([*drafts], len(sampled) - 1))
+            return update(scheduled, output)
+
+        self.scheduler.update_from_output = noted
 
     def reply(self, **event: Any) -> None:
         """Sends an event."""
@@ -88,6 +107,7 @@ class Served:
                     reason=[reason for _, reason in each],
                     params=output.kv_transfer_params,
                     cached=output.num_cached_tokens,
+                    drafts=self.drafted.pop(name, []),
                 )
         if not self.scheduler.running:
             time.sleep(0.001)  # as vLLM's loop does where only a connector has work

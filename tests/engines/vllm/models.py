@@ -18,13 +18,17 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma3TextConfig,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3NextConfig,
 )
+
+from tests.engines.vllm import drafts
 
 VOCABULARY = 512
 COMMON: dict[str, Any] = {
@@ -60,6 +64,11 @@ def llama_wide() -> PreTrainedConfig:
     return config
 
 
+def llama_shallow() -> PreTrainedConfig:
+    """One layer does the work (`drafts`)."""
+    return llama()
+
+
 def deepseek_v3() -> PreTrainedConfig:
     """Three layers of latent attention, two of them with experts."""
     latents = {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -79,6 +88,13 @@ def deepseek_v3() -> PreTrainedConfig:
         topk_method="noaux_tc",  # vLLM reads it, transformers does not save it by itself
         scoring_func="sigmoid",
     )
+
+
+def deepseek_mtp() -> PreTrainedConfig:
+    """All layers with experts, and a module that predicts a token more."""
+    config = deepseek_v3()
+    config.first_k_dense_replace, config.num_nextn_predict_layers = 0, 1
+    return config
 
 
 def gpt_oss() -> PreTrainedConfig:
@@ -109,11 +125,47 @@ def qwen3_next() -> PreTrainedConfig:
     )
 
 
-SCALES = {"deepseek_v3": 1.0, "qwen3_next": 1.5}
+def falcon_h1() -> PreTrainedConfig:
+    """Attention and Mamba-2 in each layer."""
+    states = {"mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 2}
+    sizes = {**HEADS, "mamba_d_state": 32, "intermediate_size": 512}
+    return FalconH1Config(**sizes, **states, mamba_d_conv=4, mamba_chunk_size=64)
+
+
+def lfm2() -> PreTrainedConfig:
+    """Two short convolutions and two layers of full attention, in turns."""
+    types = ["conv", "full_attention"] * 2
+    sizes = {name: value for name, value in HEADS.items() if name != "head_dim"}
+    config = Lfm2Config(
+        **sizes, intermediate_size=512, layer_types=types, block_auto_adjust_ff_dim=False
+    )
+    # its checkpoints say so
+    config.conv_dim = config.conv_dim_out = config.block_dim = config.hidden_size
+    config.block_ff_dim = config.intermediate_size
+    return config
+
+
+def qwen3_next_mtp() -> PreTrainedConfig:
+    """With a module that predicts a token more."""
+    config = qwen3_next()
+    config.num_nextn_predict_layers = 1
+    return config
+
+
+SCALES = {
+    "lfm2": 1.0,
+    "deepseek_v3": 1.0,
+    "deepseek_mtp": 1.0,
+    "qwen3_next": 1.5,
+    "qwen3_next_mtp": 1.5,
+}
 """Of weights, where 3 is too much."""
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     made.__name__: made
-    for made in (llama, llama_other_rope, llama_wide, deepseek_v3, gpt_oss, gemma3, qwen3_next)
+    for made in (
+        *(llama, llama_other_rope, llama_wide, llama_shallow, deepseek_v3, deepseek_mtp),
+        *(gpt_oss, gemma3, qwen3_next, qwen3_next_mtp, falcon_h1, lfm2),
+    )
 }
 
 
@@ -138,6 +190,7 @@ def save(name: str, folder: Path) -> Path:
     )
     fast.save_pretrained(place)
     model.save_pretrained(place)
+    drafts.finish(name, place)
     return place
 
 

@@ -17,7 +17,17 @@ def blocks(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
     return {"prefill": {"block_size": prefill}, "decode": {"block_size": decode}}
 
 
+def ranks(
+    prefill: int, there: dict[str, Any], decode: int, here: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Block sizes and ranks of both sides."""
+    return {"prefill": {"block_size": prefill, **there}, "decode": {"block_size": decode, **here}}
+
+
 TP = {"tensor_parallel_size": 2}
+# on a CPU vLLM's second stage has no place for its input before a model is warmed up
+TRACED = {"enforce_eager": False, "compilation_config": {"mode": 1, "backend": "eager"}}
+PP = {"pipeline_parallel_size": 2, **TRACED}
 PAIRS = {
     "llama 128 to 32": Pair("llama", **blocks(128, 32), both=EXACT),
     "llama 32 to 128": Pair("llama", **blocks(32, 128), both=EXACT),
@@ -36,6 +46,20 @@ PAIRS = {
     "llama layers": Pair("llama", extra={"stream": "layers"}, **blocks(128, 32)),
     "gpt_oss layers": Pair("gpt_oss", both=EXACT, extra={"stream": "layers"}),
     "qwen3_next layers": Pair("qwen3_next", extra={"stream": "layers"}),
+    "gemma3 tp 1 to 2, 16 to 96": Pair("gemma3", **ranks(16, {}, 96, TP), both=EXACT),
+    "gpt_oss tp 1 to 2, 96 to 16": Pair("gpt_oss", **ranks(96, {}, 16, TP), both=EXACT),
+    "falcon_h1": Pair("falcon_h1", both=EXACT),
+    "falcon_h1 tp 2 to 1": Pair("falcon_h1", prefill=TP, both=EXACT),
+    "falcon_h1 tp 1 to 2": Pair("falcon_h1", decode=TP, both=EXACT),
+    "lfm2": Pair("lfm2", both=EXACT),
+    "lfm2 tp 2 to 1": Pair("lfm2", prefill=TP, both=EXACT),
+    "lfm2 tp 1 to 2": Pair("lfm2", decode=TP, both=EXACT),
+    "llama pp 2 to 1": Pair("llama", prefill=PP, both=EXACT),
+    "llama pp 1 to 2": Pair("llama", decode=PP, both=EXACT),
+    "llama pp 2 to 2, chunks": Pair("llama", both={**PP, **EXACT}, extra={"stream": "chunks"}),
+    "llama pp 2 and tp 2 to 1": Pair("llama", prefill={**PP, **TP}, both=EXACT),
+    "falcon_h1 pp 2 to 1": Pair("falcon_h1", prefill=PP, both=EXACT),
+    "falcon_h1 pp 1 to 2": Pair("falcon_h1", decode=PP, both=EXACT),
 }
 
 
@@ -49,6 +73,20 @@ def test_tokens_and_bytes_are_those_of_one_engine(name, start, expected, tmp_pat
     assert not wrong
     assert tensors and nbytes
     assert got == expected(pair.model, **pair.both)
+    prefill.idle()
+    decode.idle()
+
+
+@pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2), (2, 2)])
+def test_states_of_delta_nets_are_equal_across_ranks(there, here, start, expected, tmp_path):
+    """Tokens only where both sides have as many: sums in bfloat16 are rounded by the ranks."""
+    sides = [{"tensor_parallel_size": ranks, "watch": tmp_path} for ranks in (there, here)]
+    prefill = start("prefill", "qwen3_next", **sides[0])
+    decode = start("decode", "qwen3_next", **sides[1])
+    got = handed_over(prefill.ready(), decode.ready(), prompts(*LENGTHS))
+    _, nbytes, wrong = compare(tmp_path)
+    assert nbytes and not wrong
+    assert there != here or got == expected("qwen3_next", tensor_parallel_size=here)
     prefill.idle()
     decode.idle()
 

@@ -7,17 +7,33 @@ the attention kernels do (`vec`, `vec16`: K `[dim, token]`, then V `[token, dim]
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from disagg.connectors.vllm.connector import KvpoolConnector
 from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask
 
+CONV: dict[str, Callable[[Any], dict[str, int]]] = {
+    "qwen3_next": lambda config: {
+        "q": config.linear_num_key_heads * config.linear_key_head_dim,
+        "k": config.linear_num_key_heads * config.linear_key_head_dim,
+        "v": config.linear_num_value_heads * config.linear_value_head_dim,
+    },
+    "falcon_h1": lambda config: {
+        "x": config.mamba_d_ssm,
+        "b": config.mamba_n_groups * config.mamba_d_state,
+        "c": config.mamba_n_groups * config.mamba_d_state,
+    },
+    "lfm2": lambda config: {"x": config.hidden_size},
+}
+"""Channels of a convolution's sections, by the model's type. Ranks share each section."""
 WATCH, SIDE = os.environ.get("KVPOOL_WATCH", ""), os.environ.get("KVPOOL_SIDE", "")
 NOISE = bool(os.environ.get("KVPOOL_NOISE"))
 
@@ -28,6 +44,10 @@ class WatchedConnector(KvpoolConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         self._views = kv_caches
+        if self._kv_cache_config.needs_kv_cache_zeroing:
+            # nothing may be computed from a block that neither vLLM nor the connector has written
+            for view in kv_caches.values():
+                view.view(torch.uint8).fill_(255)
         config = self._vllm_config
         self._modules = get_layers_from_vllm_config(config, AttentionLayerBase)
         worker, asked = self._worker, {}
@@ -61,7 +81,7 @@ class WatchedConnector(KvpoolConnector):
                     name, group.kv_cache_spec
                 )
                 self._one(found, name, spec, torch.tensor(list(ids)), tokens)
-        rank = get_tensor_model_parallel_rank()
+        rank = get_world_group().rank
         name = str(room).replace("/", "_")
         torch.save(found, Path(WATCH) / f"{side}.{name}.{rank}.pt")
 
@@ -69,10 +89,8 @@ class WatchedConnector(KvpoolConnector):
         view, kind = self._views[name], type(spec).__name__
         if kind == "MambaSpec":
             live = ids[len(ids) - 1 - spec.num_speculative_blocks]
-            parts = view if isinstance(view, (list, tuple)) else [view]
-            for number, part in enumerate(parts):
-                flat = part[live].contiguous().view(torch.uint8).reshape(-1)
-                found[f"{name}/state{number}"] = flat[: spec.real_page_size_bytes].clone()
+            page = view[live].contiguous().view(torch.uint8).reshape(-1)
+            found.update({f"{name}/{part}": each for part, each in self._states(spec, page)})
             return
         size, window = spec.block_size, None
         if kind.startswith("SlidingWindow"):
@@ -89,6 +107,29 @@ class WatchedConnector(KvpoolConnector):
         values = planes[:, :, 1].view(-1, heads, size, dim)
         found[f"{name}/k"] = keys[block, :, :, step].clone()  # [position, head, dim]
         found[f"{name}/v"] = values[block, :, step].clone()
+
+    def _states(self, spec: Any, page: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's sections of the conv state `[tap, channel]`, by the numbers of the model's
+        configuration, and the temporal state `[1, head, ...]`.
+        """
+        states = []
+        for shape, dtype in zip(spec.shapes, spec.dtypes):
+            nbytes = prod(shape) * dtype.itemsize
+            states.append(page[:nbytes].view(dtype).view(shape).clone())
+            page = page[nbytes:]
+        config = self._vllm_config.model_config.hf_text_config
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        conv, *temporal = states
+        taps = conv[: len(conv) - self._vllm_config.num_speculative_tokens]
+        channels = [
+            (part, count // ranks) for part, count in CONV[config.model_type](config).items()
+        ]
+        assert sum(count for _, count in channels) == conv.shape[1]
+        sections = taps.split([count for _, count in channels], 1)
+        for (part, _), section in zip(channels, sections):
+            yield f"conv.{part}", section
+        for state in temporal:
+            yield "temporal", state[None]
 
     def _roll(self, blocks: Any) -> None:
         """Noise: what was received, moved by one element."""

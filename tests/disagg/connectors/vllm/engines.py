@@ -81,7 +81,7 @@ def delta_net(view, layer, block):
 class WorkerSide:
     """A worker over a layout, and what its engine was told."""
 
-    def __init__(self, layout, groups, layers, *, produces, model=None, **extra):
+    def __init__(self, layout, groups, layers, *, produces, model=None, cleared=(), **extra):
         rank = Rank(
             Settings.read(extra, "extra"),
             layout,
@@ -91,7 +91,7 @@ class WorkerSide:
             log=log,
             conventions=model or {},
         )
-        self.rank, self.worker = rank, ConnectorWorker(rank, groups, layers)
+        self.rank, self.worker = rank, ConnectorWorker(rank, groups, layers, cleared)
         self.sent, self.received, self.failed = set(), set(), set()
 
     def __enter__(self):

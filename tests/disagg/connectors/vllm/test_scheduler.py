@@ -21,6 +21,7 @@ def request(name, tokens, status="FINISHED_LENGTH_CAPPED", **params):
         num_prompt_tokens=tokens,
         num_computed_tokens=0,
         max_tokens=16,
+        sampling_params=SimpleNamespace(allowed_token_ids=None),
         status=SimpleNamespace(name=status),
         kv_transfer_params=params,
     )
@@ -35,8 +36,7 @@ def output(request, count, blocks, resumed=()):
 
 
 def scheduler(**options):
-    defaults = {"produces": True, "consumes": True, "stream": False, "cuts": False, "waits": False}
-    made = ConnectorScheduler(GROUPS, **defaults | options)
+    made = ConnectorScheduler(GROUPS, **{"produces": True, "consumes": True} | options)
     made.serve(["ipc:///a", "ipc:///b"])
     return made
 
@@ -63,9 +63,9 @@ def prefilled(made, tokens=40, **changes):
 BLOCKS = SimpleNamespace(get_block_ids=lambda: ([7, 8, 9], [0, 6, 5]))
 
 
-@pytest.mark.parametrize("cuts", [False, True])
-def test_all_tokens_but_the_last_are_handed_over(cuts):
-    there, here = scheduler(cuts=cuts), scheduler()
+@pytest.mark.parametrize("moves", [{}, {"window": True}, {"state": True}])
+def test_all_tokens_but_the_last_are_handed_over(moves):
+    there, here = scheduler(**moves), scheduler()
     params = prefilled(there)
     (send,) = there.step().sends
     assert (send.start, send.stop, send.last, send.following) == (0, 39, True, 39)
@@ -81,8 +81,34 @@ def test_all_tokens_but_the_last_are_handed_over(cuts):
     assert here.step() == Step()
 
 
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("ours", [1, 3])
+def test_what_a_drafter_reads_ahead_is_computed_by_decode(state, ours):
+    """Also by a decode without a drafter: prefill says how many tokens it hands over."""
+    there, here = scheduler(recomputes=3, state=state, drafts=True), scheduler(recomputes=ours)
+    asked = computing(there)
+    stays, params = there.finished(asked, ([1, 2, 3], [0, 4, 5]))
+    (send,) = there.step().sends
+    assert stays and (send.start, send.stop, send.following) == (0, 37, 37)
+    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == (37 if state else 40)
+    assert asked.sampling_params.allowed_token_ids == ([37] if state else None)
+    wanted = arrives(here, "d", **params)
+    assert here.matched(wanted, 0) == (37, True)
+    here.allocated(wanted, BLOCKS, 37)
+    (receive,) = here.step().receives
+    assert (receive.start, receive.stop) == (0, 37)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_prompt_that_decode_computes_whole_is_not_handed_over(tokens):
+    made = scheduler(recomputes=3, state=True)
+    asked = computing(made, tokens)
+    assert made.finished(asked, ([1], [2])) == (False, None)
+    assert asked.num_prompt_tokens == tokens and made.step() == Step()
+
+
 def test_embeddings_are_not_handed_over_where_the_state_moves_on(caplog):
-    made = scheduler(cuts=True)
+    made = scheduler(state=True)
     asked = request("p", 40, do_remote_decode=True)
     asked.prompt_token_ids = None
     made.arrived(asked)
@@ -131,17 +157,29 @@ def test_a_decode_that_has_everything_or_is_stopped_declines(stopped):
     assert source.addresses == ("ipc:///a", "ipc:///b")
 
 
-def test_another_prompt_is_computed_here(caplog):
+@pytest.mark.parametrize(
+    ("tokens", "changed", "words"), [(40, 7, "another prompt"), (39, None, "39 tokens, the prompt")]
+)
+def test_another_prompt_is_computed_here(tokens, changed, words, caplog):
     made = scheduler()
-    asked = arrives(made, "d", 41, **prefilled(scheduler()))
+    asked = request("d", tokens, **prefilled(scheduler()))
+    if changed is not None:
+        asked.prompt_token_ids[changed] = 500
+    made.arrived(asked)
     assert made.matched(asked, 0) == (0, False)
-    assert "another prompt" in caplog.text
+    assert words in caplog.text
     assert len(made.step().declines) == 1
 
 
-@pytest.mark.parametrize("cuts", [False, True])
-def test_a_room_that_a_proxy_names_is_that_of_one_prompt(cuts):
-    there, here = scheduler(cuts=cuts), scheduler()
+def test_of_a_longer_prompt_decode_computes_the_rest():
+    made = scheduler()
+    asked = arrives(made, "d", 50, **prefilled(scheduler()))
+    assert made.matched(asked, 16) == (23, True)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_room_that_a_proxy_names_is_that_of_one_prompt(state):
+    there, here = scheduler(state=state), scheduler()
     rooms = [prefilled(there, tokens, room="x")["remote_request_id"] for tokens in (40, 50, 40)]
     assert len({*rooms}) == 3  # the last is the first's prompt once more
     known = {"do_remote_prefill": True, "remote_addresses": ["ipc:///a"], "room": "x"}
@@ -222,6 +260,8 @@ def test_what_was_offered_of_a_preempted_request_is_taken_back():
         ({"remote_request_id": [7]}, "remote_request_id"),
         ({"remote_request_id": -7}, "remote_request_id"),
         ({"remote_request_id": True}, "remote_request_id"),
+        ({"remote_num_tokens": "39"}, "remote_num_tokens"),
+        ({"remote_num_tokens": 0}, "remote_num_tokens"),
         # of another connector
         (dict.fromkeys(("remote_request_id", "remote_addresses")), "no remote_request_id, remote"),
     ],

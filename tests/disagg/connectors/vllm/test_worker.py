@@ -22,7 +22,7 @@ LAYERS = {"attention": ("target", 0), "state": ("target", 1)}
 class Side(engines.WorkerSide):
     """Blocks of full attention, and states in the same memory, as vLLM's groups lie."""
 
-    def __init__(self, produces, layers=LAYERS, said=None, **extra):
+    def __init__(self, produces, layers=LAYERS, said=None, clears=False, **extra):
         torch.manual_seed(produces)
         self.memory = torch.randint(0, 255, (BLOCKS, TOKENS * 16), dtype=torch.uint8)
         rows, slots = self.memory.view(BLOCKS, TOKENS, 16), self.memory[:, :50]
@@ -36,6 +36,7 @@ class Side(engines.WorkerSide):
             spaces=[kv, state],
         )
         groups = BlockGroup("kv0", 1, TOKENS), BlockGroup("state1", 1, TOKENS, "first")
+        extra |= {"cleared": ([rows], [slots])} if clears else {}
         super().__init__(layout, groups, layers, produces=produces, model=said, **extra)
 
 
@@ -82,6 +83,37 @@ def test_pages_and_states_arrive_in_the_blocks_that_were_named(sides):
     live = torch.ones_like(expected, dtype=torch.bool)
     live[5, 64:] = False  # dead entries of the last page
     assert torch.equal(decode.memory[live], expected[live])
+
+
+@pytest.mark.parametrize("start", [0, 16, 18])
+def test_what_no_token_fills_is_no_other_groups_state_where_vllm_leaves_it(start, opened):
+    """Of the last block, unless it has tokens of decode's own, and of those behind it."""
+    prefill, decode = opened(True), opened(False, clears=True)
+    before = decode.memory.clone()
+    prefill.step(sends=[send()])
+    decode.step(receives=[receive(prefill, blocks=((9, 4, 5, 2, 0), (7,)), start=start)])
+    until_there(prefill, decode)
+    assert not decode.memory[2].any()
+    tail = torch.zeros(64, dtype=torch.uint8) if start < 18 else before[5, 64:]
+    assert torch.equal(decode.memory[5, 64:], tail)
+    assert torch.equal(decode.memory[[0, 1, 3, 6, 8]], before[[0, 1, 3, 6, 8]])
+    assert torch.equal(decode.memory[7, :50], prefill.memory[6, :50])
+
+
+def test_a_request_whose_end_is_told_before_it_is_offered_gives_its_blocks_back(sides):
+    """So does vLLM where a drafter runs behind the model."""
+    prefill, decode = sides
+    step = Step(sends=[send()])
+    prefill.worker.begin(step)
+    assert not prefill.worker.results(("p",)).sent
+    prefill.worker.save(step)
+    decode.step(receives=[receive(prefill)])
+
+    def sent():
+        prefill.step(())
+        return "p" in prefill.sent
+
+    until(sent, decode)
 
 
 def saved(side, *names, **what):
