@@ -385,6 +385,20 @@ def test_layers_behind_the_targets_and_marked_ones_are_a_drafts():
     assert {(r.owner, r.layer) for r in regions} == {("target", 3), ("draft", 0), ("draft", 2)}
 
 
+def test_layers_that_are_named_otherwise_than_the_targets_are_a_drafts():
+    """`mtp.layers.0` of Qwen3-Next, and a draft model's."""
+    others = [f"{stem}.0.self_attn.attn" for stem in ("mtp.layers", "draft_model.model.layers")]
+    for other in others:
+        config, _, views = allocate([([*names(0, 1), other], heads_spec())])
+        modules = flash(0, 1) | {other: Module(backend=CLASSES["FLASH_ATTN"])}
+        regions = engine_layout(config_for(modules), config, views).layout.regions
+        assert {(r.owner, r.layer) for r in regions} == {
+            ("target", 0),
+            ("target", 1),
+            ("draft", 0),
+        }
+
+
 def test_a_layer_that_shares_anothers_cache_has_no_state():
     config, _, views = allocate([(names(0), heads_spec())])
     config.kv_cache_groups[0].layer_names.append(names(1)[0])
