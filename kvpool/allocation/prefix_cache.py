@@ -299,13 +299,15 @@ class PrefixCache:
                 group_idx=id_list.group,
                 kv_cache_spec_kind=kind,
                 kv_cache_spec_sliding_window=window,
+                locality="LOCAL",
             )
             self._events.append(event)
 
     def _removed(self, id_list: str, keys: list[Key]) -> None:
         self._stats.removed += len(keys)
         if self._events is not None:
-            self._events.append(BlockRemoved(keys, self._medium, self._lists[id_list].group))
+            group = self._lists[id_list].group
+            self._events.append(BlockRemoved(keys, self._medium, group, "LOCAL"))
 
 
 class _KeptItems:

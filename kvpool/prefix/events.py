@@ -17,6 +17,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
 
     A hash is the key of a prefix (kvpool.prefix.chain), `parent_block_hash` that of what precedes
     the first item. `extra_keys` has the salt of each. `group_idx` numbers the allocator's id lists.
+    `locality`: "LOCAL", the memory is the publisher's own (vLLM 0.32 and newer).
     """
 
     block_hashes: list[bytes]
@@ -30,6 +31,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
@@ -38,6 +40,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
     block_hashes: list[bytes]
     medium: str | None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):

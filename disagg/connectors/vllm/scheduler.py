@@ -18,6 +18,8 @@ from disagg.protocol.messages import Room
 
 log = logging.getLogger("vllm.kvpool")
 
+OTHER_ROLES = ("remote_prefiller", "remote_kv_source")
+"""Of `kv_transfer_params`: what proxies say to vLLM's offloading between peers."""
 DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Statuses of a request whose prompt is computed to its end."""
 
@@ -123,6 +125,11 @@ class ConnectorScheduler:
                 self._offers(request, params.get("room"))
             if params.get("do_remote_prefill"):
                 self._wants(request, params)
+            elif others := [role for role in OTHER_ROLES if params.get(role)]:
+                raise ValueError(
+                    f"kv_transfer_params say {', '.join(others)}, which this connector does not "
+                    "serve. Send do_remote_prefill and what prefill answered."
+                )
         except ValueError as problem:
             log.error("request %s is computed here, and not handed over: %s", name, problem)
             self._decline(name)

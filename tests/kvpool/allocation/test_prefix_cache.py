@@ -189,18 +189,19 @@ def test_events_are_what_vllm_publishes():
     _, events, rank = msgspec.msgpack.decode(raw)
     _, *pages = hashes("lora", [*range(300, 312)])
     same = {"block_size": PAGE, "lora_id": None, "medium": "GPU", "lora_name": None}
-    same |= {"type": "BlockStored", "group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    same |= {"type": "BlockStored", "kv_cache_spec_kind": "full_attention"}
+    of_group = {"group_idx": 0, "locality": "LOCAL"}
     tokens = [*range(300, 308)], [*range(308, 312)], [*range(400, 404)]
 
     def stored(pages, parent, ids, **more):
         named = {"block_hashes": pages, "parent_block_hash": parent, "token_ids": ids}
-        return {**same, **named, **more}
+        return {**same, **of_group, **named, **more}
 
     assert rank == 3
     assert events == [
         stored(pages[:2], None, tokens[0], extra_keys=[["lora"]] * 2),
         stored(pages[2:], pages[1], tokens[1], extra_keys=[["lora"]]),
-        {"type": "BlockRemoved", "block_hashes": pages[2:], "medium": "GPU", "group_idx": 0},
+        {"type": "BlockRemoved", "block_hashes": pages[2:], "medium": "GPU", **of_group},
         stored(hashes("", tokens[2])[1:], None, tokens[2]),
     ]
     alloc.prefix.clear()

@@ -274,6 +274,16 @@ def test_parameters_of_a_client_that_cannot_be_are_refused_by_name(wrong, words,
     assert made.step() == Step()
 
 
+@pytest.mark.parametrize("role", ["remote_prefiller", "remote_kv_source"])
+def test_a_role_of_other_proxies_is_refused_by_name_unless_ours_is_there_too(role, caplog):
+    made, other = scheduler(), {role: {"host": "a", "port": 1}}
+    assert made.matched(arrives(made, "x", **other), 0) == (0, False)
+    assert f"request x is computed here, and not handed over: kv_transfer_params say {role}" in (
+        caplog.text
+    )
+    assert made.matched(arrives(made, "d", **prefilled(scheduler()), **other), 0) == (39, True)
+
+
 def test_an_engine_of_the_other_role_computes_the_request_itself(caplog):
     consumer, producer = scheduler(produces=False), scheduler(consumes=False)
     assert consumer.finished(computing(consumer), ([1], [2])) == (False, None)
