@@ -43,6 +43,7 @@ def conventions(
     quantization: str | None = None,
     rope_style: str | None = None,
     index_keys: str | None = None,
+    compressor_scores: str | None = None,
 ) -> dict[str, Convention]:
     """The document of a model, from a Hugging Face configuration: a mapping, or an object with
     `to_dict()`; of one with a `text_config` that part.
@@ -50,7 +51,8 @@ def conventions(
     `revision` is the model's commit; `folder` where its weights lie, if that is local. They are
     left out where they are not known, as is `rope_style` ("neox": halves are rotated together,
     "interleaved": neighbours). `quantization` of the weights: None is what the configuration says.
-    `index_keys`, of a model that has any: "plain" or "hadamard".
+    `index_keys`, of a model that has any: "plain" or "hadamard". `compressor_scores`, which
+    DeepSeek-V4 keeps of tokens that are not yet compressed: "biased" by their places, or "plain".
     """
     fields = _fields(config)
     whole, fields = fields, _fields(fields.get("text_config") or fields)
@@ -59,6 +61,8 @@ def conventions(
     quantized = _fields(whole.get("quantization_config") or fields.get("quantization_config") or {})
     values["quantization"] = quantization or quantized.get("quant_method") or "none"
     values["index_keys"] = index_keys if fields.get("index_head_dim") else "none"
+    compresses = fields.get("compress_ratios") or fields.get("compress_rates")
+    values["compressor_scores"] = compressor_scores if compresses else None
     values |= {"rope_style": rope_style, "revision": revision}
     if folder is not None:
         commit = _COMMIT.search(Path(folder).as_posix())

@@ -42,6 +42,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from disagg.connectors.tensors import UnknownFormat
 from disagg.connectors.vllm.layers import ATTENTION
 from disagg.connectors.vllm.layout import BlockGroup, engine_layout
+from disagg.connectors.vllm.registered import V4
 from kvpool.layout import RequestAddress, Span
 from tests import oracle
 from tests.disagg.connectors.vllm import engines, kernels
@@ -63,7 +64,8 @@ def backend(name):
         return None
 
 
-CLASSES = {name: backend(name) for name in ATTENTION}
+# the others in test_deepseek_v4.py
+CLASSES = {name: backend(name) for name in ATTENTION if name not in V4}
 HERE = [name for name, held in CLASSES.items() if held is not None]
 MLA = [name for name in HERE if name.endswith("MLA") or "MLA_SPARSE" in name]
 
@@ -151,7 +153,7 @@ def layouts_of(name):
 
 
 def test_vllm_knows_every_backend_of_the_table_by_this_name():
-    others = set(ATTENTION) - {"DEEPSEEK_V32_INDEXER"}
+    others = set(CLASSES) - {"DEEPSEEK_V32_INDEXER"}
     assert others <= {member.name for member in AttentionBackendEnum}
     assert {name: held.get_name() for name, held in CLASSES.items() if held} == dict(
         zip(HERE, HERE)
@@ -419,7 +421,11 @@ class Other(CLASSES["FLASH_ATTN"]):
     [
         (heads_spec(), {"backend": Other}, ["FLASH_ATTN", "CUSTOM", "--attention-backend"]),
         (CrossAttentionSpec(**HEADS), {}, ["CrossAttentionSpec", "FullAttentionSpec"]),
-        (mla_spec(model_version="deepseek_v4"), {}, ["MLAAttentionSpec of deepseek_v4"]),
+        (
+            mla_spec(model_version="deepseek_v4"),
+            {},
+            ["MLAAttentionSpec of deepseek_v4", "SPARSE_SWA"],
+        ),
         (mla_spec(tokens_per_state=4), {}, ["4 tokens a state"]),
         (
             heads_spec(dtype=U8, kv_quant_mode=KVQuantMode.TURBOQUANT_K8V4),

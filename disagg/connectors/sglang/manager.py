@@ -96,7 +96,11 @@ class KvpoolManager(CommonKVManager):
         self.tells = self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1
         """Whether this rank of prefill sends the metadata, which all of them have."""
         document = conventions(
-            text, folder=model.model_path, quantization=model.quantization, index_keys="hadamard"
+            text,
+            folder=model.model_path,
+            quantization=model.quantization,
+            index_keys="hadamard",
+            compressor_scores="plain",
         )
         self.rank = Rank(
             settings,

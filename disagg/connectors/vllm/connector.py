@@ -251,6 +251,7 @@ def _conventions(config: Any, model: Any) -> dict[str, Convention]:
         folder=None if config.load_config.load_format == "dummy" else model.model,
         quantization=model.quantization,
         index_keys="plain",  # vLLM's indexer turns none
+        compressor_scores="biased",
     )
 
 
@@ -258,4 +259,7 @@ def _kinds(kv_cache_config: Any) -> set[str | None]:
     """What the cache groups hold, as SPECS names it."""
     specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
     inner = [getattr(spec, "kv_cache_specs", {"": spec}).values() for spec in specs]
-    return {SPECS.get(type(spec).__name__) for group in inner for spec in group}
+    flat = [spec for group in inner for spec in group]
+    # a window that is replayed is that of the token that decode computes, as a recurrent state is
+    replayed = any(getattr(spec, "bounded_replay", False) for spec in flat)
+    return {SPECS.get(type(spec).__name__) for spec in flat} | ({"state"} if replayed else set())

@@ -7,11 +7,8 @@ no attribute of vLLM's: `ATTENTION` says it, as read in the kernels of vLLM 0.32
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
 
 import torch
 
@@ -22,14 +19,20 @@ from disagg.connectors.tensors import (
     UnknownFormat,
     head_items,
     head_rows,
-    head_shard,
     items,
     naming,
     rows,
 )
+from disagg.connectors.vllm.registered import OPEN_WINDOWS, RegisteredLayer
 from kvpool.item import Cell, Repeat, Seq, Template
 from kvpool.layout.dtypes import dtype_name
-from kvpool.layout.formats import Heads, fp8_latent_row, index_key_page, latent_row, scaled
+from kvpool.layout.formats import (
+    fp8_latent_row,
+    index_key_page,
+    latent_row,
+    scaled,
+    v4_latent_page,
+)
 
 Parts = list[TensorPart]
 HERE = "add it to disagg/connectors/vllm/layers.py"
@@ -46,135 +49,6 @@ NVFP4 has scales of the whole tensor besides, and the device decides how TurboQu
 """
 MODES = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", OPAQUE)
 """Quantisation modes (`KVQuantMode`) that are known."""
-FLOATS = ("auto", "float16", "half", "bfloat16", "float32", "float")
-
-
-class Platform(NamedTuple):
-    """What vLLM decides by its platform: the dtype that it calls fp8, the dtype of index keys'
-    scales, whether conv states are `(dim, tap)` and states of delta nets `(head, key, value)`.
-    """
-
-    fp8: str = "float8_e4m3fn"
-    index_scale: str = "float32"
-    dim_first: bool = False
-    key_first: bool = False
-    version: str = ""
-
-
-def platform_of_process() -> Platform:
-    import vllm
-    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-    from vllm.platforms import current_platform
-    from vllm.utils import deep_gemm
-
-    exponents = getattr(deep_gemm, "mqa_logits_use_mx_scales", None)  # 0.33, on some GPUs
-    return Platform(
-        fp8=str(current_platform.fp8_dtype()).removeprefix("torch."),
-        index_scale="float8_e8m0fnu" if exponents is not None and exponents() else "float32",
-        dim_first=bool(is_conv_state_dim_first()),
-        # ops/cpu/gdn_attention.py takes a view of the other shape
-        key_first=current_platform.is_cpu(),
-        version=vllm.__version__,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegisteredLayer:
-    """A layer as vLLM has registered it, under `name`; `target` is the stem of the target's."""
-
-    config: Any
-    name: str
-    target: str
-    module: Any
-    spec: Any
-    view: torch.Tensor
-    platform: Platform
-
-    @property
-    def number(self) -> int:
-        """As its dotted name says, where a draft's may go on behind the target's: here they begin
-        at 0. Raises UnknownFormat unless the name has one number.
-        """
-        layers: int = self.config.model_config.get_total_num_hidden_layers()
-        return self._named - layers if self._named >= layers else self._named
-
-    @property
-    def owner(self) -> str:
-        """A draft's layers are marked by vLLM, numbered after the target's, or named otherwise than
-        these; a group of EAGLE's may hold the target's layers too.
-        """
-        marked = getattr(self.module, "is_draft_layer", False)
-        later = self._named >= self.config.model_config.get_total_num_hidden_layers()
-        return "draft" if marked or later or stem(self.name) != self.target else "target"
-
-    @property
-    def _named(self) -> int:
-        numbers = [int(part) for part in self.name.split(".") if part.isdecimal()]
-        if len(numbers) != 1:
-            raise UnknownFormat(
-                f"{self.name}: a name with {len(numbers)} numbers is not known, only with the "
-                "layer's. Use another model."
-            )
-        return numbers[0]
-
-    @property
-    def model(self) -> Any:
-        speculative = self.config.speculative_config if self.owner == "draft" else None
-        return getattr(speculative, "draft_model_config", None) or self.config.model_config
-
-    @property
-    def is_linear(self) -> bool:
-        return type(self.spec).__name__ == "MambaSpec"
-
-    @property
-    def backend(self) -> str:
-        """vLLM's name of what reads and writes it."""
-        spec, module = self.spec, self.module
-        return str(spec.mamba_type.name if self.is_linear else module.get_attn_backend().get_name())
-
-    @property
-    def element(self) -> str:
-        """The dtype of what the kernel writes. Raises UnknownFormat where elements of a whole
-        tensor are scaled: that is in no page, and a peer with another scale would read wrong
-        values.
-        """
-        if self.spec.kv_quant_mode.name == "FP8_PER_TENSOR":
-            key, value = (getattr(self.module, f"_{role}_scale_float", 1.0) for role in "kv")
-            if (key, value) != (1.0, 1.0):
-                raise UnknownFormat(
-                    f"its values are scaled by k {key} and v {value} of the checkpoint, which is "
-                    "not in its pages; only 1.0 is known. Use a checkpoint without KV scales, or "
-                    "--kv-cache-dtype auto."
-                )
-        names = {
-            **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_per_token_head"), self.platform.fp8),
-            "fp8_e5m2": "float8_e5m2",
-            "int8_per_token_head": "int8",
-        }
-        cache, dtype = getattr(self.module, "kv_cache_dtype", "auto"), self.view.dtype
-        floats = cache in FLOATS and dtype.is_floating_point and dtype.itemsize > 1
-        if not floats and (cache not in names or dtype.itemsize > 1):
-            raise UnknownFormat(
-                f"cache dtype {cache} in a tensor of {dtype} is not known (known: "
-                f"{', '.join((*FLOATS, *names))}). Use --kv-cache-dtype auto."
-            )
-        return dtype_name(dtype) if floats else names[cache]
-
-    @property
-    def heads(self) -> Heads:
-        parallel, total = self.config.parallel_config, self.model.get_total_num_kv_heads()
-        ranks = parallel.tensor_parallel_size
-        return head_shard(self.spec.num_kv_heads, total, parallel.rank % ranks, ranks)
-
-    def packing(self, *words: str) -> str:
-        """The name of an inside that only this version's kernel knows."""
-        sizes = f"{self.spec.head_size}+{self.spec.head_size_v}"
-        return " ".join(("vllm", self.platform.version, self.backend, *words, sizes))
-
-
-def stem(name: str) -> str:
-    """A layer's name before its number: `model.layers`, `draft_model.model.layers`."""
-    return re.split(r"\.\d+\.", name)[0]
 
 
 def read_layer(layer: RegisteredLayer) -> LayerTensor:
@@ -182,12 +56,13 @@ def read_layer(layer: RegisteredLayer) -> LayerTensor:
     name = f"{layer.name} ({layer.owner} layer {layer.number}), {layer.backend}"
     with naming(name):
         view, parts = read_linear(layer) if layer.is_linear else read_attention(layer)
-    # where all groups are made one, their spec has the window of any layer
-    window = getattr(layer.module, "sliding_window", None)
-    slides = window or type(layer.spec).__name__.startswith("Sliding")
-    prefix, owner = "swa." if slides else "", layer.owner
     return LayerTensor(
-        name=name, number=layer.number, view=view, parts=parts, owner=owner, prefix=prefix
+        name=name,
+        number=layer.number,
+        view=view,
+        parts=parts,
+        owner=layer.owner,
+        prefix=layer.prefix,
     )
 
 
@@ -255,8 +130,26 @@ def index_keys(layer: RegisteredLayer) -> Parts:
     if getattr(layer.module, "uses_shuffled_layout", False):
         raise UnknownFormat("shuffled index keys are not known. Use a platform without them.")
     dim, platform = layer.model.hf_text_config.index_head_dim, layer.platform
+    if layer.view.shape[3] == dim // 2 + dim // 32:
+        raise UnknownFormat("index keys in fp4 are not known. Use those in fp8.")
     page = index_key_page(layer.view.shape[2], dim, dtype=platform.fp8, scale=platform.index_scale)
     return [items(page)]
+
+
+def v4_latents(layer: RegisteredLayer) -> Parts:
+    """Of DeepSeek-V4: all rows of a page, then their scales."""
+    if layer.spec.cache_dtype_str != "fp8_ds_mla":
+        raise UnknownFormat(
+            f"latents of DeepSeek-V4 in {layer.spec.cache_dtype_str} are not known. Use "
+            "--kv-cache-dtype fp8_ds_mla."
+        )
+    return [items(v4_latent_page(layer.view.shape[2]).of)]
+
+
+def open_windows(layer: RegisteredLayer) -> Parts:
+    """Keys and scores of tokens that are not yet compressed, of the latents or the indexer's."""
+    role = "index_state" if "indexer" in layer.name.split(".") else "state"
+    return [rows(Cell(role, layer.view.shape[3], dtype_name(layer.view.dtype)))]
 
 
 def latent_rows(layer: RegisteredLayer) -> Parts:
@@ -312,7 +205,9 @@ ATTENTION: Mapping[str, Callable[[RegisteredLayer], Parts]] = {
         ),
         planes: ("B12X",),
         transposed_keys: ("CPU_ATTN",),
-        index_keys: ("DEEPSEEK_V32_INDEXER",),
+        index_keys: ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"),
+        v4_latents: ("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "DEEPSEEK_SPARSE_SWA"),
+        open_windows: (OPEN_WINDOWS,),
     }.items()
     for backend in backends
 }

@@ -9,18 +9,20 @@ group's at a time. Block 0 is the null block: what its positions held is dead.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from disagg.connectors.tensors import PlacedTensor, UnknownFormat, fold_blocks, layout_of
-from disagg.connectors.vllm.layers import (
+from disagg.connectors.vllm.layers import read_layer
+from disagg.connectors.vllm.registered import (
+    OPEN_WINDOWS,
+    V4,
     Platform,
     RegisteredLayer,
     platform_of_process,
-    read_layer,
     stem,
 )
 from kvpool.layout import Interleave, PoolLayout, RequestAddress, Space, Span
@@ -98,6 +100,7 @@ def engine_layout(
     platform = platform or platform_of_process()
     groups: list[BlockGroup] = []
     placed: list[PlacedTensor] = []
+    lists: list[Space] = []
     names: dict[str, tuple[str, int]] = {}
     for number in kv_cache_config.transfer_group_ids:
         group = kv_cache_config.kv_cache_groups[number]
@@ -108,16 +111,19 @@ def engine_layout(
         tensors = [read_layer(layer) for layer in layers]
         names |= {layer.name: (t.owner, t.number) for layer, t in zip(layers, tensors)}
         tensors, blocks = fold_blocks(tensors, kv_cache_config.num_blocks)
-        spaces = [space_of(number, layer, blocks) for layer in layers]
-        spec, space = layers[0].spec, spaces[0]
+        spec, space = layers[0].spec, space_of(number, layers[0], blocks)
         state: Literal["first", "position"] | None = None
         if not space.has_entries:
             state = "first" if spec.mamba_cache_mode == "none" else "position"
         tokens = spec.block_size * space.held.ranks
         groups.append(BlockGroup(space.name, blocks, tokens, state))
-        placed += zip(spaces, tensors)
+        lists.append(space)
+        placed += [
+            (compressed(space_of(number, layer, blocks), layer), tensor)
+            for layer, tensor in zip(layers, tensors)
+        ]
     model = vllm_config.model_config
-    layout = layout_of(placed, model.get_total_num_hidden_layers(), model.model)
+    layout = layout_of(placed, model.get_total_num_hidden_layers(), model.model, *lists)
     return VllmLayout(layout, tuple(groups), names)
 
 
@@ -134,16 +140,12 @@ def registered_layers(
         module, spec = modules[name], own_specs.get(name, group.kv_cache_spec)
         if getattr(module, "kv_sharing_target_layer_name", None) is not None:
             continue
-        kind, version = type(spec).__name__, getattr(spec, "model_version", None)
-        problem = ""
+        kind = type(spec).__name__
         if kind not in SPECS:
-            problem = f"a {kind} is not known (known: {', '.join(SPECS)})"
-        elif version:
-            problem = f"the {kind} of {version} is not known"
-        elif kind != "MambaSpec" and spec.tokens_per_state != 1:
-            problem = f"a {kind} of {spec.tokens_per_state} tokens a state is not known, only of 1"
-        if problem:
-            raise UnknownFormat(f"{name}: {problem}. Use another model, or {HERE}.")
+            raise UnknownFormat(
+                f"{name}: a {kind} is not known (known: {', '.join(SPECS)}). Use another model, or "
+                f"{HERE}."
+            )
         layer = RegisteredLayer(
             config=config,
             name=name,
@@ -153,6 +155,12 @@ def registered_layers(
             view=views[name],
             platform=platform,
         )
+        version = getattr(spec, "model_version", None)
+        if (layer.ratio != 1 or version) and layer.backend not in V4:
+            raise UnknownFormat(
+                f"{name}: a {kind} of {version or 'this model'}, {layer.ratio} tokens a state, is "
+                f"known of {', '.join(V4)} only. Use another --attention-backend, or {HERE}."
+            )
         layers.append(layer)
     return layers
 
@@ -208,3 +216,23 @@ def space_of(group: int, layer: RegisteredLayer, blocks: int) -> Space:
         interleave=shared_positions(layer.config.parallel_config, spec),
         items_per_block=blocks,
     )
+
+
+def compressed(space: Space, layer: RegisteredLayer) -> Space:
+    """The space of a layer that keeps one state for several tokens, or their keys until then, whose
+    blocks `space` has; of any other layer that space. Of keys those of the open window are alive,
+    and of windows that overlap those of the one before.
+    """
+    ratio = layer.ratio
+    if ratio == 1:
+        return space
+    if space.items_per_block > 1 or space.interleave is not None:
+        raise UnknownFormat(
+            f"{layer.name}: compressed states are known in whole blocks of one rank only. Use "
+            "--decode-context-parallel-size 1, and blocks of the kernel's size."
+        )
+    own = replace(space, name=f"{space.name}.c{ratio}", ids=space.name, block_pool=None)
+    if layer.backend == OPEN_WINDOWS:
+        return replace(own, window=ratio if ratio == 4 else 0, window_step=ratio)
+    entries = space.entries_per_item // ratio
+    return replace(own, entries_per_item=entries, tokens_per_entry=ratio)

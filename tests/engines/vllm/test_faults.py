@@ -137,7 +137,8 @@ def test_a_failed_load_of_several_groups_ends_no_other_request(model, policy, st
     """Of two prefills one is killed before decode asks: its requests are computed, or fail."""
     both = EXACT if model == "gpt_oss" else {}
     lost, kept = (start("prefill", model, **both) for _ in range(2))
-    decode = start("decode", model, policy=policy, **both).ready()
+    soon = {"peer_timeout": 5.0}
+    decode = start("decode", model, policy=policy, extra=soon, **both).ready()
     asked, right = prompts(*LENGTHS), expected(model, **both)
     gone = prefilled(lost.ready(), asked[:2])
     lost.kill()

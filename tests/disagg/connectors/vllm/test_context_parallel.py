@@ -13,8 +13,8 @@ import torch
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.connectors.tensors import UnknownFormat
-from disagg.connectors.vllm.layers import Platform
 from disagg.connectors.vllm.layout import block_table, engine_layout
+from disagg.connectors.vllm.registered import Platform
 from kvpool.layout import Interleave, RequestAddress
 from tests.disagg.connectors.vllm import engines, kernels
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from disagg.connectors.source import Source
-from disagg.connectors.vllm.layers import Platform
 from disagg.connectors.vllm.layout import BlockGroup, block_table, engine_layout
+from disagg.connectors.vllm.registered import Platform
 from tests.disagg.connectors.vllm import engines, kernels
 
 BLOCKS, TOKENS, D, HEADS, WINDOW = 12, 140, 8, 2, 20

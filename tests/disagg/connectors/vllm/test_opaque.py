@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from disagg.connectors.tensors import UnknownFormat
-from disagg.connectors.vllm.layers import Platform
+from disagg.connectors.vllm.registered import Platform
 from disagg.plan import IncompatibleLayouts, plan
 from kvpool.layout import LayoutError, RequestAddress, Span
 from tests import oracle
