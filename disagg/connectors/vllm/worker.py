@@ -38,6 +38,7 @@ class ConnectorWorker:
 
     def begin(self, step: Step) -> None:
         """Asks for what requests need of prefill."""
+        self._abort(step)
         # with a drafter, vLLM asks for results before it lets `save` offer what has finished
         for send in step.sends:
             self.rank.expect(send.request, send.room)
@@ -95,15 +96,19 @@ class ConnectorWorker:
         return invalid
 
     def _offer(self, step: Step, layer: LayerId | None = None) -> None:
-        """Offers a layer, or all. Aborts first: a preempted request has a new room in `sends`."""
-        while step.aborts:
-            self.rank.abort(step.aborts.pop())
+        """Offers a layer, or all."""
+        self._abort(step)
         for send in list(step.sends):
             try:
                 self._send(send, layer)
             except Exception as error:  # of one request: the engine serves others
                 step.sends.remove(send)
                 self.rank.not_sent(send.request, send.room, error)
+
+    def _abort(self, step: Step) -> None:
+        """Before all else of a step: a preempted request has a new room in `sends`."""
+        while step.aborts:
+            self.rank.abort(step.aborts.pop())
 
     def _send(self, send: SendTask, layer: LayerId | None) -> None:
         last = send.last and not self._left

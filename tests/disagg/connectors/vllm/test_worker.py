@@ -158,11 +158,17 @@ def test_layers_of_one_number_are_offered_once_all_were_computed(opened):
     until(lambda: "d" in decode.received, decode, prefill)
 
 
-def test_a_preemption_ends_what_was_offered_before_and_nothing_after(sides):
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_a_preemption_ends_what_was_offered_before_and_nothing_after(sides, by_layer):
+    """vLLM begins a step's loads behind its forward pass, or before it."""
     prefill, decode = sides
     prefill.step(sends=[send("first", stop=16, last=False)])
     decode.step(receives=[receive(prefill, "again")])
-    list(saved(prefill, "attention", "state", aborts=["p"], sends=[send("again")]))
+    again = {"aborts": ["p"], "sends": [send("again")]}
+    if by_layer:
+        list(saved(prefill, "attention", "state", **again))
+    else:
+        prefill.step(**again)
     until_there(prefill, decode)
     assert prefill.rank.prefill.leases().leased == {}
 
