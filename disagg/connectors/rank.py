@@ -323,11 +323,11 @@ class Rank:
         plan = receiving.link.plan
         if plan is not None and plan.missing and self._has_all:
             self._has_all = False
-            owners = ", ".join(dict.fromkeys(f"{owner} {role}" for owner, _, role in plan.missing))
+            roles = ", ".join(dict.fromkeys(f"{owner} {role}" for owner, _, role in plan.missing))
             self._log.warning(
                 "a prefill has no %s, and decode's stays as it is (allow_missing). Of a draft: few "
                 "of its tokens are accepted until it has seen a request's own.",
-                owners,
+                roles,
             )
         metrics = decode.metrics(room)
         self._log.debug("request %s: %s", request, metrics)

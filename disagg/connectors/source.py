@@ -46,7 +46,7 @@ class Source:
         if not is_list or not all(isinstance(address, str) for address in addresses):
             raise ValueError("kv_transfer_params: remote_addresses is a list of texts.")
         tokens = told.get("remote_num_tokens")
-        if tokens is not None and (not isinstance(tokens, int) or tokens < 1):
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
             raise ValueError(f"kv_transfer_params: remote_num_tokens {tokens!r}: 1 or more.")
         return cls(room, tuple(addresses), told.get("remote_prompt"), tokens)
 

@@ -262,6 +262,7 @@ def test_what_was_offered_of_a_preempted_request_is_taken_back():
         ({"remote_request_id": True}, "remote_request_id"),
         ({"remote_num_tokens": "39"}, "remote_num_tokens"),
         ({"remote_num_tokens": 0}, "remote_num_tokens"),
+        ({"remote_num_tokens": True}, "remote_num_tokens"),
         # of another connector
         (dict.fromkeys(("remote_request_id", "remote_addresses")), "no remote_request_id, remote"),
     ],
