@@ -31,6 +31,8 @@ TILE_BYTES = 8 << 10
 """Bytes that a program of four warps moves: four accesses of 16 bytes a lane."""
 MIN_SPAN = 16
 ALIGNMENTS = 16, 4, 1
+MAX_IDLE = 4
+"""How many times the programs that runs need are launched at most, most of them for nothing."""
 
 Geometry = tuple[tuple[int, int, int], ...]
 """Base, item stride and item bytes of each buffer."""
@@ -90,8 +92,8 @@ def _table(geometry: Geometry, device: torch.device) -> Table:
     nbytes = np.minimum(PIECE, length[buffer] - start)
     # staged pieces start at multiples of 16 bytes
     offsets = np.concatenate([[0], np.cumsum(-(-nbytes // WIDEST) * WIDEST)])
-    rows = np.stack([base[buffer] + start, stride[buffer], nbytes, offsets[:-1]], axis=1)
-    uploaded = upload(rows, device)
+    rows = [base[buffer] + start, stride[buffer], nbytes, offsets[:-1]]
+    uploaded = upload(rows, device, axis=1)
     if device.type == "cuda":  # any stream may read it from now on
         torch.cuda.current_stream(device).synchronize()
     return Table(uploaded, offsets.tolist())
@@ -190,6 +192,10 @@ def copy_runs(device: torch.device, src: Ints, dst: Ints, nbytes: Ints) -> None:
     """See Device.copy_runs. One launch for runs whose pointers and lengths are multiples of 16
     bytes, one for multiples of 4, one for all others.
     """
+    every = int(np.bitwise_or.reduce([np.bitwise_or.reduce(part) for part in (src, dst, nbytes)]))
+    if src.size and every % ALIGNMENTS[0] == 0:
+        _copy(device, ALIGNMENTS[0], src, dst, nbytes)
+        return
     low = np.where(nbytes > 0, (src | dst | nbytes) & (ALIGNMENTS[0] - 1), -1)
     for unit in ALIGNMENTS:
         these = (low >= 0) & (low % unit == 0)
@@ -201,16 +207,20 @@ def copy_runs(device: torch.device, src: Ints, dst: Ints, nbytes: Ints) -> None:
 def _copy(device: torch.device, unit: int, src: Ints, dst: Ints, nbytes: Ints) -> None:
     # pieces as long as the average run: tiles hold at most three times the bytes that move
     span = min(TILE_BYTES, max(MIN_SPAN, power_of_two(int(nbytes.mean()))))
-    if nbytes.max() > span:
+    pieces = -(-int(nbytes.max()) // span)
+    if pieces * src.size > MAX_IDLE * -(-int(nbytes.sum()) // span):
+        # a few runs are much longer than the others: every run would have programs for the longest
         run, piece = ragged(-(-nbytes // span))
         start = piece * span
         src, dst, nbytes = src[run] + start, dst[run] + start, np.minimum(span, nbytes[run] - start)
+        pieces = 1
     rows = TILE_BYTES // span
     with on(device):
-        columns = upload(np.stack([src, dst, nbytes]), device)
-        _runs[(-(-src.size // rows),)](
+        columns = upload([src, dst, nbytes], device)
+        _runs[(-(-src.size // rows) * pieces,)](
             columns.data_ptr(),
             src.size,
+            pieces,
             UNIT=unit,
             WORD=min(unit, 8),
             ROWS=rows,
@@ -218,21 +228,24 @@ def _copy(device: torch.device, unit: int, src: Ints, dst: Ints, nbytes: Ints) -
         )
 
 
-@triton.jit(do_not_specialize=["columns", "count"])
+@triton.jit(do_not_specialize=["columns", "count", "pieces"])
 def _runs(
     columns,
     count,
+    pieces,
     UNIT: tl.constexpr,
     WORD: tl.constexpr,
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0)
+    index = (program // pieces).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    start = (program % pieces).to(tl.int64) * SPAN
     valid = index < count
     column = words_at(columns, 8, 8) + index
-    src = tl.load(column, mask=valid, other=0)
-    dst = tl.load(column + count, mask=valid, other=0)
-    nbytes = tl.load(column + 2 * count, mask=valid, other=0)
+    src = tl.load(column, mask=valid, other=0) + start
+    dst = tl.load(column + count, mask=valid, other=0) + start
+    nbytes = tl.load(column + 2 * count, mask=valid, other=0) - start
     word = tl.arange(0, SPAN // WORD)[None, :]
     inside = word // (UNIT // WORD) < (nbytes // UNIT)[:, None]
     values = tl.load(words_at(src, WORD, UNIT)[:, None] + word, mask=inside)

@@ -17,11 +17,11 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
+from kvpool.layout.grid import Ints
 from kvpool_cuda.device import interpreted
 
 WIDEST = 16
@@ -71,19 +71,22 @@ def constants(*parts: tuple[int, ...]) -> tuple[Any, ...]:
     return parts if interpreted() else tuple(tl.constexpr(part) for part in parts)
 
 
-def upload(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Copies an int64 array to `device` on the current stream, without waiting. Raises RuntimeError
-    during the capture of a CUDA graph: a replay would read host memory that is freed by then.
+def upload(columns: Sequence[Ints], device: torch.device, axis: int = 0) -> torch.Tensor:
+    """Stacks int64 columns and copies them to `device` on the current stream, without waiting.
+    Raises RuntimeError during the capture of a CUDA graph: a replay would read host memory that is
+    freed by then.
     """
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type != "cuda":
-        return host
-    if torch.cuda.is_current_stream_capturing():
+    on_gpu = device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a CUDA graph cannot capture arrays in host memory. Call copy_runs outside of the "
             "capture, and copy_items once before the capture."
         )
-    return host.pin_memory().to(device, non_blocking=True)
+    shape = [columns[0].size]
+    shape.insert(axis, len(columns))
+    host = torch.empty(shape, dtype=torch.int64, pin_memory=on_gpu)
+    np.stack(columns, axis=axis, out=host.numpy())
+    return host.to(device, non_blocking=True) if on_gpu else host
 
 
 def checked(

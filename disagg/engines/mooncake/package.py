@@ -20,6 +20,8 @@ SWITCHES = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 """Variables that force a transport. Mooncake ignores the protocol that it is given."""
 DEFAULTS = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_PROGRESS_TIMEOUT_SEC": "3"}
 """Set unless the environment sets them. A call fails after 3 seconds without progress."""
+CUDA_BUILDS = "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"
+"""Distributions whose engine reads and writes CUDA memory."""
 WAKE = struct.pack("ll", 0, 1000)
 LISTENING = ":0000 0A "
 PAUSES = 0.00005, 0.0005
@@ -59,12 +61,12 @@ def choose(protocol: str) -> None:
 
 
 def moves_cuda() -> bool:
-    """Whether Mooncake's CUDA build is installed."""
-    try:
-        distribution("mooncake-transfer-engine")
-    except PackageNotFoundError:
-        return False
-    return True
+    """Whether a CUDA build of Mooncake is installed."""
+    for name in CUDA_BUILDS:
+        with suppress(PackageNotFoundError):
+            distribution(name)
+            return True
+    return False
 
 
 def start(protocol: str, hostname: str, device: str) -> Any:

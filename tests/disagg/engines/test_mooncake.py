@@ -15,7 +15,7 @@ import pytest
 from disagg.engines.base import EngineUnavailable, TransferError, create_engine
 from disagg.engines.mooncake import MooncakeEngine
 from disagg.engines.mooncake.engine import CALL_RUNS, POLLED_BYTES
-from disagg.engines.mooncake.package import choose, fetch, hasten, start
+from disagg.engines.mooncake.package import choose, fetch, hasten, moves_cuda, start
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from tests.disagg.engines.owners import Owner, batch_of, engine_of, finish, pattern, read
@@ -439,6 +439,16 @@ def test_the_missing_library_is_named(another_mooncake):
     assert "apt-get install" in MooncakeEngine.availability()
     with pytest.raises(EngineUnavailable, match=r"engine 'mooncake': .*liburing\.so\.2"):
         create_engine("mooncake")
+
+
+@pytest.mark.parametrize("build", ["mooncake_transfer_engine", "mooncake_transfer_engine_cuda13"])
+def test_either_build_for_cuda_moves_the_memory_of_a_gpu(tmp_path, monkeypatch, build):
+    assert not moves_cuda()
+    (tmp_path / f"{build}-0.3.14.dist-info").mkdir()
+    name = build.replace("_", "-")
+    (tmp_path / f"{build}-0.3.14.dist-info" / "METADATA").write_text(f"Name: {name}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert moves_cuda()
 
 
 @pytest.mark.parametrize("options", [{"hostname": "a b"}, {"chunk": 0}, {"hostname": "h:1"}])
