@@ -80,6 +80,14 @@ class PoolLayout:
     def region_by_key(self) -> dict[Key, Region]:
         return {region.key: region for region in self.regions}
 
+    @property
+    def regions_in(self) -> dict[str, list[Region]]:
+        """The regions of each buffer, by its name. Not kept: of many layouts it would add up."""
+        regions: dict[str, list[Region]] = {buffer.name: [] for buffer in self.buffers}
+        for region in self.regions:
+            regions[region.buffer].append(region)
+        return regions
+
     @cached_property
     def items_by_space(self) -> dict[str, int]:
         """Items that every buffer of a space has, by space name."""
@@ -133,9 +141,7 @@ class PoolLayout:
     @cached_property
     def _stretches(self) -> tuple[Ints, Ints]:
         """Sorted intervals of pointers, all of whose bytes are in regions or declared padding."""
-        described = dict.fromkeys(self.buffer_by_name, 0)
-        for region in self.regions:
-            described[region.buffer] += region.nbytes
+        described = {name: sum(r.nbytes for r in rows) for name, rows in self.regions_in.items()}
         stretches = [(-1, -1)]  # before all pointers
         for group in self.adjacent_buffers:
             first, last = group[0], group[-1]

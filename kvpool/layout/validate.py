@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -56,13 +55,11 @@ def check_layout(layout: PoolLayout) -> None:
             )
     _check_shared_ids(layout)
     _check_block_pools(layout)
-    inside: dict[str, list[Region]] = defaultdict(list)
     for region in layout.regions:
         if region.buffer not in layout.buffer_by_name:
             raise LayoutError(f"{region}: buffer {region.buffer!r} is not declared.")
         _check_entries(region, layout.space_of(region))
-        inside[region.buffer].append(region)
-    _check_items(layout, inside)
+    _check_items(layout)
     _check_apart(layout)
 
 
@@ -186,12 +183,14 @@ def _check_entries(region: Region, space: Space) -> None:
         )
 
 
-def _check_items(layout: PoolLayout, inside: Mapping[str, Sequence[Region]]) -> None:
+def _check_items(layout: PoolLayout) -> None:
     """Checks that regions lie in their items and do not overlap; items of one shape once."""
     shapes: dict[bytes, tuple[int, int]] = {}  # encoded: hashes of tuples can be made to collide
     shape_of: dict[str, tuple[int, int]] = {}  # the number of a buffer's shape, and its runs
     runs = 0
-    for name, regions in inside.items():
+    for name, regions in layout.regions_in.items():
+        if not regions:
+            continue
         size = layout.buffer_by_name[name].item_bytes
         for region in regions:
             if region.end > size:

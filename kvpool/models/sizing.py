@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from kvpool.layout import Buffer, PoolLayout, Region
+from kvpool.layout import Buffer, PoolLayout
 from kvpool.layout.formats import LinearState, Shard
 from kvpool.models import Declaration
 from kvpool.pools.base import KVPool
@@ -203,10 +203,7 @@ def shares(*layouts: PoolLayout) -> tuple[RoleBytes, ...]:
     # bytes of owner, role and token or request, by layer
     sizes: dict[tuple[str, str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for layout in layouts:
-        regions: dict[str, list[Region]] = defaultdict(list)
-        for region in layout.regions:
-            regions[region.buffer].append(region)
-        rests = _rests_of_blocks(layout)
+        rests, regions = _rests_of_blocks(layout), layout.regions_in
         for buffer in layout.buffers:
             space, inside = layout.space_by_name[buffer.space], regions[buffer.name]
             space = layout.space_by_name[space.id_list]  # whose items a request holds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ def _entry_bytes(layout: PoolLayout, live: _Live, entries: range) -> Ints:
     space, buffer = live.space, live.buffer
     steps = np.arange(entries.start, entries.stop) % space.entries_per_item % space.steps
     parts: list[Ints] = []
-    for region in (region for region in layout.regions if region.buffer == buffer.name):
+    for region in layout.regions_in[buffer.name]:
         entry = region.axis("entry")
         axes = [(axis.size, axis.stride) for axis in region.axes if axis is not entry]
         offsets = outer_sum(region.offset, [*axes, (region.width, 1)])
@@ -147,8 +147,5 @@ def _live_items(pool: TypedAccess, address: RequestAddress) -> Iterator[_Live]:
 
 def _shape(layout: PoolLayout) -> dict[str, object]:
     """What must be equal where saved bytes are loaded, by buffer name."""
-    spaces = layout.space_by_name
-    shape: dict[str, Any] = {b.name: [spaces[b.space], b.item_bytes] for b in layout.buffers}
-    for region in layout.regions:
-        shape[region.buffer].append(region)
-    return shape
+    spaces, inside = layout.space_by_name, layout.regions_in
+    return {b.name: [spaces[b.space], b.item_bytes, *inside[b.name]] for b in layout.buffers}

@@ -49,8 +49,8 @@ def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
         raise KeyError(f"buffer {buffer!r}: not in this layout (it has {names}).")
     if not 0 <= byte < named.item_bytes:
         raise IndexError(f"buffer {buffer}: byte {byte} of items of {named.item_bytes}.")
-    regions = (region for region in layout.regions if region.buffer == buffer)
-    return next(filter(None, (_location(region, byte) for region in regions)), None)
+    places = (_location(region, byte) for region in layout.regions_in[buffer])
+    return next(filter(None, places), None)
 
 
 def _location(region: Region, byte: int) -> ByteLocation | None:
@@ -229,12 +229,13 @@ def _outermost(region: Region, start: int) -> Axis | None:
 
 def item_maps(layout: PoolLayout) -> list[ItemMap]:
     """A map for each distinct kind of item, with all buffers that have it, in their order."""
-    inside: dict[str, list[Region]] = {buffer.name: [] for buffer in layout.buffers}
-    for region in layout.regions:
-        inside[region.buffer].append(region)
+    inside = {
+        name: sorted(regions, key=lambda region: region.offset)
+        for name, regions in layout.regions_in.items()
+    }
     alike: dict[object, list[Buffer]] = {}
     for buffer in layout.buffers:
-        regions = inside[buffer.name] = sorted(inside[buffer.name], key=lambda r: r.offset)
+        regions = inside[buffer.name]
         lowest = min((region.layer for region in regions), default=0)
         looks = [replace(r, layer=r.layer - lowest, buffer="any") for r in regions]
         sizes = buffer.item_bytes, buffer.item_stride, buffer.items, buffer.space
