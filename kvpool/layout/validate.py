@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, index
+from typing import TYPE_CHECKING, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -34,12 +35,14 @@ def check_layout(layout: PoolLayout) -> None:
     for what, text in (("model", layout.model), ("generation", layout.generation)):
         if len(text) > MAX_NAME or not is_printable(text):
             raise LayoutError(f"{what}: at most {MAX_NAME} printable characters, got {text!r}.")
-    for what in ("buffers", "regions", "spaces"):
-        if len(getattr(layout, what)) > MAX_PARTS:
-            raise LayoutError(f"{len(getattr(layout, what))} {what}: at most {MAX_PARTS}.")
-    _check_unique((buffer.name for buffer in layout.buffers), "buffer")
-    _check_unique((space.name for space in layout.spaces), "space")
-    _check_unique(layout.regions, "region", key=lambda region: region.key)
+    for what, key in (("buffer", "name"), ("space", "name"), ("region", "key")):
+        parts = getattr(layout, f"{what}s")
+        if len(parts) > MAX_PARTS:
+            raise LayoutError(f"{len(parts)} {what}s: at most {MAX_PARTS}.")
+        times = Counter(map(attrgetter(key), parts))
+        for part in parts if len(times) < len(parts) else ():
+            if times[getattr(part, key)] > 1:
+                raise LayoutError(f"{what} {getattr(part, 'name', part)}: declared twice.")
     for buffer in layout.buffers:
         space = layout.space_by_name.get(buffer.space)
         if space is None:
@@ -83,16 +86,6 @@ def total_layers(total: int | None, layers: Sequence[int], owner: str) -> int:
     if owner == "target" and layers and count <= layers[-1]:
         raise LayoutError(f"{owner} total_kv_layers: {count}, but layer {layers[-1]} is there.")
     return count
-
-
-def _check_unique(
-    parts: Iterable[object], what: str, key: Callable[[Any], object] = lambda part: part
-) -> None:
-    seen: set[object] = set()
-    for part in parts:
-        if key(part) in seen:
-            raise LayoutError(f"{what} {part}: declared twice.")
-        seen.add(key(part))
 
 
 def _check_shared_ids(layout: PoolLayout) -> None:
