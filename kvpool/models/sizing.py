@@ -159,7 +159,7 @@ def _stage(
 
     name = f"stage {number} (layers {layers[0]}-{layers[-1]})"
     items = budget.fit(pools, state, requests, 1, step=step, where=name)
-    room = budget.pages_of_tokens(pools, items, requests, 1)
+    room = budget.pages_of_tokens(pools, items["num_pages"], requests)
     return PipelineStage(
         layers=layers,
         draft_layers=pools[1].layers if len(pools) > 1 else (),
