@@ -211,10 +211,10 @@ def free_lists(layout: PoolLayout, id_lists: Iterable[str]) -> dict[str, FreeLis
     for space in (layout.space_by_name[name] for name in id_lists):
         key = space.block_pool, space.name if space.block_pool is None else ""
         spaces_of.setdefault(key, []).append(space)
-    items = layout.items_by_space
+    items = layout.items_by_list
     by_id_list: dict[str, FreeList] = {}
     for spaces in spaces_of.values():
         names = [space.name for space in spaces]
-        least = min(items[name] for name in items if layout.space_by_name[name].id_list in names)
-        by_id_list.update(dict.fromkeys(names, FreeList(spaces, least)))
+        free_list = FreeList(spaces, min(items[name] for name in names))
+        by_id_list.update(dict.fromkeys(names, free_list))
     return by_id_list

@@ -96,6 +96,15 @@ class PoolLayout:
             items[buffer.space] = min(items.get(buffer.space, buffer.items), buffer.items)
         return items
 
+    @property
+    def items_by_list(self) -> dict[str, int]:
+        """Items that every buffer of an id list has, by its name."""
+        items: dict[str, int] = {}
+        for name, count in self.items_by_space.items():
+            id_list = self.space_by_name[name].id_list
+            items[id_list] = min(items.get(id_list, count), count)
+        return items
+
     @cached_property
     def packed_spaces(self) -> dict[str, Region]:
         """Of each space in which regions are packed, by its name, one of them."""

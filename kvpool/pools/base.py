@@ -215,13 +215,11 @@ class KVPool(TypedAccess):
         are not read back for that). Ids name no request: whether a room reads or writes an item is
         not checked.
         """
-        lists = {s.name: s.id_list for s in self.layout.spaces}
-        if space not in lists.values():
-            names = sorted({*lists.values()})
+        items, spaces = self.layout.items_by_list, self.layout.space_by_name
+        if space not in items:
+            names = sorted(items)
             raise KeyError(f"{self.owner} space {space!r}: this pool has id lists {names}.")
-        buffers = [b for b in self.layout.buffers if lists[b.space] == space]
-        items = min((buffer.items for buffer in buffers), default=0)
-        sources, targets = (self._ids(f"item of {space}", ids, items) for ids in (src, dst))
+        sources, targets = (self._ids(f"item of {space}", ids, items[space]) for ids in (src, dst))
         if sources.numel() != targets.numel():
             raise ValueError(
                 f"space {space}: {sources.numel()} source items, {targets.numel()} targets."
@@ -229,6 +227,7 @@ class KVPool(TypedAccess):
         allocator = None if self.allocator is None else self.allocator()
         if allocator is not None and targets.device.type == "cpu":
             allocator.check_unshared(space, targets.numpy())
+        buffers = (b for b in self.layout.buffers if spaces[b.space].id_list == space)
         views = [self.item_bytes_view(buffer) for buffer in buffers]
         self.device.copy_items(views, sources, targets, disjoint=disjoint(src, dst))
 
