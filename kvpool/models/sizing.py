@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
+
 from kvpool.layout import Buffer, PoolLayout
 from kvpool.layout.formats import LinearState, Shard
 from kvpool.models import Declaration
@@ -235,9 +237,7 @@ def split(layers: Sequence[int], stages: int) -> list[tuple[int, ...]]:
     """Layers by pipeline stage, as even as possible, earlier stages larger."""
     if not 1 <= stages <= len(layers):
         raise ValueError(f"pp: {stages} stages for {len(layers)} layers. Each needs one or more.")
-    size, larger = divmod(len(layers), stages)
-    starts = [n * size + min(n, larger) for n in range(stages)]
-    return [tuple(layers[a : a + size + (n < larger)]) for n, a in enumerate(starts)]
+    return [tuple(part.tolist()) for part in np.array_split(layers, stages)]
 
 
 def parse_memory(text: str, what: str = "memory") -> int:
