@@ -49,25 +49,14 @@ def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
         raise KeyError(f"buffer {buffer!r}: not in this layout (it has {names}).")
     if not 0 <= byte < named.item_bytes:
         raise IndexError(f"buffer {buffer}: byte {byte} of items of {named.item_bytes}.")
-    places = (_location(region, byte) for region in layout.regions_in[buffer])
-    return next(filter(None, places), None)
-
-
-def _location(region: Region, byte: int) -> ByteLocation | None:
-    """What a byte of the item is, if it is one of this region's."""
-    # every cell: axes may interlock, and then a byte does not say at once how far it is on each
-    starts = outer_sum(region.offset, [(axis.size, axis.stride) for axis in region.axes])
-    cells = np.flatnonzero((starts <= byte) & (byte < starts + region.width))
-    if not cells.size:
-        return None
-    steps = np.unravel_index(cells[0], [axis.size for axis in region.axes])
-    return ByteLocation(region, tuple(map(int, steps)), byte - int(starts[cells[0]]))
-
-
-def _reached(axis: Axis, start: int, end: int, reach: int) -> tuple[int, int]:
-    """First and last step of an axis with bytes in `start` to `end`, if a step reaches so far."""
-    first = -((reach - 1 - start) // axis.stride)
-    return max(0, first), min(axis.size - 1, (end - 1) // axis.stride)
+    for region in layout.regions_in[buffer]:
+        # every cell: where axes interlock, a byte does not say at once how far it is on each
+        starts = outer_sum(region.offset, [(axis.size, axis.stride) for axis in region.axes])
+        cells = np.flatnonzero((starts <= byte) & (byte < starts + region.width))
+        if cells.size:
+            steps = np.unravel_index(cells[0], [axis.size for axis in region.axes])
+            return ByteLocation(region, tuple(map(int, steps)), byte - int(starts[cells[0]]))
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +128,8 @@ def _cells(region: Region, start: int, end: int, smallest: float) -> Iterator[Bo
             return
         axis, *finer = axes
         reach -= (axis.size - 1) * axis.stride
-        first, last = _reached(axis, start - at, end - at, reach)
-        for step in range(first, last + 1):
+        first = max(0, (start - at - reach) // axis.stride + 1)  # to reach into the bytes
+        for step in range(first, min(axis.size, (end - at - 1) // axis.stride + 1)):
             name = f"{axis.name} {axis.start + step}"
             yield from inside(finer, at + step * axis.stride, (*names, name))
 

@@ -151,7 +151,7 @@ class RegionGroup(NamedTuple):
     """Regions of one layer in one space, by role, and how many locations they have."""
 
     layer: int
-    space: str
+    space: Space
     by_role: Mapping[str, Region]
     locations: int
 
@@ -178,7 +178,14 @@ class Trial(PoolMemory):
         super().__init__(case.make())
         self.random = random_of(case.pool, *seed)
         self.fill(self.random)
-        self.groups = groups(self.pool)
+        roles: dict[tuple[int, Space], dict[str, Region]] = {}
+        for region in self.layout.regions:
+            part = region.layer, self.layout.space_of(region)
+            roles.setdefault(part, {})[region.role] = region
+        self.groups = [
+            RegionGroup(layer, space, by_role, space.steps * self.layout.items_by_space[space.name])
+            for (layer, space), by_role in roles.items()
+        ]
 
     def stored(self, region: Region, count: int) -> Bytes:
         """Random bytes of `count` entries."""
@@ -201,22 +208,6 @@ class Trial(PoolMemory):
     def same(self, region: Region, read: torch.Tensor, expected: Bytes, how: str = "") -> None:
         """Fails the check unless a tensor that was read has these bytes."""
         same(f"{region}{how}: values that were read", off(self.device, read), expected)
-
-
-def groups(pool: KVPool) -> list[RegionGroup]:
-    """Groups with every region of a pool once."""
-    layout, roles = pool.layout, dict[tuple[int, Space], dict[str, Region]]()
-    for region in layout.regions:
-        roles.setdefault((region.layer, layout.space_of(region)), {})[region.role] = region
-    return [
-        RegionGroup(
-            layer=layer,
-            space=space.name,
-            by_role=by_role,
-            locations=space.steps * min(layout.buffer_of(r).items for r in by_role.values()),
-        )
-        for (layer, space), by_role in roles.items()
-    ]
 
 
 def shape(region: Region, count: int) -> tuple[int, ...]:
