@@ -132,14 +132,8 @@ class KVPool(TypedAccess):
 
     def _allocated(self, spaces: Mapping[str, Space], model: str) -> PoolLayout:
         """Allocates the memory; returns what lies where."""
-        buffers, nbytes = place(
-            self.specs,
-            spaces,
-            {space.name: self._items(spaces[space.id_list]) for space in spaces.values()},
-            owner=self.owner,
-            placement=self.placement,
-            step=self.device.alignment,
-        )
+        items = {space.name: self._items(spaces[space.id_list]) for space in spaces.values()}
+        buffers, nbytes = place(self, spaces, items, self.device.alignment)
         with torch.inference_mode(False):
             self._slab = self.device.allocate(nbytes)
         self.nbytes = self._slab.numel()

@@ -99,10 +99,7 @@ def size(pools: Sequence[KVPool], counts: Mapping[str, int], step: int) -> int:
     for pool in pools:
         spaces = pool.layout.space_by_name
         items = {name: counts[count_argument(spaces[s.id_list])] for name, s in spaces.items()}
-        _, nbytes = place(
-            pool.specs, spaces, items, owner=pool.owner, placement=pool.placement, step=step
-        )
-        total += nbytes
+        total += place(pool, spaces, items, step)[1]
     return total
 
 
