@@ -118,9 +118,7 @@ def write_packs_as_the_formats_say(trial: Trial) -> None:
 
 
 def write_packs_extremes(trial: Trial) -> None:
-    """Where the pool has scales: ties, zeros of both signs, tiny and huge numbers, infinities and
-    NaNs.
-    """
+    """With scales: ties, zeros of both signs, tiny and huge numbers, infinities and NaNs."""
     for dtype in ("float32", "bfloat16"):
         _write(trial, dtype, odd_floats)
 

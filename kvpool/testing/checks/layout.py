@@ -105,9 +105,7 @@ def chained_copies_read_before_they_write(trial: Trial) -> None:
 
 
 def saved_items_come_back_elsewhere(trial: Trial) -> None:
-    """A request's items are saved to host memory, and loaded into other items after the pool is
-    overwritten.
-    """
+    """A request's items are saved to the host, and loaded into others once all is overwritten."""
     layout, most = trial.layout, capacity(trial.layout)
     for tokens in sorted({1, most // 2 + 1, most}):
         before, after = (place(layout, tokens, trial.random) for _ in range(2))
