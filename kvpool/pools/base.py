@@ -34,8 +34,6 @@ from kvpool.pools.placement import (
     used_spaces,
 )
 
-__all__ = ["Common", "KVPool", "Shard"]
-
 
 class Common(TypedDict, total=False):
     """Keyword arguments that every pool takes."""
