@@ -44,37 +44,53 @@ class _Live(NamedTuple):
     ids: Ints
 
 
-def save_items(pool: TypedAccess, address: RequestAddress) -> Saved:
-    """See KVPool.save."""
-    rows = {}
-    with pinned_by_call("save", address, pool.layout, "offered"):
-        for live in list(_live_items(pool, address)):
-            ids = torch.from_numpy(live.ids.copy()).to(live.view.device)
-            rows[live.buffer.name] = live.view.index_select(0, ids).cpu()
-    return Saved(address.num_tokens, rows, _shape(pool.layout))
+class HostCopies(TypedAccess):
+    """A pool whose requests can be saved to host memory, and loaded from it."""
 
+    def save(self, address: RequestAddress) -> Saved:
+        """Copies a request's live items of every space to host memory. Raises RequestPinned while a
+        room receives the request, and ValueError if the request is no longer what its block table
+        says.
+        """
+        rows = {}
+        with pinned_by_call("save", address, self.layout, "offered"):
+            for live in list(_live_items(self, address)):
+                ids = torch.from_numpy(live.ids.copy()).to(live.view.device)
+                rows[live.buffer.name] = live.view.index_select(0, ids).cpu()
+        return Saved(address.num_tokens, rows, _shape(self.layout))
 
-def load_items(pool: TypedAccess, address: RequestAddress, saved: Saved, start: int) -> None:
-    """See KVPool.load."""
-    shape, start = _shape(pool.layout), index(start)
-    if shape != saved.shape:
-        names = sorted({*shape, *saved.shape})
-        name = next(n for n in names if shape.get(n) != saved.shape.get(n))
-        raise ValueError(
-            f"buffer {name}: {saved.shape.get(name, 'absent')} when saved, "
-            f"{shape.get(name, 'absent')} here. Load into a pool of the same layout."
-        )
-    if address.num_tokens != saved.num_tokens:
-        raise ValueError(
-            f"{saved.num_tokens} tokens were saved, the block table has {address.num_tokens}."
-        )
-    if not 0 <= start <= saved.num_tokens:
-        raise ValueError(
-            f"start: 0 to {saved.num_tokens}, the tokens that were saved, got {start}."
-        )
-    with pinned_by_call("load", address, pool.layout, "received", start):
-        for live in list(_live_items(pool, address)):
-            _write(pool.layout, live, saved.items[live.buffer.name], start)
+    def load(self, address: RequestAddress, saved: Saved, *, start: int = 0) -> None:
+        """Writes saved state to another block table with as many tokens: that of a request extended
+        with `received=True`.
+
+        Positions before `start` stay as they are: those of a request that begins with a prefix
+        which is there (`new_request(tokens)`, then `start=request.num_tokens`). Of a page that
+        `start` lies in, entries before it stay; slots and rings come whole, whatever `start` is.
+
+        Raises ValueError if pool, tokens or items do not fit, if the request is no longer what its
+        block table says, or if other requests or the prefix cache need a page that would be
+        written; RequestPinned while a room offers or receives the request. All write nothing. Of a
+        block table that you made yourself, nothing is known of who shares its pages.
+        """
+        shape, start = _shape(self.layout), index(start)
+        if shape != saved.shape:
+            names = sorted({*shape, *saved.shape})
+            name = next(n for n in names if shape.get(n) != saved.shape.get(n))
+            raise ValueError(
+                f"buffer {name}: {saved.shape.get(name, 'absent')} when saved, "
+                f"{shape.get(name, 'absent')} here. Load into a pool of the same layout."
+            )
+        if address.num_tokens != saved.num_tokens:
+            raise ValueError(
+                f"{saved.num_tokens} tokens were saved, the block table has {address.num_tokens}."
+            )
+        if not 0 <= start <= saved.num_tokens:
+            raise ValueError(
+                f"start: 0 to {saved.num_tokens}, the tokens that were saved, got {start}."
+            )
+        with pinned_by_call("load", address, self.layout, "received", start):
+            for live in list(_live_items(self, address)):
+                _write(self.layout, live, saved.items[live.buffer.name], start)
 
 
 def _write(layout: PoolLayout, live: _Live, rows: torch.Tensor, start: int) -> None:
