@@ -179,19 +179,14 @@ class ItemMap:
                 groups.append([])
             groups[-1].append(region)
             reach = max(reach, region.end)
-        limits = [*(regions[0].offset for regions in groups[1:]), self.item_bytes]
-        for regions, limit in zip(groups, limits):
-            if drawn < regions[0].offset:
-                yield _gap(drawn, regions[0].offset)
-            band = _band(regions, limit)
-            yield band
-            drawn = band.end
-        if drawn < self.item_bytes:
-            yield _gap(drawn, self.item_bytes)
-
-
-def _gap(start: int, end: int) -> Band:
-    return Band(start=start, end=end, row=end - start, regions=(), axis=None)
+        starts = [*(regions[0].offset for regions in groups), self.item_bytes]
+        for regions, start, limit in zip([*groups, []], starts, [*starts[1:], 0]):
+            if drawn < start:
+                yield Band(start=drawn, end=start, row=start - drawn, regions=(), axis=None)
+            if regions:
+                band = _band(regions, limit)
+                yield band
+                drawn = band.end
 
 
 def _band(regions: Sequence[Region], limit: int) -> Band:
