@@ -100,7 +100,8 @@ class FreeList:
     def check_integrity(self, held: Ints) -> None:
         """Raises RuntimeError unless items are free, or held as often as counted and in `held`."""
         self.kept.check_integrity(self.name)
-        free = np.concatenate([self._stack[: self._height], self.kept.idle_ids()])
+        idle = np.array([*self.kept.idle], dtype=np.int64)
+        free = np.concatenate([self._stack[: self._height], idle])
         everywhere = np.concatenate([free, held])
         outside = everywhere[(everywhere < self.reserved) | (everywhere >= self.items)]
         if outside.size:
@@ -135,7 +136,7 @@ class PrefixIndex:
         self.on_forget: Callable[[str, list[Key]], None] = lambda id_list, keys: None
         self._items: dict[tuple[str, Key], int] = {}  # by id list and key
         self._prefixes: dict[int, tuple[str, Key]] = {}  # the inverse
-        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.idle: OrderedDict[int, None] = OrderedDict()  # the first to be taken first
 
     def ids(self, id_list: str) -> Ints:
         """Known items of an id list, ascending."""
@@ -186,10 +187,6 @@ class PrefixIndex:
         self.known[ids] = False
         for id_list, keys in forgotten.items():
             self.on_forget(id_list, keys)
-
-    def idle_ids(self) -> Ints:
-        """Idle items, the first to be taken first."""
-        return np.array(list(self.idle), dtype=np.int64)
 
     def check_integrity(self, name: str) -> None:
         """Raises RuntimeError, which begins with `name`, unless keys and items name each other."""
