@@ -9,7 +9,7 @@ import ast
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,15 +98,11 @@ def ascend_parts() -> dict[str, bool]:
     """What an Ascend NPU needs, and whether it is here; found without importing its package."""
     home = os.environ.get("ASCEND_HOME_PATH")
     cann = home is not None and (Path(home) / "lib64" / "libascendcl.so").exists()
+    torch_npu = None
+    with suppress(ImportError):  # an import hook may forbid it
+        torch_npu = find_spec("torch_npu")
     return {
         "an NPU with its driver (/dev/davinci_manager)": Path("/dev/davinci_manager").exists(),
         "CANN (ASCEND_HOME_PATH with libascendcl.so: source its set_env.sh)": cann,
-        f"torch_npu ({install('npu')})": _can_be_imported("torch_npu"),
+        f"torch_npu ({install('npu')})": torch_npu is not None,
     }
-
-
-def _can_be_imported(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ImportError:  # an import hook forbids it
-        return False

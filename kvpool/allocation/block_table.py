@@ -10,6 +10,7 @@ import numpy as np
 from kvpool.allocation.free_list import FreeList
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints, ragged
+from kvpool.layout.kinds import alive_start
 from kvpool.layout.sentences import ranges
 
 NO_ITEM = -1
@@ -30,14 +31,6 @@ class Change(NamedTuple):
     needed: int
     since: Ints
     copied: Cells
-
-
-def alive_start(space: Space, tokens: Ints) -> Ints:
-    """The first live entry of requests of `tokens` `[B]` tokens."""
-    if space.window is None:
-        return np.zeros_like(tokens)
-    step = space.window_step
-    return np.maximum(tokens // space.tokens_per_entry // step * step - space.window, 0)
 
 
 class BlockTable:

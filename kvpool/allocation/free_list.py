@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -100,7 +100,8 @@ class FreeList:
     def check_integrity(self, held: Ints) -> None:
         """Raises RuntimeError unless items are free, or held as often as counted and in `held`."""
         self.kept.check_integrity(self.name)
-        free = np.concatenate([self._stack[: self._height], self.kept.idle_ids()])
+        idle = np.array([*self.kept.idle], dtype=np.int64)
+        free = np.concatenate([self._stack[: self._height], idle])
         everywhere = np.concatenate([free, held])
         outside = everywhere[(everywhere < self.reserved) | (everywhere >= self.items)]
         if outside.size:
@@ -133,29 +134,29 @@ class PrefixIndex:
     def __init__(self, items: int) -> None:
         self.known: npt.NDArray[np.bool_] = np.zeros(items, dtype=np.bool_)
         self.on_forget: Callable[[str, list[Key]], None] = lambda id_list, keys: None
-        self._items: defaultdict[str, dict[Key, int]] = defaultdict(dict)
-        self._prefixes: dict[int, tuple[str, Key]] = {}
-        self.idle: OrderedDict[int, None] = OrderedDict()
+        self._items: dict[tuple[str, Key], int] = {}  # by id list and key
+        self._prefixes: dict[int, tuple[str, Key]] = {}  # the inverse
+        self.idle: OrderedDict[int, None] = OrderedDict()  # the first to be taken first
 
     def ids(self, id_list: str) -> Ints:
         """Known items of an id list, ascending."""
         # a copy first: other threads may ask while items are added
-        return np.sort(np.array(list(self._items.get(id_list, {}).values()), dtype=np.int64))
+        items = [item for (name, _), item in list(self._items.items()) if name == id_list]
+        return np.sort(np.array(items, dtype=np.int64))
 
     def find(self, id_list: str, keys: Sequence[Key]) -> Ints:
         """The items of prefixes by their keys `[N]`; -1 where there is none."""
-        items = self._items[id_list]
-        return np.array([items.get(key, -1) for key in keys], dtype=np.int64)
+        return np.array([self._items.get((id_list, key), -1) for key in keys], dtype=np.int64)
 
     def add(self, id_list: str, keys: Sequence[Key], ids: Ints) -> Ints:
         """Makes held items `[N]` those of prefixes with keys `[N]`. Leaves out prefixes that have
         an item, and items of another prefix; returns which were added, in order.
         """
-        items, prefixes, added = self._items[id_list], self._prefixes, []
+        added = []
         for number, (key, item) in enumerate(zip(keys, ids.tolist())):
-            if key not in items and item not in prefixes:
-                items[key] = item
-                prefixes[item] = id_list, key
+            prefix = id_list, key
+            if prefix not in self._items and item not in self._prefixes:
+                self._items[prefix], self._prefixes[item] = item, prefix
                 added.append(number)
         places: Ints = np.array(added, dtype=np.int64)
         self.known[ids[places]] = True
@@ -180,24 +181,16 @@ class PrefixIndex:
         forgotten: dict[str, list[Key]] = {}
         for item in ids.tolist():
             if item in self._prefixes:
-                id_list, key = self._prefixes.pop(item)
-                del self._items[id_list][key]
+                id_list, key = prefix = self._prefixes.pop(item)
+                del self._items[prefix]
                 forgotten.setdefault(id_list, []).append(key)
         self.known[ids] = False
         for id_list, keys in forgotten.items():
             self.on_forget(id_list, keys)
 
-    def idle_ids(self) -> Ints:
-        """Idle items, the first to be taken first."""
-        return np.array(list(self.idle), dtype=np.int64)
-
     def check_integrity(self, name: str) -> None:
         """Raises RuntimeError, which begins with `name`, unless keys and items name each other."""
-        listed = {
-            item: (id_list, key)
-            for id_list, items in self._items.items()
-            for key, item in items.items()
-        }
+        listed = {item: prefix for prefix, item in self._items.items()}
         if listed != self._prefixes:
             raise RuntimeError(f"{name}: items are kept for prefixes that do not list them.")
         marked = set(np.flatnonzero(self.known).tolist())
@@ -211,10 +204,10 @@ def free_lists(layout: PoolLayout, id_lists: Iterable[str]) -> dict[str, FreeLis
     for space in (layout.space_by_name[name] for name in id_lists):
         key = space.block_pool, space.name if space.block_pool is None else ""
         spaces_of.setdefault(key, []).append(space)
-    items = layout.items_by_space
+    items = layout.items_by_list
     by_id_list: dict[str, FreeList] = {}
     for spaces in spaces_of.values():
         names = [space.name for space in spaces]
-        least = min(items[name] for name in items if layout.space_by_name[name].id_list in names)
-        by_id_list.update(dict.fromkeys(names, FreeList(spaces, least)))
+        free_list = FreeList(spaces, min(items[name] for name in names))
+        by_id_list.update(dict.fromkeys(names, free_list))
     return by_id_list

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from kvpool.allocation.block_table import BlockTable, Change, alive_start
+from kvpool.allocation.block_table import BlockTable, Change
 from kvpool.allocation.free_list import free_lists
 from kvpool.allocation.request import Pins
 from kvpool.layout import PoolLayout, Space
 from kvpool.layout.grid import Ints
+from kvpool.layout.kinds import alive_start
 from kvpool.layout.request_address import MAX_TOKENS
 
 SETTLED = -1

@@ -74,7 +74,11 @@ def _move(rows: Sequence[WriteRow], locations: torch.Tensor, *, store: bool) -> 
         return False
     locations, roles, keep = locations.contiguous(), [], []
     for row in rows:
-        if not _fits(row, count):
+        if not _on_host(*row) or row.values.shape != (count, *row.view.shape[2:]):
+            return False
+        # values in the view's memory must be read before anything is written
+        storages = {part.untyped_storage().data_ptr() for part in (row.view, row.values)}
+        if len(storages) < 2 or not row.values.numel():
             return False
         values = row.values if row.values.stride(-1) == 1 else row.values.contiguous()
         scales = None if row.scales is None else _strided(row.scales)
@@ -99,16 +103,6 @@ def _on_host(*tensors: torch.Tensor | None) -> bool:
         or (tensor.device.type == "cpu" and type(tensor) is torch.Tensor and not tensor.is_neg())
         for tensor in tensors
     )
-
-
-def _fits(row: WriteRow, count: int) -> bool:
-    """Whether values have the view's shape and memory of their own: those in the view's memory must
-    be read before anything is written.
-    """
-    if not _on_host(*row) or row.values.shape != (count, *row.view.shape[2:]):
-        return False
-    apart = row.values.untyped_storage().data_ptr() != row.view.untyped_storage().data_ptr()
-    return apart and row.values.numel() > 0
 
 
 Sizes = tuple[int, ...]

@@ -80,12 +80,29 @@ class PoolLayout:
     def region_by_key(self) -> dict[Key, Region]:
         return {region.key: region for region in self.regions}
 
+    @property
+    def regions_in(self) -> dict[str, list[Region]]:
+        """The regions of each buffer, by its name. Not kept: of many layouts it would add up."""
+        regions: dict[str, list[Region]] = {buffer.name: [] for buffer in self.buffers}
+        for region in self.regions:
+            regions[region.buffer].append(region)
+        return regions
+
     @cached_property
     def items_by_space(self) -> dict[str, int]:
         """Items that every buffer of a space has, by space name."""
         items: dict[str, int] = {}
         for buffer in self.buffers:
             items[buffer.space] = min(items.get(buffer.space, buffer.items), buffer.items)
+        return items
+
+    @property
+    def items_by_list(self) -> dict[str, int]:
+        """Items that every buffer of an id list has, by its name."""
+        items: dict[str, int] = {}
+        for name, count in self.items_by_space.items():
+            id_list = self.space_by_name[name].id_list
+            items[id_list] = min(items.get(id_list, count), count)
         return items
 
     @cached_property
@@ -133,9 +150,7 @@ class PoolLayout:
     @cached_property
     def _stretches(self) -> tuple[Ints, Ints]:
         """Sorted intervals of pointers, all of whose bytes are in regions or declared padding."""
-        described = dict.fromkeys(self.buffer_by_name, 0)
-        for region in self.regions:
-            described[region.buffer] += region.nbytes
+        described = {name: sum(r.nbytes for r in rows) for name, rows in self.regions_in.items()}
         stretches = [(-1, -1)]  # before all pointers
         for group in self.adjacent_buffers:
             first, last = group[0], group[-1]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Ints = npt.NDArray[np.int64]
+Numbers = TypeVar("Numbers", int, Ints)
+"""A number, or an array of several."""
 Columns = TypeVar("Columns", bound="DataclassInstance")
 
 

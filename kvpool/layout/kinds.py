@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from kvpool.layout.grid import Numbers
 from kvpool.layout.types import LayoutError, need_int
 
 if TYPE_CHECKING:
@@ -44,11 +45,7 @@ class SpaceKind:
 
     def alive(self, space: Space, tokens: int) -> range:
         """Live entries of a request of so many tokens; here, where entries follow positions."""
-        entries = tokens // space.tokens_per_entry
-        if space.window is None:
-            return range(entries)
-        first = entries // space.window_step * space.window_step - space.window
-        return range(max(0, first), entries)
+        return range(alive_start(space, tokens), tokens // space.tokens_per_entry)
 
     def alive_items(self, space: Space, tokens: int) -> range:
         return range(min(len(self.alive(space, tokens)), 1))
@@ -158,6 +155,15 @@ class PagedKind(SpaceKind):
 
 
 KINDS: dict[str, SpaceKind] = {"paged": PagedKind(), "slot": SlotKind(), "ring": RingKind()}
+
+
+def alive_start(space: Space, tokens: Numbers) -> Numbers:
+    """The first live entry of a request of so many tokens, or of each of several requests."""
+    if space.window is None:
+        return 0 * tokens
+    step = space.window_step
+    first = tokens // space.tokens_per_entry // step * step - space.window
+    return first * (first > 0)
 
 
 def _entries(space: Space) -> str:

@@ -117,8 +117,8 @@ class Pin:
     side: Literal["offered", "received"]
     address: RequestAddress = field(repr=False)
     layout: PoolLayout = field(repr=False)
-    last: bool
-    held: Callable[[], bool] = field(repr=False)
+    last: bool = True
+    held: Callable[[], bool] = field(default=lambda: True, repr=False)
     """Whether the room still needs them. Any thread may ask: it takes no lock."""
     start: int = 0
     call: bool = False
@@ -210,8 +210,6 @@ def pinned_by_call(
         side=side,
         address=address,
         layout=layout,
-        last=True,
-        held=lambda: True,
         start=start,
         call=True,
     )

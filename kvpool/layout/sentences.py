@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -108,13 +109,9 @@ def one_line(text: str, most: int) -> str:
 
 
 def _spans(numbers: Iterable[int]) -> list[list[int]]:
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return spans
+    # consecutive numbers differ from their places in the list by as much
+    runs = groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    return [[run[0][1], run[-1][1]] for run in ([*pairs] for _, pairs in runs)]
 
 
 def _span(span: list[int]) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
-from kvpool.layout.grid import Ints
+from kvpool.layout.grid import Ints, Numbers
 from kvpool.layout.kinds import KINDS, KindName, SpaceKind
 from kvpool.layout.types import LayoutError, need_int, need_name
 
@@ -17,8 +16,6 @@ MAX_ITEMS_PER_BLOCK = 1 << 12
 """Items that one block of a block pool is."""
 MAX_ROUND = 1 << 40
 """Positions of one stretch of every rank."""
-
-_Numbers = TypeVar("_Numbers", int, Ints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +44,10 @@ class Interleave:
                 "all."
             )
 
-    def number(self, index: _Numbers) -> _Numbers:
+    def number(self, index: Numbers) -> Numbers:
         return (index // self.size * self.ranks + self.rank) * self.size + index % self.size
 
-    def index(self, number: _Numbers) -> _Numbers:
+    def index(self, number: Numbers) -> Numbers:
         """The index of a number that this rank holds."""
         return number // (self.size * self.ranks) * self.size + number % self.size
 

@@ -144,14 +144,8 @@ def _cells(
             for part in template.parts:
                 yield from _cells(part, offset, axes)
                 offset += item_bytes(part)
-        case Repeat():
-            axis = Axis(
-                template.axis,
-                template.size,
-                item_bytes(template.of),
-                template.start,
-                template.total,
-            )
-            yield from _cells(template.of, offset, (*axes, axis))
+        case Repeat(name, size, of, start, total):
+            axis = Axis(name, size, item_bytes(of), start, total)
+            yield from _cells(of, offset, (*axes, axis))
         case Pad():
             yield from _cells(template.of, offset, axes)

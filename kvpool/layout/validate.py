@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import index
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, index
+from typing import TYPE_CHECKING, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -35,12 +35,14 @@ def check_layout(layout: PoolLayout) -> None:
     for what, text in (("model", layout.model), ("generation", layout.generation)):
         if len(text) > MAX_NAME or not is_printable(text):
             raise LayoutError(f"{what}: at most {MAX_NAME} printable characters, got {text!r}.")
-    for what in ("buffers", "regions", "spaces"):
-        if len(getattr(layout, what)) > MAX_PARTS:
-            raise LayoutError(f"{len(getattr(layout, what))} {what}: at most {MAX_PARTS}.")
-    _check_unique((buffer.name for buffer in layout.buffers), "buffer")
-    _check_unique((space.name for space in layout.spaces), "space")
-    _check_unique(layout.regions, "region", key=lambda region: region.key)
+    for what, key in (("buffer", "name"), ("space", "name"), ("region", "key")):
+        parts = getattr(layout, f"{what}s")
+        if len(parts) > MAX_PARTS:
+            raise LayoutError(f"{len(parts)} {what}s: at most {MAX_PARTS}.")
+        times = Counter(map(attrgetter(key), parts))
+        for part in parts if len(times) < len(parts) else ():
+            if times[getattr(part, key)] > 1:
+                raise LayoutError(f"{what} {getattr(part, 'name', part)}: declared twice.")
     for buffer in layout.buffers:
         space = layout.space_by_name.get(buffer.space)
         if space is None:
@@ -56,13 +58,11 @@ def check_layout(layout: PoolLayout) -> None:
             )
     _check_shared_ids(layout)
     _check_block_pools(layout)
-    inside: dict[str, list[Region]] = defaultdict(list)
     for region in layout.regions:
         if region.buffer not in layout.buffer_by_name:
             raise LayoutError(f"{region}: buffer {region.buffer!r} is not declared.")
         _check_entries(region, layout.space_of(region))
-        inside[region.buffer].append(region)
-    _check_items(layout, inside)
+    _check_items(layout)
     _check_apart(layout)
 
 
@@ -86,16 +86,6 @@ def total_layers(total: int | None, layers: Sequence[int], owner: str) -> int:
     if owner == "target" and layers and count <= layers[-1]:
         raise LayoutError(f"{owner} total_kv_layers: {count}, but layer {layers[-1]} is there.")
     return count
-
-
-def _check_unique(
-    parts: Iterable[object], what: str, key: Callable[[Any], object] = lambda part: part
-) -> None:
-    seen: set[object] = set()
-    for part in parts:
-        if key(part) in seen:
-            raise LayoutError(f"{what} {part}: declared twice.")
-        seen.add(key(part))
 
 
 def _check_shared_ids(layout: PoolLayout) -> None:
@@ -186,12 +176,14 @@ def _check_entries(region: Region, space: Space) -> None:
         )
 
 
-def _check_items(layout: PoolLayout, inside: Mapping[str, Sequence[Region]]) -> None:
+def _check_items(layout: PoolLayout) -> None:
     """Checks that regions lie in their items and do not overlap; items of one shape once."""
     shapes: dict[bytes, tuple[int, int]] = {}  # encoded: hashes of tuples can be made to collide
     shape_of: dict[str, tuple[int, int]] = {}  # the number of a buffer's shape, and its runs
     runs = 0
-    for name, regions in inside.items():
+    for name, regions in layout.regions_in.items():
+        if not regions:
+            continue
         size = layout.buffer_by_name[name].item_bytes
         for region in regions:
             if region.end > size:

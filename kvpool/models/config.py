@@ -89,28 +89,27 @@ class Fields:
             raise ValueError(f"{self.model} config: {aliases} mean the same and must be equal.")
         return next(iter(aliases), name)
 
-    def each(self, name: str, allowed: Sequence[Any], length: int) -> tuple[Any, ...]:
-        """A list of `length` values of `allowed`, one per layer."""
-        return self._list(name, f"{length} values, one for each layer", allowed, length)
-
     def subset(self, name: str, allowed: range) -> tuple[int, ...]:
         """A list of distinct whole numbers of `allowed`."""
-        values = self._list(name, f"numbers from {allowed[0]} to {allowed[-1]}", allowed)
+        values = self.each(name, allowed)
         if len(set(values)) != len(values):
             raise self.wrong(name, "a list of distinct numbers")
         return values
 
-    def _list(
-        self, name: str, of: str, allowed: Sequence[Any], length: int | None = None
-    ) -> tuple[Any, ...]:
-        values = self.get(name)
+    def each(self, name: str, allowed: Sequence[Any], length: int | None = None) -> tuple[Any, ...]:
+        """A list of values of `allowed`: `length` of them, one per layer, or any number."""
+        values, span = self.get(name), isinstance(allowed, range)
+        choice = f"{allowed[0]} to {allowed[-1]}" if span else ", ".join(map(repr, allowed))
         if not isinstance(values, (list, tuple)) or length not in (None, len(values)):
+            of = (
+                f"numbers from {choice}"
+                if length is None
+                else f"{length} values, one for each layer"
+            )
             raise self.wrong(name, f"a list of {of}")
         kinds = {type(value) for value in allowed}
         strange = [v for v in values if type(v) not in kinds or v not in allowed]
         if strange:
-            span = isinstance(allowed, range)
-            choice = f"{allowed[0]} to {allowed[-1]}" if span else ", ".join(map(repr, allowed))
             raise ValueError(
                 f"{self.model} config: {self.inside}{name} must list values of {choice}, got "
                 f"{short(strange[0])}."

@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvpool.layout.formats import (
-    MHA,
-    IndexKey,
-    LinearState,
-    cca,
-    gated_delta_net,
-    kda,
-    lightning,
-    mamba1,
-    mamba2,
-    short_conv,
-)
+from kvpool.layout import formats
+from kvpool.layout.formats import MHA, IndexKey, LinearState
 from kvpool.models.config import Fields
 from kvpool.models.layer_types import FULL, INDEXED, LINEAR, SLIDING, always, every, listed
 from kvpool.models.rules import (
@@ -58,7 +48,7 @@ def beside(linear: Callable[[Fields], LinearState], attention: Attention = group
 
 
 def _gated_delta_net(fields: Fields) -> LinearState:
-    return gated_delta_net(
+    return formats.gated_delta_net(
         k_heads=fields.whole("linear_num_key_heads"),
         v_heads=fields.whole("linear_num_value_heads"),
         k_dim=fields.whole("linear_key_head_dim"),
@@ -74,7 +64,7 @@ def _kda(fields: Fields) -> LinearState:
     if fields.has("linear_attn_config") or not fields.has(names[0]):
         sizes, names = fields.inner("linear_attn_config"), ("num_heads", "head_dim")
         kernel = "short_conv_kernel_size"
-    return kda(sizes.whole(names[0]), sizes.whole(names[1]), sizes.whole(kernel, 2))
+    return formats.kda(sizes.whole(names[0]), sizes.whole(names[1]), sizes.whole(kernel, 2))
 
 
 def _bailing(fields: Fields) -> LinearState:
@@ -83,7 +73,7 @@ def _bailing(fields: Fields) -> LinearState:
     if fields.has("linear_num_heads"):
         return _kda(fields)
     count, dim = fields.whole("num_attention_heads"), fields.whole(HEAD_DIM)
-    return kda(count, dim, fields.whole("short_conv_kernel_size", 2))
+    return formats.kda(count, dim, fields.whole("short_conv_kernel_size", 2))
 
 
 def _unrotated(fields: Fields, name: str) -> Layer:
@@ -117,7 +107,7 @@ def _mamba2(*names: str) -> Callable[[Fields], LinearState]:
         if fields.get("mamba_ssm_cache_dtype") not in (None, "float32"):
             raise fields.wrong("mamba_ssm_cache_dtype", "'float32'")
         count, dim, groups, size = map(fields.whole, sizes)
-        return mamba2(count, dim, groups, size, fields.whole(kernel, 2))
+        return formats.mamba2(count, dim, groups, size, fields.whole(kernel, 2))
 
     return state
 
@@ -136,7 +126,7 @@ def _mamba1(expand: str, size: str, kernel: str) -> Callable[[Fields], LinearSta
         channels = fields.whole("hidden_size") * fields.whole(expand)
         if expand == "expand":  # elsewhere it is that of the MLP
             channels = fields.whole_or("intermediate_size", channels)
-        return mamba1(channels, fields.whole(size), fields.whole(kernel, 2))
+        return formats.mamba1(channels, fields.whole(size), fields.whole(kernel, 2))
 
     return state
 
@@ -162,7 +152,7 @@ def _inkling(fields: Fields, name: str) -> Layer:
     kernel, hidden = fields.whole("conv_kernel_size", 2), fields.whole("hidden_size")
     kv = heads(own_fields)
     wide = kv.num_kv_heads * kv.head_dim
-    convs = [short_conv(channels, kernel) for channels in (wide, wide, hidden, hidden)]
+    convs = [formats.short_conv(channels, kernel) for channels in (wide, wide, hidden, hidden)]
     attention = window_state(fields, SLIDING if name == HYBRID_SLIDING else FULL, kv)
     return attention + tuple(State(conv, dtype="f32") for conv in convs)
 
@@ -185,7 +175,7 @@ def _by_indices(name: str, rest: str) -> Callable[[Fields, int], Sequence[str]]:
 
 def _short_conv(fields: Fields) -> LinearState:
     fields.ignore("conv_bias", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "full_attn_idxs")
-    return short_conv(fields.whole("hidden_size"), fields.whole("conv_L_cache", 2))
+    return formats.short_conv(fields.whole("hidden_size"), fields.whole("conv_L_cache", 2))
 
 
 def _nemotron_layers(fields: Fields) -> int:
@@ -213,7 +203,7 @@ def _zamba2_attention(fields: Fields, name: str) -> Layer:
 
 
 def _lightning(fields: Fields) -> LinearState:
-    return lightning(fields.whole("num_attention_heads"), heads(fields).head_dim)
+    return formats.lightning(fields.whole("num_attention_heads"), heads(fields).head_dim)
 
 
 def _zaya(fields: Fields, name: str) -> Layer:
@@ -221,7 +211,7 @@ def _zaya(fields: Fields, name: str) -> Layer:
     kv, count = heads(fields), fields.whole("num_attention_heads")
     kernels = fields.whole("cca_time0"), fields.whole("cca_time1")
     attention = window_state(fields, SLIDING if name == HYBRID_SLIDING else FULL, kv)
-    return (*attention, State(cca(count, kv.num_kv_heads, kv.head_dim, kernels)))
+    return (*attention, State(formats.cca(count, kv.num_kv_heads, kv.head_dim, kernels)))
 
 
 GATED = beside(_gated_delta_net)

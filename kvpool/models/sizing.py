@@ -13,21 +13,14 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from kvpool.layout import Buffer, PoolLayout, Region
+import numpy as np
+
+from kvpool.layout import Buffer, PoolLayout
 from kvpool.layout.formats import LinearState, Shard
 from kvpool.models import Declaration
+from kvpool.pools import budget
 from kvpool.pools.base import KVPool
-from kvpool.pools.budget import (
-    DoesNotFit as DoesNotFit,
-    fit,
-    items_per_request,
-    largest,
-    needed_items,
-    pages_of_tokens,
-    size,
-    spaces_of,
-    state_bytes,
-)
+from kvpool.pools.budget import DoesNotFit as DoesNotFit
 from kvpool.pools.placement import ITEM_COUNTS
 
 LINEAR_DTYPES = ("conv_dtype", "temporal_dtype")
@@ -133,7 +126,7 @@ def figures(
     for name in LINEAR_DTYPES:
         if name in storage and LinearState not in target.kinds:
             raise ValueError(f"{name}: {target.model} has no linear attention. Leave it out.")
-    state = state_bytes(memory, weights, utilisation, target.model)
+    state = budget.state_bytes(memory, weights, utilisation, target.model)
     per_page = target.page_size if page_size is None else page_size
     common: dict[str, Any] = {"shard": Shard(0, tp), "page_size": per_page, "device": "meta"}
     common |= {**storage, **dict.fromkeys(ITEM_COUNTS, 2)}
@@ -163,20 +156,20 @@ def _stage(
     layers, step = pools[0].layers, pools[0].device.alignment
 
     def fits(count: int) -> bool:
-        needed = needed_items(spaces_of(pools), count, count * pages, 1)
-        return size(pools, needed, step) <= state
+        needed = budget.needed_items(budget.spaces_of(pools), count, count * pages, 1)
+        return budget.size(pools, needed, step) <= state
 
     name = f"stage {number} (layers {layers[0]}-{layers[-1]})"
-    items = fit(pools, state, requests, 1, step=step, where=name)
-    room = pages_of_tokens(pools, items, requests, 1)
+    items = budget.fit(pools, state, requests, 1, step=step, where=name)
+    room = budget.pages_of_tokens(pools, items["num_pages"], requests)
     return PipelineStage(
         layers=layers,
         draft_layers=pools[1].layers if len(pools) > 1 else (),
         layout=PoolLayout.merge(*(pool.layout for pool in pools)),
         items=items,
-        nbytes=size(pools, items, step),
+        nbytes=budget.size(pools, items, step),
         tokens=None if room is None else room * pools[0].page_size,
-        requests=largest(fits, 0),
+        requests=budget.largest(fits, 0),
     )
 
 
@@ -203,15 +196,12 @@ def shares(*layouts: PoolLayout) -> tuple[RoleBytes, ...]:
     # bytes of owner, role and token or request, by layer
     sizes: dict[tuple[str, str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for layout in layouts:
-        regions: dict[str, list[Region]] = defaultdict(list)
-        for region in layout.regions:
-            regions[region.buffer].append(region)
-        rests = _rests_of_blocks(layout)
+        rests, regions = _rests_of_blocks(layout), layout.regions_in
         for buffer in layout.buffers:
             space, inside = layout.space_by_name[buffer.space], regions[buffer.name]
             space = layout.space_by_name[space.id_list]  # whose items a request holds
             per = "token" if space.grows else "request"
-            items = 1 / space.tokens_per_item if space.grows else items_per_request(space, 1)
+            items = 1 / space.tokens_per_item if space.grows else budget.items_per_request(space, 1)
             for region in inside:
                 sizes[region.owner, region.role, per][region.layer] += region.nbytes * items
             rest = buffer.item_bytes - sum(region.nbytes for region in inside)
@@ -247,9 +237,7 @@ def split(layers: Sequence[int], stages: int) -> list[tuple[int, ...]]:
     """Layers by pipeline stage, as even as possible, earlier stages larger."""
     if not 1 <= stages <= len(layers):
         raise ValueError(f"pp: {stages} stages for {len(layers)} layers. Each needs one or more.")
-    size, larger = divmod(len(layers), stages)
-    starts = [n * size + min(n, larger) for n in range(stages)]
-    return [tuple(layers[a : a + size + (n < larger)]) for n, a in enumerate(starts)]
+    return [tuple(part.tolist()) for part in np.array_split(layers, stages)]
 
 
 def parse_memory(text: str, what: str = "memory") -> int:

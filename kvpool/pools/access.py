@@ -77,9 +77,7 @@ class TypedAccess:
     _views: dict[tuple[str, int], torch.Tensor]
 
     def view(self, role: str, layer: int) -> torch.Tensor:
-        """The bytes of a role as a typed strided tensor `[item, entry, axes..., element]` (no entry
-        in slots).
-        """
+        """A role's memory as a typed view `[item, entry, axes..., element]` (slots: no entry)."""
         if (role, layer) not in self._views:
             region = self._region(role, layer)
             start, strides = self._cells_of(region)

@@ -17,13 +17,13 @@ with needed_by("kvpool.pools"):
 
 from kvpool.device import Device, get_device
 from kvpool.device.quant import storage
-from kvpool.layout import LayoutError, PoolLayout, RequestAddress, Space
+from kvpool.layout import LayoutError, PoolLayout, Space
 from kvpool.layout.describe import describe
 from kvpool.layout.formats import BufferSpec, Shard
 from kvpool.layout.validate import total_layers
-from kvpool.pools.access import ArrayLike, DTypeLike, TypedAccess, disjoint
+from kvpool.pools.access import ArrayLike, DTypeLike, disjoint
 from kvpool.pools.budget import fit, needed_items, state_bytes
-from kvpool.pools.offload import Saved, load_items, save_items
+from kvpool.pools.offload import HostCopies
 from kvpool.pools.placement import (
     ITEM_COUNTS,
     Placement,
@@ -33,8 +33,6 @@ from kvpool.pools.placement import (
     place,
     used_spaces,
 )
-
-__all__ = ["Common", "KVPool", "Shard"]
 
 
 class Common(TypedDict, total=False):
@@ -58,7 +56,7 @@ class Common(TypedDict, total=False):
     model: str
 
 
-class KVPool(TypedAccess):
+class KVPool(HostCopies):
     """A subclass defines `declare()` (and `spaces()`); everything else is derived here.
 
     `layers` are global ids, any subset, from `start_layer` to `end_layer` - 1; `total_kv_layers`
@@ -132,14 +130,8 @@ class KVPool(TypedAccess):
 
     def _allocated(self, spaces: Mapping[str, Space], model: str) -> PoolLayout:
         """Allocates the memory; returns what lies where."""
-        buffers, nbytes = place(
-            self.specs,
-            spaces,
-            {space.name: self._items(spaces[space.id_list]) for space in spaces.values()},
-            owner=self.owner,
-            placement=self.placement,
-            step=self.device.alignment,
-        )
+        items = {space.name: self._items(spaces[space.id_list]) for space in spaces.values()}
+        buffers, nbytes = place(self, spaces, items, self.device.alignment)
         with torch.inference_mode(False):
             self._slab = self.device.allocate(nbytes)
         self.nbytes = self._slab.numel()
@@ -215,13 +207,11 @@ class KVPool(TypedAccess):
         are not read back for that). Ids name no request: whether a room reads or writes an item is
         not checked.
         """
-        lists = {s.name: s.id_list for s in self.layout.spaces}
-        if space not in lists.values():
-            names = sorted({*lists.values()})
+        items, spaces = self.layout.items_by_list, self.layout.space_by_name
+        if space not in items:
+            names = sorted(items)
             raise KeyError(f"{self.owner} space {space!r}: this pool has id lists {names}.")
-        buffers = [b for b in self.layout.buffers if lists[b.space] == space]
-        items = min((buffer.items for buffer in buffers), default=0)
-        sources, targets = (self._ids(f"item of {space}", ids, items) for ids in (src, dst))
+        sources, targets = (self._ids(f"item of {space}", ids, items[space]) for ids in (src, dst))
         if sources.numel() != targets.numel():
             raise ValueError(
                 f"space {space}: {sources.numel()} source items, {targets.numel()} targets."
@@ -229,30 +219,9 @@ class KVPool(TypedAccess):
         allocator = None if self.allocator is None else self.allocator()
         if allocator is not None and targets.device.type == "cpu":
             allocator.check_unshared(space, targets.numpy())
+        buffers = (b for b in self.layout.buffers if spaces[b.space].id_list == space)
         views = [self.item_bytes_view(buffer) for buffer in buffers]
         self.device.copy_items(views, sources, targets, disjoint=disjoint(src, dst))
-
-    def save(self, address: RequestAddress) -> Saved:
-        """Copies a request's live items of every space to host memory. Raises RequestPinned while a
-        room receives the request, and ValueError if the request is no longer what its block table
-        says.
-        """
-        return save_items(self, address)
-
-    def load(self, address: RequestAddress, saved: Saved, *, start: int = 0) -> None:
-        """Writes saved state to another block table with as many tokens: that of a request extended
-        with `received=True`.
-
-        Positions before `start` stay as they are: those of a request that begins with a prefix
-        which is there (`new_request(tokens)`, then `start=request.num_tokens`). Of a page that
-        `start` lies in, entries before it stay; slots and rings come whole, whatever `start` is.
-
-        Raises ValueError if pool, tokens or items do not fit, if the request is no longer what its
-        block table says, or if other requests or the prefix cache need a page that would be
-        written; RequestPinned while a room offers or receives the request. All write nothing. Of a
-        block table that you made yourself, nothing is known of who shares its pages.
-        """
-        load_items(self, address, saved, start)
 
     def check_integrity(self) -> None:
         """Raises LayoutError where the description of a typed view differs from the layout."""

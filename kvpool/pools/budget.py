@@ -83,21 +83,14 @@ def spaces_of(pools: Sequence[KVPool]) -> list[Space]:
     return [space for pool in pools for space in pool.layout.spaces]
 
 
-def pages_of_tokens(
-    pools: Sequence[KVPool], items: Mapping[str, int], requests: int, chunk_tokens: int
-) -> int | None:
-    """The most pages of tokens in pools of so many items, besides the windows, slots and rings of
-    `requests` requests; None if no buffer grows with tokens.
+def pages_of_tokens(pools: Sequence[KVPool], num_pages: int, requests: int) -> int | None:
+    """The most pages of tokens in pools of so many pages or blocks, besides the windows, slots and
+    rings of `requests` requests; None if no buffer grows with tokens.
     """
     spaces = spaces_of(pools)
     if not any(space.grows for space in spaces):
         return None
-
-    def fits(pages: int) -> bool:
-        needed = needed_items(spaces, requests, pages, chunk_tokens)
-        return needed["num_pages"] <= items["num_pages"]
-
-    return largest(fits, 0)
+    return largest(lambda n: needed_items(spaces, requests, n, 1)["num_pages"] <= num_pages, 0)
 
 
 def size(pools: Sequence[KVPool], counts: Mapping[str, int], step: int) -> int:
@@ -106,10 +99,7 @@ def size(pools: Sequence[KVPool], counts: Mapping[str, int], step: int) -> int:
     for pool in pools:
         spaces = pool.layout.space_by_name
         items = {name: counts[count_argument(spaces[s.id_list])] for name, s in spaces.items()}
-        _, nbytes = place(
-            pool.specs, spaces, items, owner=pool.owner, placement=pool.placement, step=step
-        )
-        total += nbytes
+        total += place(pool, spaces, items, step)[1]
     return total
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import index
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,37 +44,53 @@ class _Live(NamedTuple):
     ids: Ints
 
 
-def save_items(pool: TypedAccess, address: RequestAddress) -> Saved:
-    """See KVPool.save."""
-    rows = {}
-    with pinned_by_call("save", address, pool.layout, "offered"):
-        for live in list(_live_items(pool, address)):
-            ids = torch.from_numpy(live.ids.copy()).to(live.view.device)
-            rows[live.buffer.name] = live.view.index_select(0, ids).cpu()
-    return Saved(address.num_tokens, rows, _shape(pool.layout))
+class HostCopies(TypedAccess):
+    """A pool whose requests can be saved to host memory, and loaded from it."""
 
+    def save(self, address: RequestAddress) -> Saved:
+        """Copies a request's live items of every space to host memory. Raises RequestPinned while a
+        room receives the request, and ValueError if the request is no longer what its block table
+        says.
+        """
+        rows = {}
+        with pinned_by_call("save", address, self.layout, "offered"):
+            for live in list(_live_items(self, address)):
+                ids = torch.from_numpy(live.ids.copy()).to(live.view.device)
+                rows[live.buffer.name] = live.view.index_select(0, ids).cpu()
+        return Saved(address.num_tokens, rows, _shape(self.layout))
 
-def load_items(pool: TypedAccess, address: RequestAddress, saved: Saved, start: int) -> None:
-    """See KVPool.load."""
-    shape, start = _shape(pool.layout), index(start)
-    if shape != saved.shape:
-        names = sorted({*shape, *saved.shape})
-        name = next(n for n in names if shape.get(n) != saved.shape.get(n))
-        raise ValueError(
-            f"buffer {name}: {saved.shape.get(name, 'absent')} when saved, "
-            f"{shape.get(name, 'absent')} here. Load into a pool of the same layout."
-        )
-    if address.num_tokens != saved.num_tokens:
-        raise ValueError(
-            f"{saved.num_tokens} tokens were saved, the block table has {address.num_tokens}."
-        )
-    if not 0 <= start <= saved.num_tokens:
-        raise ValueError(
-            f"start: 0 to {saved.num_tokens}, the tokens that were saved, got {start}."
-        )
-    with pinned_by_call("load", address, pool.layout, "received", start):
-        for live in list(_live_items(pool, address)):
-            _write(pool.layout, live, saved.items[live.buffer.name], start)
+    def load(self, address: RequestAddress, saved: Saved, *, start: int = 0) -> None:
+        """Writes saved state to another block table with as many tokens: that of a request extended
+        with `received=True`.
+
+        Positions before `start` stay as they are: those of a request that begins with a prefix
+        which is there (`new_request(tokens)`, then `start=request.num_tokens`). Of a page that
+        `start` lies in, entries before it stay; slots and rings come whole, whatever `start` is.
+
+        Raises ValueError if pool, tokens or items do not fit, if the request is no longer what its
+        block table says, or if other requests or the prefix cache need a page that would be
+        written; RequestPinned while a room offers or receives the request. All write nothing. Of a
+        block table that you made yourself, nothing is known of who shares its pages.
+        """
+        shape, start = _shape(self.layout), index(start)
+        if shape != saved.shape:
+            names = sorted({*shape, *saved.shape})
+            name = next(n for n in names if shape.get(n) != saved.shape.get(n))
+            raise ValueError(
+                f"buffer {name}: {saved.shape.get(name, 'absent')} when saved, "
+                f"{shape.get(name, 'absent')} here. Load into a pool of the same layout."
+            )
+        if address.num_tokens != saved.num_tokens:
+            raise ValueError(
+                f"{saved.num_tokens} tokens were saved, the block table has {address.num_tokens}."
+            )
+        if not 0 <= start <= saved.num_tokens:
+            raise ValueError(
+                f"start: 0 to {saved.num_tokens}, the tokens that were saved, got {start}."
+            )
+        with pinned_by_call("load", address, self.layout, "received", start):
+            for live in list(_live_items(self, address)):
+                _write(self.layout, live, saved.items[live.buffer.name], start)
 
 
 def _write(layout: PoolLayout, live: _Live, rows: torch.Tensor, start: int) -> None:
@@ -105,7 +121,7 @@ def _entry_bytes(layout: PoolLayout, live: _Live, entries: range) -> Ints:
     space, buffer = live.space, live.buffer
     steps = np.arange(entries.start, entries.stop) % space.entries_per_item % space.steps
     parts: list[Ints] = []
-    for region in (region for region in layout.regions if region.buffer == buffer.name):
+    for region in layout.regions_in[buffer.name]:
         entry = region.axis("entry")
         axes = [(axis.size, axis.stride) for axis in region.axes if axis is not entry]
         offsets = outer_sum(region.offset, [*axes, (region.width, 1)])
@@ -147,8 +163,5 @@ def _live_items(pool: TypedAccess, address: RequestAddress) -> Iterator[_Live]:
 
 def _shape(layout: PoolLayout) -> dict[str, object]:
     """What must be equal where saved bytes are loaded, by buffer name."""
-    spaces = layout.space_by_name
-    shape: dict[str, Any] = {b.name: [spaces[b.space], b.item_bytes] for b in layout.buffers}
-    for region in layout.regions:
-        shape[region.buffer].append(region)
-    return shape
+    spaces, inside = layout.space_by_name, layout.regions_in
+    return {b.name: [spaces[b.space], b.item_bytes, *inside[b.name]] for b in layout.buffers}

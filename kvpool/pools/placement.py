@@ -12,11 +12,14 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import index
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from kvpool.layout import Buffer, LayoutError, Space
 from kvpool.layout.formats import BufferSpec
 from kvpool.layout.template import alignment
+
+if TYPE_CHECKING:
+    from kvpool.pools.base import KVPool
 
 Placement = Literal["layer", "page", "stack", "block"]
 ITEM_COUNTS = ("num_pages", "num_window_pages", "num_slots")
@@ -150,15 +153,9 @@ def _group_name(space: str, group: int) -> str:
 
 
 def place(
-    specs: Sequence[BufferSpec],
-    spaces: Mapping[str, Space],
-    items: Mapping[str, int],
-    *,
-    owner: str,
-    placement: Placement,
-    step: int,
+    pool: KVPool, spaces: Mapping[str, Space], items: Mapping[str, int], step: int
 ) -> tuple[list[Buffer], int]:
-    """Buffers of `items[space]` items with bases from 0, and their bytes in all.
+    """A pool's buffers of `items[space]` items with bases from 0, and their bytes in all.
 
     `layer`: a stretch of memory per layer. `page`: all layers of a page side by side. `stack`: all
     layers of a specification one after the other. `block`: as `page`, the items of all id lists
@@ -167,13 +164,13 @@ def place(
     """
     # what lies side by side in an item, in the order of the spaces
     records: dict[str, list[tuple[BufferSpec, int]]] = {}
-    for spec in sorted(specs, key=lambda spec: [*spaces].index(spec.space)):
-        shared = {"page": spec.space, "block": spaces[spec.space].id_list}.get(placement)
+    for spec in sorted(pool.specs, key=lambda spec: [*spaces].index(spec.space)):
+        shared = {"page": spec.space, "block": spaces[spec.space].id_list}.get(pool.placement)
         for layer in spec.layers:
-            name = shared or spec.buffer_name(owner, layer)
+            name = shared or spec.buffer_name(pool.owner, layer)
             records.setdefault(name, []).append((spec, layer))
     buffers: list[Buffer] = []
-    block = _stride(records.values()) if placement == "block" else 0
+    block = _stride(records.values()) if pool.placement == "block" else 0
     top = 0
     for record in records.values():
         start = base = 0 if block else top
@@ -181,7 +178,7 @@ def place(
         # largest alignment first keeps every item aligned without gaps
         for spec, layer in sorted(record, key=lambda row: -alignment(row[0].item)):
             buffer = Buffer(
-                name=spec.buffer_name(owner, layer),
+                name=spec.buffer_name(pool.owner, layer),
                 space=spec.space,
                 base=base,
                 item_stride=stride,
@@ -192,7 +189,7 @@ def place(
             buffers.append(buffer)
             base += spec.item_bytes
         top = start + buffer.items * stride
-        if placement != "stack" or layer == spec.layers[-1]:
+        if pool.placement != "stack" or layer == spec.layers[-1]:
             top = _up(top, step)
     return buffers, top
 

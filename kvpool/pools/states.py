@@ -264,10 +264,18 @@ class LayeredPool(UnionPool):
         for name, dtype in (("conv_dtype", conv_dtype), ("temporal_dtype", temporal_dtype)):
             if dtype is not None and not linear:
                 raise ValueError(f"{name}: no layer has a linear state. Leave it out.")
-        self.by_layer = {
-            layer: tuple(_stored(state, order, conv_layout, temporal_dtype) for state in kept)
-            for layer, kept in sorted(states.items())
-        }
+
+        def stored(state: State) -> State:
+            kind = state.kind
+            if isinstance(kind, MHA):
+                kind = replace(kind, order=order or kind.order)
+            if isinstance(kind, LinearState):
+                kind = replace(kind, conv_layout=conv_layout or kind.conv_layout)
+                if kind.heads and temporal_dtype is not None:
+                    kind = replace(kind, temporal_dtype=dtype_name(temporal_dtype))
+            return replace(state, kind=kind)
+
+        self.by_layer = {layer: tuple(map(stored, states[layer])) for layer in sorted(states)}
         self.index_packing, self.conv_dtype = index_packing, conv_dtype
         self.window_page_size = window_page_size or common.get("page_size", 0)
         states_kept = (state for kept in self.by_layer.values() for state in kept)
@@ -287,23 +295,6 @@ class LayeredPool(UnionPool):
         for number, state in sorted(layers, key=itemgetter(0)):
             kind, window, dtype = state.kind, state.window, state.dtype
             yield self.place(kind, layers[number, state], window=window, dtype=dtype, number=number)
-
-
-def _stored(
-    state: State,
-    order: Order | None,
-    conv_layout: ConvLayout | None,
-    temporal_dtype: DTypeLike | None,
-) -> State:
-    """A state with K and V, convolutions and temporal states as a pool is asked to store them."""
-    kind = state.kind
-    if isinstance(kind, MHA):
-        kind = replace(kind, order=order or kind.order)
-    if isinstance(kind, LinearState):
-        kind = replace(kind, conv_layout=conv_layout or kind.conv_layout)
-        if kind.heads and temporal_dtype is not None:
-            kind = replace(kind, temporal_dtype=dtype_name(temporal_dtype))
-    return replace(state, kind=kind)
 
 
 def _sections_of(kind: LinearState, conv: torch.Tensor, shard: Shard) -> dict[str, torch.Tensor]:

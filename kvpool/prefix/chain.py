@@ -8,6 +8,7 @@ routers publish these keys.
 from __future__ import annotations
 
 import hashlib
+from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -86,6 +87,6 @@ class Chain:
 
     def copy(self) -> Chain:
         """A chain of the same tokens that grows by itself."""
-        chain = Chain(self.page, self.salt)
-        chain._keys, chain._tokens, chain.num_tokens = [*self._keys], self._tokens, self.num_tokens
+        chain = copy(self)
+        chain._keys = [*self._keys]
         return chain

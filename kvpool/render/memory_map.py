@@ -10,7 +10,10 @@ from itertools import islice
 from math import prod
 from operator import attrgetter
 
+import numpy as np
+
 from kvpool.layout import Axis, Buffer, PoolLayout, Region, Space
+from kvpool.layout.grid import outer_sum
 
 MAX_BOXES = 2000  # in a row
 MIN_ROW_BYTES = 128
@@ -46,42 +49,14 @@ def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
         raise KeyError(f"buffer {buffer!r}: not in this layout (it has {names}).")
     if not 0 <= byte < named.item_bytes:
         raise IndexError(f"buffer {buffer}: byte {byte} of items of {named.item_bytes}.")
-    regions = (region for region in layout.regions if region.buffer == buffer)
-    return next(filter(None, (_location(region, byte) for region in regions)), None)
-
-
-def _location(region: Region, byte: int) -> ByteLocation | None:
-    """What a byte of the item is, if it is one of this region's."""
-    axes = [axis for axis in region.axes_by_stride if axis.size > 1]
-    steps = _steps(byte - region.offset, axes, region.width)
-    if steps is None:
-        return None
-    *numbers, inside = steps
-    by_name = dict(zip((axis.name for axis in axes), numbers))
-    return ByteLocation(region, tuple(by_name.get(axis.name, 0) for axis in region.axes), inside)
-
-
-def _steps(byte: int, axes: Sequence[Axis], width: int) -> tuple[int, ...] | None:
-    """The step of each axis, and the byte inside a cell of `width`; None between cells. Axes are
-    given by stride, the largest first.
-    """
-    if not axes:
-        return (byte,) if 0 <= byte < width else None
-    axis, *finer = axes
-    reach = width + sum((a.size - 1) * a.stride for a in finer)
-    first, last = _reached(axis, byte, byte + 1, reach)
-    # axes may interlock: then cells of an earlier step lie beyond the begin of a later one
-    for step in range(last, first - 1, -1):
-        rest = _steps(byte - step * axis.stride, finer, width)
-        if rest is not None:
-            return step, *rest
+    for region in layout.regions_in[buffer]:
+        # every cell: where axes interlock, a byte does not say at once how far it is on each
+        starts = outer_sum(region.offset, [(axis.size, axis.stride) for axis in region.axes])
+        cells = np.flatnonzero((starts <= byte) & (byte < starts + region.width))
+        if cells.size:
+            steps = np.unravel_index(cells[0], [axis.size for axis in region.axes])
+            return ByteLocation(region, tuple(map(int, steps)), byte - int(starts[cells[0]]))
     return None
-
-
-def _reached(axis: Axis, start: int, end: int, reach: int) -> tuple[int, int]:
-    """First and last step of an axis with bytes in `start` to `end`, if a step reaches so far."""
-    first = -((reach - 1 - start) // axis.stride)
-    return max(0, first), min(axis.size - 1, (end - 1) // axis.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +128,8 @@ def _cells(region: Region, start: int, end: int, smallest: float) -> Iterator[Bo
             return
         axis, *finer = axes
         reach -= (axis.size - 1) * axis.stride
-        first, last = _reached(axis, start - at, end - at, reach)
-        for step in range(first, last + 1):
+        first = max(0, (start - at - reach) // axis.stride + 1)  # to reach into the bytes
+        for step in range(first, min(axis.size, (end - at - 1) // axis.stride + 1)):
             name = f"{axis.name} {axis.start + step}"
             yield from inside(finer, at + step * axis.stride, (*names, name))
 
@@ -204,19 +179,14 @@ class ItemMap:
                 groups.append([])
             groups[-1].append(region)
             reach = max(reach, region.end)
-        limits = [*(regions[0].offset for regions in groups[1:]), self.item_bytes]
-        for regions, limit in zip(groups, limits):
-            if drawn < regions[0].offset:
-                yield _gap(drawn, regions[0].offset)
-            band = _band(regions, limit)
-            yield band
-            drawn = band.end
-        if drawn < self.item_bytes:
-            yield _gap(drawn, self.item_bytes)
-
-
-def _gap(start: int, end: int) -> Band:
-    return Band(start=start, end=end, row=end - start, regions=(), axis=None)
+        starts = [*(regions[0].offset for regions in groups), self.item_bytes]
+        for regions, start, limit in zip([*groups, []], starts, [*starts[1:], 0]):
+            if drawn < start:
+                yield Band(start=drawn, end=start, row=start - drawn, regions=(), axis=None)
+            if regions:
+                band = _band(regions, limit)
+                yield band
+                drawn = band.end
 
 
 def _band(regions: Sequence[Region], limit: int) -> Band:
@@ -243,12 +213,13 @@ def _outermost(region: Region, start: int) -> Axis | None:
 
 def item_maps(layout: PoolLayout) -> list[ItemMap]:
     """A map for each distinct kind of item, with all buffers that have it, in their order."""
-    inside: dict[str, list[Region]] = {buffer.name: [] for buffer in layout.buffers}
-    for region in layout.regions:
-        inside[region.buffer].append(region)
+    inside = {
+        name: sorted(regions, key=lambda region: region.offset)
+        for name, regions in layout.regions_in.items()
+    }
     alike: dict[object, list[Buffer]] = {}
     for buffer in layout.buffers:
-        regions = inside[buffer.name] = sorted(inside[buffer.name], key=lambda r: r.offset)
+        regions = inside[buffer.name]
         lowest = min((region.layer for region in regions), default=0)
         looks = [replace(r, layer=r.layer - lowest, buffer="any") for r in regions]
         sizes = buffer.item_bytes, buffer.item_stride, buffer.items, buffer.space

@@ -71,41 +71,31 @@ class PoolMemory(DeviceMemory):
 
     def __init__(self, pool: KVPool) -> None:
         self.pool, self.layout = pool, pool.layout
-        tensors: list[torch.Tensor] = []
-        # of each tensor: first pointer, end pointer, index of its first byte
-        self._parts: list[tuple[int, int, int]] = []
-        storages: dict[int, tuple[torch.UntypedStorage, list[Buffer]]] = {}
-        for buffer in pool.layout.buffers:
-            storage = pool.item_bytes_view(buffer).untyped_storage()
-            storages.setdefault(storage.data_ptr(), (storage, []))[1].append(buffer)
-        count = 0
-        for start, (storage, buffers) in storages.items():
-            ends = np.array([buffer.end + GAP for buffer in buffers])
-            lows, highs = merge_intervals(np.array([buffer.base for buffer in buffers]), ends)
-            highs[-1] -= GAP
-            for low, high in zip(lows.tolist(), highs.tolist()):
-                if not start <= low < high <= start + storage.nbytes():
-                    fail(
-                        f"buffers of {pool.owner} from {low:#x} to {high:#x}, but the memory of "
-                        f"their views is from {start:#x} to {start + storage.nbytes():#x}."
-                    )
-                flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                tensors.append(flat.set_(storage, low - start, (high - low,), (1,)))
-                self._parts.append((low, high, count))
-                count += high - low
+        storage = pool.item_bytes_view(pool.layout.buffers[0]).untyped_storage()
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        bases, ends = np.array([(b.base, b.end + GAP) for b in pool.layout.buffers]).T
+        self._lows, self._highs = merge_intervals(bases, ends)  # pointers, of each tensor
+        self._highs[-1] -= GAP
+        low, high = self._lows[0], self._highs[-1]
+        if not start <= low < high <= end:
+            fail(
+                f"buffers of {pool.owner} from {low:#x} to {high:#x}, but the memory of their "
+                f"views is from {start:#x} to {end:#x}."
+            )
+        sizes = self._highs - self._lows
+        self._firsts = np.cumsum(sizes) - sizes  # index of each tensor's first byte
+        parts = zip((self._lows - start).tolist(), sizes.tolist())
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        tensors = [empty.new_empty(0).set_(storage, at, (size,), (1,)) for at, size in parts]
         super().__init__(pool.device, *tensors)
 
     def number(self, pointers: Ints) -> Ints:
         """Array indices of the bytes at these pointers; fails the check for a pointer outside."""
-        low, high = pointers.min(initial=1 << 62), pointers.max(initial=0)
-        numbers = np.full(pointers.shape, -1, dtype=np.int64)
-        for first, after, start in self._parts:
-            if first <= low and high < after:  # all in one part: no masks
-                return pointers - first + start
-            inside = (pointers >= first) & (pointers < after)
-            numbers[inside] = pointers[inside] - first + start
-        if (numbers < 0).any():
-            fail(f"pointer {int(pointers[numbers < 0][0]):#x} is outside the pool's memory.")
+        part = np.searchsorted(self._lows, pointers, side="right") - 1
+        outside = (part < 0) | (pointers >= self._highs[part])
+        if outside.any():
+            fail(f"pointer {int(pointers[outside][0]):#x} is outside the pool's memory.")
+        numbers: Ints = pointers - self._lows[part] + self._firsts[part]
         return numbers
 
     def cells(self, region: Region, locations: Ints | None = None) -> Ints:
@@ -144,8 +134,8 @@ class PoolMemory(DeviceMemory):
         same(what, actual, self.bytes, self._name)
 
     def _name(self, number: int) -> str:
-        low, _, start = next(p for p in self._parts if p[2] <= number < p[2] + p[1] - p[0])
-        pointer = low + number - start
+        part = np.searchsorted(self._firsts, number, side="right") - 1
+        pointer = number + int(self._lows[part] - self._firsts[part])
         for buffer in self.layout.buffers:
             item, byte = divmod(pointer - buffer.base, buffer.item_stride)
             if 0 <= item < buffer.items and byte < buffer.item_bytes:
@@ -161,7 +151,7 @@ class RegionGroup(NamedTuple):
     """Regions of one layer in one space, by role, and how many locations they have."""
 
     layer: int
-    space: str
+    space: Space
     by_role: Mapping[str, Region]
     locations: int
 
@@ -188,7 +178,14 @@ class Trial(PoolMemory):
         super().__init__(case.make())
         self.random = random_of(case.pool, *seed)
         self.fill(self.random)
-        self.groups = groups(self.pool)
+        roles: dict[tuple[int, Space], dict[str, Region]] = {}
+        for region in self.layout.regions:
+            part = region.layer, self.layout.space_of(region)
+            roles.setdefault(part, {})[region.role] = region
+        self.groups = [
+            RegionGroup(layer, space, by_role, space.steps * self.layout.items_by_space[space.name])
+            for (layer, space), by_role in roles.items()
+        ]
 
     def stored(self, region: Region, count: int) -> Bytes:
         """Random bytes of `count` entries."""
@@ -211,22 +208,6 @@ class Trial(PoolMemory):
     def same(self, region: Region, read: torch.Tensor, expected: Bytes, how: str = "") -> None:
         """Fails the check unless a tensor that was read has these bytes."""
         same(f"{region}{how}: values that were read", off(self.device, read), expected)
-
-
-def groups(pool: KVPool) -> list[RegionGroup]:
-    """Groups with every region of a pool once."""
-    layout, roles = pool.layout, dict[tuple[int, Space], dict[str, Region]]()
-    for region in layout.regions:
-        roles.setdefault((region.layer, layout.space_of(region)), {})[region.role] = region
-    return [
-        RegionGroup(
-            layer=layer,
-            space=space.name,
-            by_role=by_role,
-            locations=space.steps * min(layout.buffer_of(r).items for r in by_role.values()),
-        )
-        for (layer, space), by_role in roles.items()
-    ]
 
 
 def shape(region: Region, count: int) -> tuple[int, ...]:

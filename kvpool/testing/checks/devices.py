@@ -33,9 +33,7 @@ ENTRIES = 5
 
 
 def its_properties_are_valid(device: Device) -> None:
-    """Availability, name, kind of memory, alignment, limit of registrations, whether
-    it is emulated.
-    """
+    """Availability, name, kind of memory, alignment, limit of registrations, emulation."""
     equal("availability", device.availability(), None)
     equal("the name of get_device(name)", get_device(device.name).name, device.name)
     if not device.memory_kind.isidentifier():

@@ -105,9 +105,7 @@ def chained_copies_read_before_they_write(trial: Trial) -> None:
 
 
 def saved_items_come_back_elsewhere(trial: Trial) -> None:
-    """A request's items are saved to host memory, and loaded into other items after the pool is
-    overwritten.
-    """
+    """A request's items are saved to the host, and loaded into others once all is overwritten."""
     layout, most = trial.layout, capacity(trial.layout)
     for tokens in sorted({1, most // 2 + 1, most}):
         before, after = (place(layout, tokens, trial.random) for _ in range(2))
@@ -141,10 +139,10 @@ def capacity(layout: PoolLayout) -> int:
 def usable_items(layout: PoolLayout) -> dict[str, Ints]:
     """Ids that requests can use, by id list; those of a block pool are dealt out to its lists."""
     usable = {}
-    for name, ids in _all_items(layout).items():
+    for name, count in layout.items_by_list.items():
         space = layout.space_by_name[name]
         lists = layout.block_pools.get(space.block_pool or "", (name,))
-        usable[name] = ids[space.reserved + lists.index(name) :: len(lists)]
+        usable[name] = np.arange(space.reserved + lists.index(name), count, len(lists))
     return usable
 
 
@@ -165,7 +163,8 @@ def chain(random: np.random.Generator, ids: Ints) -> tuple[Ints, Ints]:
 
 
 def _copies(trial: Trial, chains: bool) -> None:
-    for id_list, ids in _all_items(trial.layout).items():
+    for id_list, count in trial.layout.items_by_list.items():
+        ids = np.arange(count)
         for on_device in (False, True):
             mixed = trial.random.permutation(ids)
             half = mixed.size // 2
@@ -187,15 +186,6 @@ def _move(trial: Trial, id_list: str, src: Ints, dst: Ints, on_device: bool = Fa
         if trial.layout.space_by_name[buffer.space].id_list == id_list:
             rows = trial.bytes[trial.items(buffer, src)]
             trial.bytes[trial.items(buffer, dst)] = rows
-
-
-def _all_items(layout: PoolLayout) -> dict[str, Ints]:
-    """All ids of each id list, including reserved ones."""
-    counts: dict[str, int] = {}
-    for buffer in layout.buffers:
-        name = layout.space_by_name[buffer.space].id_list
-        counts[name] = min(buffer.items, counts.get(name, buffer.items))
-    return {name: np.arange(count, dtype=np.int64) for name, count in counts.items()}
 
 
 def _listed(pool: KVPool, what: str, columns: Sequence[list[int]]) -> list[Buffer]:

@@ -266,7 +266,7 @@ class Prefixes(Machine):
         """After a refusal that gave items back: the order of what is idle may have changed."""
         for name, each in self.lists.items():
             index = self.alloc.lists[name].free_list.kept
-            order = index.idle_ids().tolist()
+            order = [*index.idle]
             assert sorted(order) == sorted(each.free.idle)
             each.free.idle = order
 

@@ -117,7 +117,7 @@ def test_needed_items_are_enough_for_so_many_requests(build, pages):
     for _ in range(pages * probe.page_size):
         alloc.extend_batch(requests, 1)
     fewer = build(**{**BLOCKS, "num_pages": items["num_pages"] - 1}, device="meta")
-    assert pages_of_tokens([fewer], {"num_pages": fewer.num_pages}, 4, 1) == 4 * pages - 1
+    assert pages_of_tokens([fewer], fewer.num_pages, 4) == 4 * pages - 1
 
 
 @pytest.mark.parametrize("build", [swa, hybrid, dsv4])
