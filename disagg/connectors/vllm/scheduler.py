@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from disagg.connectors.source import Recent, Source, named_room, prompt_digest, request_room
+from disagg.connectors.source import Source, named_room, prompt_digest, request_room
 from disagg.connectors.vllm.layout import Blocks
 from disagg.protocol.messages import Room
+from disagg.protocol.peers.liveness import Latest
 
 log = logging.getLogger("vllm.kvpool")
 
@@ -22,6 +23,8 @@ OTHER_ROLES = ("remote_prefiller", "remote_kv_source")
 """Of `kv_transfer_params`: what proxies say to vLLM's offloading between peers."""
 DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Statuses of a request whose prompt is computed to its end."""
+KEPT_ROOMS = 10_000
+"""Rooms that none is to be offered or asked for twice: the latest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +108,7 @@ class ConnectorScheduler:
         self._sending: dict[str, _Sending] = {}
         self._wanted: dict[str, Source] = {}
         self._receiving: set[str] = set()
-        self._named, self._asked = Recent(), Recent()
+        self._named, self._asked = (Latest[Room, None](KEPT_ROOMS) for _ in range(2))
         self._numbers = count(1)
 
     def serve(self, addresses: Sequence[str]) -> None:
@@ -144,8 +147,10 @@ class ConnectorScheduler:
         if self._state and ids is None:
             raise ValueError("of embeddings, this model's state is not that of a token less.")
         room = named_room(named, ids)
-        if room is None or not self._named.add(room):
+        if room is None or room in self._named:
             room = request_room(name, next(self._numbers))
+        else:
+            self._named[room] = None
         stop = request.num_prompt_tokens - self._recomputes
         following = ids[stop] if ids and stop >= 0 else None
         self._sending[name] = _Sending(request=request, room=room, stop=stop, following=following)
@@ -202,8 +207,9 @@ class ConnectorScheduler:
         if not self._consumes:
             raise ValueError("this engine is a kv_producer. Send it to a kv_consumer.")
         source = Source.read(params, request.prompt_token_ids)
-        if not self._asked.add(source.room):
+        if source.room in self._asked:
             raise ValueError("its room is read by another sequence of the same prompt (n > 1).")
+        self._asked[source.room] = None
         self._wanted[request.request_id] = source
         if self._handed_over(request, source) >= request.num_prompt_tokens:
             raise ValueError(
