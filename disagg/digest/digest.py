@@ -116,15 +116,13 @@ def digests(
 
 
 def differing(
-    pieces: Sequence[Piece], own: Sequence[Hashes], theirs: Sequence[Hashes], layout: PoolLayout
+    pieces: Sequence[Piece], own: Hashes, theirs: Hashes, layout: PoolLayout
 ) -> list[str]:
-    """Sentences that name owner, layers, role and positions of entries whose digests differ. `own`
-    and `theirs` hold an array per piece, of one digest per entry; else raises ValueError.
+    """Sentences that name owner, layers, role and positions of entries whose digests differ: one
+    digest for each entry of each piece, in order, as `digests` makes them with `each`.
     """
-    counts = [piece.numbers().size for piece in pieces]
-    if any([array.size for array in side] != counts for side in (own, theirs)):
-        raise ValueError("digests to compare: need an array per piece, of one number per entry.")
-    wrong = ((piece, np.flatnonzero(a != b)) for piece, a, b in zip(pieces, own, theirs))
+    edges = np.cumsum([piece.numbers().size for piece in pieces])[:-1]
+    wrong = zip(pieces, map(np.flatnonzero, np.split(own != theirs, edges)))
     return by_layers(
         (piece.key, _difference(layout, piece, entries)) for piece, entries in wrong if entries.size
     )

@@ -47,14 +47,13 @@ def differences(
     check: Verification, layout: PoolLayout, who: str
 ) -> tuple[Verification | None, str]:
     """Of digests that are not equal: a finer check, or a sentence that names what differs."""
-    counts = [piece.numbers().size if check.each else 1 for piece in check.pieces]
+    count = sum(piece.numbers().size if check.each else 1 for piece in check.pieces)
     sizes = [len(side or b"") for side in (check.own, check.theirs)]
-    if sizes != 2 * [8 * sum(counts)]:
+    if sizes != 2 * [8 * count]:
         return None, f"{who} gave {sizes[1]} bytes of digests, here they are {sizes[0]}."
     own, theirs = (np.frombuffer(side or b"", dtype="<u8") for side in (check.own, check.theirs))
     if check.each:
-        edges = np.cumsum(counts)[:-1]
-        named = differing(check.pieces, np.split(own, edges), np.split(theirs, edges), layout)
+        named = differing(check.pieces, own, theirs, layout)
         what = "\n".join(named) or "not by entry: its pages changed while they were compared."
         return None, f"what was read differs from what {who} holds: {what}"
     wrong = [check.pieces[number] for number in np.flatnonzero(own != theirs)]
