@@ -81,9 +81,8 @@ def save(
                 write(file, start + int(offsets[0]), staging.bytes[:size].data)
         # of the pool, not of the file: what a copy got wrong is found at load
         prefix = RequestAddress(count, address.spans)
-        parts = (part for part in digests(layout, prefix, pieces) if part is not None)
-        hashes = dict(zip(empty, (value for part in parts for value in part.tolist())))
-        write(file, 0, replace(header, digests=hashes).encode())
+        values = np.concatenate([*digests(layout, prefix, pieces)]).tolist()
+        write(file, 0, replace(header, digests=dict(zip(empty, values))).encode())
 
 
 def inspect(path: Path) -> Header:
