@@ -98,7 +98,6 @@ class MooncakeEngine(ThreadedEngine):
         self._protocol, self._device, self._chunk = protocol, device, chunk
         self._token = np.frombuffer(secrets.token_bytes(self.token_bytes), dtype=np.uint8)
         self._engine: Any = None
-        self._scratches: list[np.ndarray] = []
 
     @classmethod
     def availability(cls) -> str | None:
@@ -164,16 +163,12 @@ class MooncakeEngine(ThreadedEngine):
             scope=self._scope(),
             polls=self._protocol == "tcp",
         )
-        if self.shared:
-            self._scratches.append(reader.scratch)
         return self._connected(f"mooncake {reader.address}", reader, ranges)
 
     def read(self, peer: ThreadedPeer, batch: CopyBatch) -> ThreadedTransfer | None:
-        """Queues the batch for the peer's thread, cut at the edges of registered ranges."""
         return super().read(peer, batch.cut(TCP_RUN_BYTES) if self._protocol == "tcp" else batch)
 
     def close(self) -> None:
-        """Gives up all peers, and waits for calls that may write."""
         super().close()
         if self._engine is not None:
             with self._scope():
@@ -181,9 +176,7 @@ class MooncakeEngine(ThreadedEngine):
                 self._engine = None
 
     def _check(self, slabs: Sequence[Slab]) -> None:
-        """Mooncake itself detects which memory a pointer is in; its non-CUDA build assumes the
-        host's.
-        """
+        """Mooncake detects which memory a pointer is in; its non-CUDA build assumes the host's."""
         moves = (HOST, "cuda") if moves_cuda() else (HOST,)
         for slab in slabs:
             if slab.memory.partition(":")[0] not in moves:
