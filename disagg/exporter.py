@@ -6,13 +6,13 @@ with export({"prefill": prefill, "decode": decode}, 9400, allocators={"kv": allo
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from wsgiref.simple_server import WSGIServer
 
+from disagg.log import log
 from disagg.protocol.metrics import Snapshot
 from kvpool.extras import needed_by
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from kvpool.allocation.prefix_cache import PrefixStats
 
 __all__ = ["Observed", "Server", "export"]
-
-log = logging.getLogger("disagg")
 
 StateT = TypeVar("StateT")
 Numbers = float | Mapping[Any, float]

@@ -7,7 +7,6 @@ thread has an object of its own, a `BlockingReader`, and ends it before it repor
 from __future__ import annotations
 
 import ipaddress
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -21,10 +20,9 @@ import numpy as np
 from disagg.engines.base import Engine, TransferError
 from disagg.engines.ranges import Ranges
 from disagg.host.brief import Waker
+from disagg.log import log
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints
-
-log = logging.getLogger("disagg")
 
 GIVEN_UP = "the peer was given up."
 

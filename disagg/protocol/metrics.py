@@ -10,13 +10,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from disagg.log import log
 from disagg.plan.runs import Route
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.status import Failure
 from kvpool.layout.types import MAX_REASON
-
-log = logging.getLogger("disagg")
 
 PHASES = ("plan", "bind", "wait", "wire", "verify", "total")
 

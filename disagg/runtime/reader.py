@@ -6,7 +6,6 @@ go on after it.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from disagg.engines.base import Engine, TransferError
+from disagg.log import log
 from disagg.plan.bind import CopyBatch
 from disagg.protocol.events import EngineConnected, ReadBegun, ReaderEvent
 from disagg.protocol.messages import Hello
 from disagg.protocol.peers.link import Link, Read
 from disagg.runtime.reads import BegunReads, Fence, InFlight, ReadContext, TrackedRead
 from disagg.runtime.staging import StagingBuffers
-
-log = logging.getLogger("disagg")
 
 LOOKS_PER_TIMEOUT = 4
 """A longer pause between two steps than this part of the time-out is no time that a read took."""

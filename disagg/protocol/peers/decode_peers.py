@@ -11,6 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from disagg.errors import RoomError
+from disagg.log import log
 from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.planner import PlanCache
 from disagg.protocol import messages
@@ -22,8 +23,6 @@ from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.status import Failure, Side
 from kvpool.layout import PoolLayout, Region, Space
-
-log = logging.getLogger("disagg")
 
 FIRST_PAUSE = 0.25
 """Of the shorter time-out: before a rank is dialled again that refuses this decode for now."""
