@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from wsgiref.simple_server import WSGIServer
@@ -45,7 +46,7 @@ class Allocating(Protocol):
         """Its numbers now; called from any thread."""
 
 
-class Server:
+class Server(AbstractContextManager["Server"]):
     """Serves metrics at `addr`, `port` until it is closed."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
@@ -57,9 +58,6 @@ class Server:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def __enter__(self) -> Server:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
