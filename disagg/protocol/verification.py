@@ -15,7 +15,8 @@ from disagg.digest.digest import Piece, differing, from_wire, pieces, to_wire
 from disagg.plan import TransferPlan
 from disagg.protocol.codec import MAX_MESSAGE
 from disagg.protocol.events import ComputeDigest, Effects
-from disagg.protocol.messages import DigestRequest, Digests, Room
+from disagg.protocol.messages import DigestRequest, Digests
+from disagg.protocol.peers.link import PrefillRank
 from disagg.protocol.status import Failure, Side
 from kvpool.layout import PoolLayout
 
@@ -33,14 +34,17 @@ class Verification:
     uint64, one for each piece, or with `each` one for each of its entries.
     """
 
-    room: Room
-    attempt: str
+    room: DecodeRoom
     source: int
     pieces: list[Piece]
     begun: float
     each: bool = False
     own: bytes | None = None
     theirs: bytes | None = None
+
+    @property
+    def rank(self) -> PrefillRank:
+        return self.room.link.ranks[self.source]
 
 
 def differences(
@@ -68,15 +72,12 @@ class Comparisons:
     def __init__(self, layout: PoolLayout, effects: Effects) -> None:
         self._layout, self._effects = layout, effects
 
-    def begin(self, name: Room, room: DecodeRoom, plan: TransferPlan, now: float) -> None:
+    def begin(self, room: DecodeRoom, plan: TransferPlan, now: float) -> None:
         """Asks for digests of all that a room has read, from every rank that contributed."""
         total = room.address.num_tokens
         for source in plan.contributors():
             parts = pieces(plan, source, range(room.start, total), total)
-            check = Verification(
-                room=name, attempt=room.attempt, source=source, pieces=parts, begun=now
-            )
-            self._ask(room, check)
+            self._ask(Verification(room=room, source=source, pieces=parts, begun=now))
 
     def answered(
         self, room: DecodeRoom, source: int, message: Digests, now: float
@@ -88,34 +89,28 @@ class Comparisons:
         check.theirs = message.values
         who, problem = room.link.ranks[source], message.problem
         problem = problem and f"{who} gives no digests: {problem}"
-        return self._compare(room, check, "prefill", problem, now)
+        return self._compare(check, "prefill", problem, now)
 
     def computed(
-        self, room: DecodeRoom, check: Verification, values: bytes | None, problem: str, now: float
+        self, check: Verification, values: bytes | None, problem: str, now: float
     ) -> Failure | None:
         """Takes this side's digests, or why there are none; returns why the room fails."""
         check.own = values
-        return self._compare(room, check, "decode", problem, now)
+        return self._compare(check, "decode", problem, now)
 
-    def _ask(self, room: DecodeRoom, check: Verification) -> None:
-        rank = room.link.ranks[check.source]
+    def _ask(self, check: Verification) -> None:
+        room, rank = check.room, check.rank
         if not check.pieces or rank.hello is None:
             return
         room.checks[check.source] = check
         self._effects.append(ComputeDigest(check, room.address, check.pieces, check.each))
-        request = DigestRequest(
-            generation=rank.hello.generation,
-            room=check.room,
-            attempt=check.attempt,
-            each=check.each,
-            pieces=to_wire(check.pieces),
-        )
+        parts, generation = to_wire(check.pieces), rank.hello.generation
+        request = room.message(DigestRequest, generation, each=check.each, pieces=parts)
         self._effects.send(rank.number, request)
 
-    def _compare(
-        self, room: DecodeRoom, check: Verification, side: Side, problem: str, now: float
-    ) -> Failure | None:
+    def _compare(self, check: Verification, side: Side, problem: str, now: float) -> Failure | None:
         """Once both sides' digests are there: equal, asked again entry by entry, or a failure."""
+        room = check.room
         room.touched = now
         if problem:
             return Failure(side, problem, "digest")
@@ -125,10 +120,10 @@ class Comparisons:
             del room.checks[check.source]
             room.metrics.verify_seconds += now - check.begun
             return None
-        finer, sentence = differences(check, self._layout, str(room.link.ranks[check.source]))
+        finer, sentence = differences(check, self._layout, str(check.rank))
         if finer is None:
             return Failure("decode", sentence, "digest")
-        self._ask(room, finer)
+        self._ask(finer)
         return None
 
 
