@@ -84,8 +84,8 @@ class DecodeMachine(Machine[DecodeRoom]):
             case events.Unreachable(int(number), reason):
                 if rank := self.peers.by_number.get(number):
                     self._link_changed(self.peers.mark_dead(rank, reason, now))
-            case events.EngineConnected(link, source):
-                link.unconnected.discard(source)
+            case events.EngineConnected(rank):
+                rank.link.unconnected.discard(rank.source)
             case events.DigestComputed(Verification() as check, values, problem):
                 if not check.room.phase.poll.ended:
                     failure = self._comparisons.computed(check, values, problem, now)

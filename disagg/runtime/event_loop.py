@@ -197,12 +197,12 @@ class EventLoop(Generic[M]):
                 self.reader.add(read)
             case events.Connect(peer, address):
                 self.transport.connect(peer, address)
-            case events.ConnectEngine(link, source, hello):
-                self.reader.connect(link, source, hello)
+            case events.ConnectEngine(rank, hello):
+                self.reader.connect(rank, hello)
             case events.CancelReads(attempt):
                 self.reader.cancel(attempt)
-            case events.DropPeer(link, source):
-                self.reader.drop_peer(link, source)
+            case events.DropPeer(rank):
+                self.reader.drop_peer(rank)
             case events.ComputeDigest(key, address, pieces, each):
                 self.digester.add(key, self.layout, address, pieces, each)
 

@@ -58,7 +58,7 @@ class TrackedRead:
         """Why it has failed."""
         # an engine may quote what its peer wrote
         reason = one_line(str(error), MAX_REASON)
-        return f"read from {self.read.link.ranks[self.read.source]}: {reason}"
+        return f"read from {self.read.rank}: {reason}"
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

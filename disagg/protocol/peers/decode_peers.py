@@ -213,7 +213,7 @@ class DecodePeers:
         link.plan = rank.hello = rank.layout = None
         link.lost = lost = f"{rank} is lost: {reason}"
         log.log(logging.DEBUG if again else level, "%s", lost)
-        self._effects.append(DropPeer(link, rank.source))
+        self._effects.append(DropPeer(rank))
         return lost
 
     def _handshake(self, rank: PrefillRank, hello: Hello) -> LinkChange | None:
@@ -263,7 +263,7 @@ class DecodePeers:
             rank.pause = 0.0
         link.unconnected = set(plan.contributors())
         for source in link.unconnected:
-            self._effects.append(ConnectEngine(link, source, hellos[source]))
+            self._effects.append(ConnectEngine(link.ranks[source], hellos[source]))
         return link
 
     def _layout(self, rank: PrefillRank, hello: Hello) -> PoolLayout:
@@ -291,4 +291,4 @@ class DecodePeers:
         """Stops to wait for any rank of a link, and to read from it."""
         for rank in link.ranks:
             self.liveness.pop(rank.number, None)
-            self._effects.append(DropPeer(link, rank.source))
+            self._effects.append(DropPeer(rank))

@@ -121,7 +121,7 @@ class DecodeRoom(PhasedRoom):
             # with `at_most`, windows and states come after the last chunk
             if not offered.reaches(total, owner, layer) or (self.at_most and not offered.closed):
                 return False
-        return not any(read.moves(owner, layer) for read in self.reads if read.source in ranks)
+        return not any(read.moves(owner, layer) for read in self.reads if read.rank.source in ranks)
 
     def missing_aux(self) -> str | None:
         """Why the aux values that came do not do."""
@@ -138,8 +138,8 @@ class DecodeRoom(PhasedRoom):
         self, source: int, ready: ChunkReady, address: RequestAddress, now: float
     ) -> list[Read]:
         """What is to be read of a chunk, which lies at `address` on its rank."""
-        plan, hello, some = self.link.plan, self.link.ranks[source].hello, ready.layers
-        if self.declined or plan is None or hello is None:
+        plan, rank, some = self.link.plan, self.link.ranks[source], ready.layers
+        if self.declined or plan is None or rank.hello is None:
             return []
         tokens = range(max(ready.start, self.start), max(ready.stop, self.start))
         # slots and rings come with the last position, also where decode has all the pages
@@ -157,9 +157,8 @@ class DecodeRoom(PhasedRoom):
             Read(
                 room=ready.room,
                 attempt=self.attempt,
-                link=self.link,
-                source=source,
-                hello=hello,
+                rank=rank,
+                hello=rank.hello,
                 plan=plan,
                 tokens=positions,
                 layers=layers,
@@ -297,7 +296,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         room.touched = now
         room.metrics.reads.append(
             ReadTimes(
-                source=read.source,
+                source=read.rank.source,
                 start=read.tokens.start,
                 stop=read.tokens.stop,
                 layers=read.layers,
