@@ -35,16 +35,12 @@ class Verification:
     """
 
     room: DecodeRoom
-    source: int
+    rank: PrefillRank
     pieces: list[Piece]
     begun: float
     each: bool = False
     own: bytes | None = None
     theirs: bytes | None = None
-
-    @property
-    def rank(self) -> PrefillRank:
-        return self.room.link.ranks[self.source]
 
 
 def differences(
@@ -77,7 +73,8 @@ class Comparisons:
         total = room.address.num_tokens
         for source in plan.contributors():
             parts = pieces(plan, source, range(room.start, total), total)
-            self._ask(Verification(room=room, source=source, pieces=parts, begun=now))
+            rank = room.link.ranks[source]
+            self._ask(Verification(room=room, rank=rank, pieces=parts, begun=now))
 
     def answered(
         self, room: DecodeRoom, source: int, message: Digests, now: float
@@ -87,8 +84,7 @@ class Comparisons:
         if check is None or check.each != message.each or check.theirs is not None:
             return None  # a duplicate
         check.theirs = message.values
-        who, problem = room.link.ranks[source], message.problem
-        problem = problem and f"{who} gives no digests: {problem}"
+        problem = message.problem and f"{check.rank} gives no digests: {message.problem}"
         return self._compare(check, "prefill", problem, now)
 
     def computed(
@@ -102,7 +98,7 @@ class Comparisons:
         room, rank = check.room, check.rank
         if not check.pieces or rank.hello is None:
             return
-        room.checks[check.source] = check
+        room.checks[rank.source] = check
         self._effects.append(ComputeDigest(check, room.address, check.pieces, check.each))
         parts, generation = to_wire(check.pieces), rank.hello.generation
         request = room.message(DigestRequest, generation, each=check.each, pieces=parts)
@@ -117,7 +113,7 @@ class Comparisons:
         if check.own is None or check.theirs is None:
             return None
         if check.own == check.theirs:
-            del room.checks[check.source]
+            del room.checks[check.rank.source]
             room.metrics.verify_seconds += now - check.begun
             return None
         finer, sentence = differences(check, self._layout, str(check.rank))
