@@ -6,13 +6,14 @@ with export({"prefill": prefill, "decode": decode}, 9400, allocators={"kv": allo
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from wsgiref.simple_server import WSGIServer
 
+from disagg.log import log
 from disagg.protocol.metrics import Snapshot
 from kvpool.extras import needed_by
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from kvpool.allocation.prefix_cache import PrefixStats
 
 __all__ = ["Observed", "Server", "export"]
-
-log = logging.getLogger("disagg")
 
 StateT = TypeVar("StateT")
 Numbers = float | Mapping[Any, float]
@@ -47,7 +46,7 @@ class Allocating(Protocol):
         """Its numbers now; called from any thread."""
 
 
-class Server:
+class Server(AbstractContextManager["Server"]):
     """Serves metrics at `addr`, `port` until it is closed."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
@@ -59,9 +58,6 @@ class Server:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def __enter__(self) -> Server:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -22,7 +22,7 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"__main__", "kvpool"},
     ),
     "disagg": (
-        {"errors"},
+        {"errors", "log"},
         {"host"},
         {"plan"},
         {"digest", "engines"},

@@ -27,6 +27,7 @@ VARIADIC = {
     "finalize",
     "partial",
     "_call",
+    "perform",
     "_certified",
     "_printed",
 }

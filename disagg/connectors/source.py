@@ -71,21 +71,6 @@ class Source:
             )
 
 
-class Recent:
-    """The latest rooms, so that none is offered or asked for twice."""
-
-    def __init__(self, most: int = 10_000) -> None:
-        self._most, self._known = most, dict[Room, None]()
-
-    def add(self, room: Room) -> bool:
-        """Notes a room; False if it is known."""
-        is_new = room not in self._known
-        self._known.setdefault(room)
-        if len(self._known) > self._most:
-            del self._known[next(iter(self._known))]
-        return is_new
-
-
 def prompt_digest(ids: Sequence[int]) -> str:
     """Of token ids: 16 hex digits."""
     return hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).hexdigest()

@@ -80,17 +80,16 @@ def digests(
     pieces: Iterable[Piece],
     each: bool = False,
     read: ReadCells = read_memory,
-) -> Iterator[Hashes | None]:
+) -> Iterator[Hashes]:
     """Digests of the pieces in order, one per piece, or with `each` one per entry. `read` reads
     cells of a buffer, which need not be memory.
 
-    Yields after about `STEP_BYTES` of work: the digests of pieces completed since, or None. Pieces
+    Yields after about `STEP_BYTES` of work: the digests of pieces completed since, if any. Pieces
     may be untrusted: raises ValueError, naming owner, layer and role, if a piece lies outside the
     layout, outside the live entries or on a missing device, or if they exceed all live bytes.
     """
-    live = layout.live_bytes(address.num_tokens)
-    ready: list[Hashes] = []
-    work = 0
+    live, none = layout.live_bytes(address.num_tokens), np.empty(0, dtype=np.uint64)
+    ready, work = [none], 0
     for piece in pieces:
         region = _region(layout, piece)
         starts, numbers = _rows(layout, address, region, piece)
@@ -105,26 +104,23 @@ def digests(
         for cells in cells_of(region.inner_axes, region.width, piece.box):
             for rows, part in cells.slices(starts.size):
                 if work >= STEP_BYTES:
-                    yield np.concatenate(ready) if ready else None
-                    ready, work = [], 0
+                    yield np.concatenate(ready)
+                    ready, work = [none], 0
                 data = read(buffer, starts[rows, None] + part.offsets, part.width)
                 hashes[rows] += sums(data, part, region.key, numbers[rows])
                 work += part.work * (rows.stop - rows.start)
         ready.append(hashes if each else hashes.sum(keepdims=True))
-    if ready:
-        yield np.concatenate(ready)
+    yield np.concatenate(ready)
 
 
 def differing(
-    pieces: Sequence[Piece], own: Sequence[Hashes], theirs: Sequence[Hashes], layout: PoolLayout
+    pieces: Sequence[Piece], own: Hashes, theirs: Hashes, layout: PoolLayout
 ) -> list[str]:
-    """Sentences that name owner, layers, role and positions of entries whose digests differ. `own`
-    and `theirs` hold an array per piece, of one digest per entry; else raises ValueError.
+    """Sentences that name owner, layers, role and positions of entries whose digests differ: one
+    digest for each entry of each piece, in order, as `digests` makes them with `each`.
     """
-    counts = [piece.numbers().size for piece in pieces]
-    if any([array.size for array in side] != counts for side in (own, theirs)):
-        raise ValueError("digests to compare: need an array per piece, of one number per entry.")
-    wrong = ((piece, np.flatnonzero(a != b)) for piece, a, b in zip(pieces, own, theirs))
+    edges = np.cumsum([piece.numbers().size for piece in pieces])[:-1]
+    wrong = zip(pieces, map(np.flatnonzero, np.split(own != theirs, edges)))
     return by_layers(
         (piece.key, _difference(layout, piece, entries)) for piece, entries in wrong if entries.size
     )
@@ -134,7 +130,7 @@ class Digester:
     """Makes digests in small steps, between which its thread serves others."""
 
     def __init__(self) -> None:
-        self._jobs: deque[tuple[Hashable, Iterator[Hashes | None]]] = deque()
+        self._jobs: deque[tuple[Hashable, Iterator[Hashes]]] = deque()
         self._parts: list[Hashes] = []
         """Of the first job."""
 
@@ -159,15 +155,12 @@ class Digester:
             return None
         key, steps = self._jobs[0]
         try:
-            part = next(steps)
+            self._parts.append(next(steps))
+            return None
         except StopIteration:
-            values, reason = np.concatenate([*self._parts, np.empty(0, dtype="<u8")]).tobytes(), ""
+            values, reason = np.concatenate(self._parts).tobytes(), ""
         except Exception as error:  # what goes wrong in one job fails that room and no other
             values, reason = None, str(error) or type(error).__name__
-        else:
-            if part is not None:
-                self._parts.append(part)
-            return None
         self._jobs.popleft()
         self._parts = []
         return key, values, reason

@@ -30,9 +30,7 @@ FENCE_POLL_SECONDS = 0.0005
 
 
 def wait_until(quiet: Callable[[], bool], timeout: float | None) -> bool:
-    """Whether `quiet()` was true within `timeout` seconds (0: now; None: without a limit), as
-    `Engine.fence` waits.
-    """
+    """Whether `quiet()` was true within `timeout` seconds, which means what it does to `fence`."""
     stop = None if timeout is None else time.monotonic() + timeout
     while not quiet():
         if stop is not None and time.monotonic() >= stop:
@@ -147,9 +145,7 @@ class Engine(ABC, Generic[PeerT, TransferT]):
         """Gives up all peers and releases the memory."""
 
     def abandon(self) -> None:
-        """In a forked child: gives up what the parent owns without touching it. Nothing is called
-        after it.
-        """
+        """In a forked child: gives up what is the parent's without touching it. The last call."""
         keep_for_ever(self)
 
 

@@ -121,7 +121,7 @@ class MoriEngine(ThreadedEngine):
         io = self._serving
         bases = io.token_base, *(slab.base for slab in self._slabs)
         token, *memory = (bytes(io.memory[base].pack()) for base in bases)
-        engine = bytes(io.description().pack())
+        engine = bytes(io.perform("description", "get_engine_desc").pack())
         return msgspec.msgpack.encode(MoriMetadata(engine, bytes(io.tokens[0]), token, memory))
 
     def connect(self, metadata: bytes) -> ThreadedPeer:
@@ -159,7 +159,7 @@ class MoriEngine(ThreadedEngine):
 
     def _io(self) -> MoriIO:
         io = MoriIO(self._hostname, self._slabs)
-        self._warn_exposed(io.description().port)
+        self._warn_exposed(io.perform("description", "get_engine_desc").port)
         return io
 
 
@@ -215,7 +215,7 @@ class MoriIO:
         # SGLang's numbers of queue pairs, posts and threads. No notifications: peers need none, and
         # one that fails would fail its read
         config = api.RdmaBackendConfig(4, -1, 4, api.PollCqMode.POLLING, False)
-        self._call(f"RDMA on {hostname}", "create_backend", api.BackendType.RDMA, config)
+        self.perform(f"RDMA on {hostname}", "create_backend", api.BackendType.RDMA, config)
         self.register([Slab(self.token_base, self.tokens.nbytes), *slabs])
 
     def register(self, slabs: Sequence[Slab]) -> None:
@@ -225,24 +225,16 @@ class MoriIO:
             kind, _, number = slab.memory.partition(":")
             place = (-1, locations.CPU) if kind == HOST else (int(number), locations.GPU)
             action = f"registration of {slab.nbytes} bytes on {slab.memory}"
-            desc = self._call(action, "register_memory", slab.base, slab.nbytes, *place)
+            desc = self.perform(action, "register_memory", slab.base, slab.nbytes, *place)
             self.memory[slab.base] = desc
-
-    def description(self) -> Any:
-        """The `EngineDesc`, by which peers find this process."""
-        return self._call("description", "get_engine_desc")
-
-    def meet(self, engine: Any) -> None:
-        """Makes a peer known by its `EngineDesc`."""
-        self._call("peer", "register_remote_engine", engine)
 
     def post(self, memory: Any, runs: MoriRuns) -> Any:
         """Posts a read from a peer's `MemoryDesc` and returns its `TransferStatus`."""
-        number = self._call("number", "allocate_transfer_uid")
+        number = self.perform("number", "allocate_transfer_uid")
         src, dst, nbytes = runs.rows.tolist()
         sides = [self.memory[runs.dst_base]], [dst], [memory], [src]
         action = f"read of {len(nbytes)} runs"
-        [status] = self._call(action, "batch_read", *sides, [nbytes], [number])
+        [status] = self.perform(action, "batch_read", *sides, [nbytes], [number])
         # MoRI writes to it until the read has succeeded or the IOEngine is destroyed
         self._statuses.append(status)
         return status
@@ -256,7 +248,8 @@ class MoriIO:
         self._io = None
         return self._alive() is None
 
-    def _call(self, action: str, method: str, *arguments: Any) -> Any:
+    def perform(self, action: str, method: str, *arguments: Any) -> Any:
+        """What a method of the `IOEngine` returns."""
         try:
             return getattr(self._io, method)(*arguments)
         except Exception as error:  # of C++, without a type of their own
@@ -291,7 +284,7 @@ class MoriReader(BlockingReader):
     def start(self) -> None:
         """Makes the `IOEngine`. The first read fails if the peer cannot be reached."""
         self.io = self.obtain()
-        self.io.meet(self.engine)
+        self.io.perform("peer", "register_remote_engine", self.engine)
 
     def calls(self, rows: Ints) -> list[list[MoriRuns]]:
         """One call: its runs by pair of registrations. Each run lies in one pair."""

@@ -7,7 +7,6 @@ thread has an object of its own, a `BlockingReader`, and ends it before it repor
 from __future__ import annotations
 
 import ipaddress
-import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -21,10 +20,9 @@ import numpy as np
 from disagg.engines.base import Engine, TransferError
 from disagg.engines.ranges import Ranges
 from disagg.host.brief import Waker
+from disagg.log import log
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints
-
-log = logging.getLogger("disagg")
 
 GIVEN_UP = "the peer was given up."
 
@@ -66,9 +64,7 @@ class ThreadedTransfer:
 
 
 class ThreadedPeer:
-    """A peer's registered ranges, and the thread that reads them, in order. `tell` is called when
-    a read has ended.
-    """
+    """A peer's ranges, and the thread that reads them in order and calls `tell` after each read."""
 
     def __init__(
         self, name: str, reader: BlockingReader, ranges: Ranges, tell: Callable[[], None]
@@ -170,9 +166,7 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
     ports: ClassVar[str] = ""
     """Which ports a firewall must keep closed, if they are known."""
     shared: ClassVar[bool] = False
-    """Whether the readers of all peers use one object, which `close` destroys once all threads have
-    let go of it.
-    """
+    """Whether all readers use one object, which `close` destroys once all threads let go of it."""
 
     def __init__(self, hostname: str) -> None:
         self._hostname = hostname
@@ -183,7 +177,6 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
         self._exposed = False
 
     def notify(self, descriptor: int) -> None:
-        """See Engine."""
         self._waker.set(descriptor)
 
     def read(self, peer: ThreadedPeer, batch: CopyBatch) -> ThreadedTransfer | None:
@@ -252,9 +245,7 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether what is sent to a host name or IP address stays on this host. Of names only
-    `localhost` does.
-    """
+    """Whether what is sent to a host stays on this one; of names only `localhost` does."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import logging
 import os
 import threading
 import time
@@ -18,8 +17,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 from weakref import WeakSet
 
 from disagg.errors import EndpointClosed
-
-log = logging.getLogger("disagg")
+from disagg.log import log
 
 # a call of Mooncake whose peer is silent ends after 3 s, and its thread must not come back later
 EXIT_SECONDS = 5.0

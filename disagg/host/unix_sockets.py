@@ -34,15 +34,8 @@ class Credentials(NamedTuple):
         return self.uid in (os.geteuid(), 0)
 
 
-class _Folder(NamedTuple):
-    """This process's share of the folder: names that begin with `prefix`, while `lock` is open."""
-
-    pid: int
-    prefix: Path
-    lock: int
-
-
-_own: _Folder | None = None
+_own: tuple[int, Path] | None = None
+"""This process, and what its names begin with in the folder while its lock file is open."""
 _guard = threading.Lock()
 
 
@@ -57,9 +50,9 @@ def new_path() -> Path:
     """A new path for a socket of this process. Raises OSError if no folder for it is safe."""
     global _own
     with _guard:
-        if _own is None or _own.pid != os.getpid():
-            _own = _claim(private_folder())
-        path = Path(f"{_own.prefix}.{secrets.token_hex(4)}")
+        if _own is None or _own[0] != os.getpid():
+            _own = os.getpid(), _claim(private_folder())
+        path = Path(f"{_own[1]}.{secrets.token_hex(4)}")
     if len(os.fsencode(path)) > MAX_PATH:
         raise OSError(
             f"{path}: longer than the {MAX_PATH} bytes of a socket's path. Set XDG_RUNTIME_DIR to "
@@ -94,8 +87,8 @@ def _is_private(folder: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not shared
 
 
-def _claim(folder: Path) -> _Folder:
-    """Names of this process's own in the folder, from which what dead processes left is removed."""
+def _claim(folder: Path) -> Path:
+    """What this process's names in the folder begin with. What dead processes left is removed."""
     flags = os.O_RDWR | os.O_CLOEXEC
     for lock in folder.glob("*.lock"):
         with suppress(OSError), os.fdopen(os.open(lock, flags | os.O_NOFOLLOW), "rb+") as file:
@@ -108,5 +101,5 @@ def _claim(folder: Path) -> _Folder:
         handle = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
-            return _Folder(os.getpid(), prefix, handle)
+            return prefix
         os.close(handle)  # another process has taken it for one that was left

@@ -37,9 +37,7 @@ class Count(Enum):
 
 
 class BoundRuns(NamedTuple):
-    """A runs at F steps each: offsets in both buffers of a record pair `[2, A, F]`, and lengths in
-    bytes `[A, F]`.
-    """
+    """A runs at F steps: offsets in both buffers of a record pair `[2, A, F]`, bytes `[A, F]`."""
 
     at: Ints
     nbytes: Ints

@@ -69,27 +69,27 @@ class DecodeMachine(Machine[DecodeRoom]):
             case events.ReadEnded(read, problem):
                 self._end_read(read, problem)
             case events.ReadFailed(read, problem):
-                if self.rooms.current(read.room, read.attempt):
-                    self._fail(read.room, Failure("decode", problem, "read"))
+                if reading := self.rooms.current(read.room, read.attempt):
+                    self._fail(reading, Failure("decode", problem, "read"))
             case events.RequestRoom():
                 self._request(event)
             case events.Tick():
                 for failed in self.peers.tick(now):
                     self._fail_link(failed)
-                for name, reason in self.rooms.stuck(now):
-                    self._fail(name, Failure("decode", reason, "timeout"))
+                for room, reason in self.rooms.stuck(now):
+                    self._fail(room, Failure("decode", reason, "timeout"))
             case events.Malformed(int(number), reason):
                 if rank := self.peers.by_number.get(number):
                     self._link_changed(self.peers.refuse(rank, reason, now))
             case events.Unreachable(int(number), reason):
                 if rank := self.peers.by_number.get(number):
                     self._link_changed(self.peers.mark_dead(rank, reason, now))
-            case events.EngineConnected(link, source):
-                link.unconnected.discard(source)
+            case events.EngineConnected(rank):
+                rank.link.unconnected.discard(rank.source)
             case events.DigestComputed(Verification() as check, values, problem):
-                if of_check := self.rooms.current(check.room, check.attempt):
-                    failure = self._comparisons.computed(of_check, check, values, problem, now)
-                    self._compared(check.room, of_check, failure)
+                if not check.room.phase.poll.ended:
+                    failure = self._comparisons.computed(check, values, problem, now)
+                    self._compared(check.room, failure)
             case events.ConnectLink(link):
                 self.peers.connect(link, now)
             case events.DisconnectLink(link):
@@ -120,6 +120,7 @@ class DecodeMachine(Machine[DecodeRoom]):
         if request.declined and earlier and earlier.declined and earlier.link is link:
             return
         room = DecodeRoom(
+            name=name,
             opened_at=self._now,
             link=link,
             address=request.address,
@@ -130,13 +131,13 @@ class DecodeMachine(Machine[DecodeRoom]):
             declined=request.declined,
             at_most=request.at_most,
         )
-        self.rooms.add(name, room)
+        self.rooms.add(room)
         if link.refusal is not None:
-            self._fail(name, Failure("decode", link.refusal, "refused"))
+            self._fail(room, Failure("decode", link.refusal, "refused"))
         elif link.lost is not None:
-            self._fail(name, Failure("prefill", link.lost, "lost"))
+            self._fail(room, Failure("prefill", link.lost, "lost"))
         elif link.plan is not None:
-            self._ask(name, room)
+            self._ask(room)
 
     def _receive(self, rank: PrefillRank, received: Message) -> None:
         message = self.peers.receive(rank, received, self._now)
@@ -154,40 +155,39 @@ class DecodeMachine(Machine[DecodeRoom]):
                 self._chunk_ready(room, source, message)
             case messages.Digests():
                 failure = self._comparisons.answered(room, source, message, self._now)
-                self._compared(message.room, room, failure)
+                self._compared(room, failure)
             case messages.ReleaseAck():
-                self._released(message.room, room, source, message.leased)
+                self._released(room, source, message.leased)
             case messages.Abort():
                 aborted = Failure("prefill", message.reason, "abort")
-                self._fail(message.room, aborted, except_rank=source)
+                self._fail(room, aborted, except_rank=source)
 
     def _end_read(self, read: Read, problem: str | None) -> None:
         room = self.rooms.end_read(read, self._now)
         if room is not None and problem is not None:
-            self._fail(read.room, Failure("decode", problem, "read"))
+            self._fail(room, Failure("decode", problem, "read"))
         elif room is not None:
-            self._advance(read.room, room)
+            self._advance(room)
 
     def _link_changed(self, change: LinkChange | None) -> None:
         if isinstance(change, Link):
-            for name in self.rooms.of_link(change):
-                self._ask(name, self.rooms.known(name))
+            for room in self.rooms.of_link(change):
+                self._ask(room)
         elif change is not None:
             self._fail_link(change)
 
     def _fail_link(self, failed: LinkFailed) -> None:
-        """Its rooms fail; after a refusal every rank knows."""
-        for name in self.rooms.of_link(failed.link):
-            if not failed.asked or self.rooms.known(name).phase is not Phase.HANDSHAKE:
-                tell = failed.link.refusal is None
-                self._fail(name, failed.failure, failed.except_rank, tell=tell)
+        """Its rooms fail."""
+        for room in self.rooms.of_link(failed.link):
+            if not failed.asked or room.phase is not Phase.HANDSHAKE:
+                self._fail(room, failed.failure, failed.except_rank)
 
-    def _ask(self, name: Room, room: DecodeRoom) -> None:
+    def _ask(self, room: DecodeRoom) -> None:
         room.ask(self._now)
         for rank, generation in room.asked_ranks():
             request = messages.ReadRequest(
                 generation=generation,
-                room=name,
+                room=room.name,
                 attempt=room.attempt,
                 start=room.start,
                 num_tokens=room.address.num_tokens,
@@ -201,7 +201,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             address = room.take(source, ready)
         except ValueError as error:
             problem = f"{room.link.ranks[source]}: {error}"
-            self._fail(ready.room, Failure("decode", problem, "protocol"))
+            self._fail(room, Failure("decode", problem, "protocol"))
             return
         if address is None:
             return  # a duplicate, or layers of roles that decode lacks
@@ -212,68 +212,64 @@ class DecodeMachine(Machine[DecodeRoom]):
         reads = room.new_reads(source, ready, address, self._now)
         self._effects.extend(events.StartRead(read) for read in reads)
         if not reads:
-            self._advance(ready.room, room)
+            self._advance(room)
 
-    def _advance(self, name: Room, room: DecodeRoom) -> None:
+    def _advance(self, room: DecodeRoom) -> None:
         """Verifies and releases once every rank has closed the room and every read has ended."""
         if room.reading or room.phase is not Phase.TRANSFERRING or not room.whole:
             return
         if missing := room.missing_aux():
-            self._fail(name, Failure("decode", missing, "aux"))
+            self._fail(room, Failure("decode", missing, "aux"))
             return
         room.move(RoomEvent.ALL_READ)
         if self.verify and room.link.plan is not None and not room.declined:
-            self._comparisons.begin(name, room, room.link.plan, self._now)
-        self._compared(name, room, None)
+            self._comparisons.begin(room, room.link.plan, self._now)
+        self._compared(room, None)
 
-    def _compared(self, name: Room, room: DecodeRoom, failure: Failure | None) -> None:
+    def _compared(self, room: DecodeRoom, failure: Failure | None) -> None:
         if failure is not None:
-            self._fail(name, failure)
+            self._fail(room, failure)
         elif room.phase is Phase.VERIFYING and not room.checks:
             room.move(RoomEvent.DIGESTS_EQUAL)
             room.metrics.done_seconds = self._now - room.opened_at
             for rank, generation in room.asked_ranks():
-                done = messages.ReadDone(generation=generation, room=name, attempt=room.attempt)
-                self.peers.send(rank, done)
+                self.peers.send(rank, room.message(messages.ReadDone, generation))
 
-    def _released(self, name: Room, room: DecodeRoom, source: int, leased: bool) -> None:
+    def _released(self, room: DecodeRoom, source: int, leased: bool) -> None:
         released = room.metrics.released
         if source in released:
             return  # the answer to a duplicate
         if not leased or room.phase is not Phase.RELEASING:
             reason = f"{room.link.ranks[source]} released its pages before they were read."
-            self._fail(name, Failure("prefill", reason, "lease"))
+            self._fail(room, Failure("prefill", reason, "lease"))
             return
         room.touched = self._now
         released[source] = self._now - room.opened_at
         if len(released) == len(room.offered):
             room.move(RoomEvent.ALL_ACKED)
-            self._end(name, room)
+            self._end(room)
 
-    def _fail(
-        self, name: Room, failure: Failure, except_rank: int | None = None, *, tell: bool = True
-    ) -> None:
-        """Ends a room. The ranks that were asked, before that all, are told but `except_rank`."""
-        room = self.rooms.known(name)
+    def _fail(self, room: DecodeRoom, failure: Failure, except_rank: int | None = None) -> None:
+        """Ends a room. The ranks that were asked, before that all, are told but `except_rank`;
+        after a refusal of the link every rank knows.
+        """
         asked = room.phase is not Phase.HANDSHAKE
         room.failure = failure
         room.move(RoomEvent.FAILED)
-        self._end(name, room)
+        self._end(room)
         if room.reading:
             # the reader never looks at a room: only the machine knows why one has ended
             self._effects.append(events.CancelReads(room.attempt))
         if not asked:
-            drop = messages.DropRoom(name, failure.reason)
+            drop = messages.DropRoom(room.name, failure.reason)
             self.peers.drop_room(room.link, drop, except_rank)
             return
-        for rank, generation in room.asked_ranks() if tell else ():
+        for rank, generation in room.asked_ranks() if room.link.refusal is None else ():
             if rank.source != except_rank:
-                abort = messages.Abort(
-                    generation=generation, room=name, attempt=room.attempt, reason=failure.reason
-                )
+                abort = room.message(messages.Abort, generation, reason=failure.reason)
                 self.peers.send(rank, abort)
 
-    def _end(self, name: Room, room: DecodeRoom) -> None:
-        self.rooms.end(name, self._now)
+    def _end(self, room: DecodeRoom) -> None:
+        self.rooms.end(room, self._now)
         room.metrics.total_seconds = self._now - room.opened_at
-        self._record_end(name, room, room.metrics)
+        self._record_end(room, room.metrics)

@@ -11,7 +11,7 @@ from disagg.digest.digest import Piece
 from disagg.protocol.codec import Aux, encode
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Shares
-from disagg.protocol.peers.link import Link, Read
+from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.rooms.offered import LayerRange
 from kvpool.layout import RequestAddress
 
@@ -121,8 +121,7 @@ class RequestRoom(Struct, frozen=True, kw_only=True):
 class EngineConnected(Struct, frozen=True):
     """The answer to `ConnectEngine`, also if it went wrong: the first read tries again."""
 
-    link: Link
-    source: int
+    rank: PrefillRank
 
 
 class ReadBegun(Struct, frozen=True):
@@ -179,15 +178,13 @@ class Connect(Struct, frozen=True):
 class DropPeer(Struct, frozen=True):
     """Give up all reads from a rank."""
 
-    link: Link
-    source: int
+    rank: PrefillRank
 
 
 class ConnectEngine(Struct, frozen=True):
     """Connect the engine to a rank, before anything is read from it."""
 
-    link: Link
-    source: int
+    rank: PrefillRank
     hello: Hello
 
 

@@ -47,25 +47,25 @@ class Machine(ABC, Generic[R]):
                 self.rooms.forget(name, self._now)
             case AbortRoom(name, reason):
                 if not self.poll(name).ended:
-                    self._fail(name, Failure(self.side, reason, "abort"))
+                    self._fail(self.rooms.known(name), Failure(self.side, reason, "abort"))
             case AbortAll(reason, closing):
-                for name in list(self.rooms.open):
-                    self._fail(name, Failure(self.side, reason, "abort"))
+                for room in list(self.rooms.open.values()):
+                    self._fail(room, Failure(self.side, reason, "abort"))
                 if closing:
                     self.peers.notify_shutdown()
             case _:
                 raise TypeError(f"{event!r} is not {self.side}'s.")
 
     @abstractmethod
-    def _fail(self, name: Room, failure: Failure) -> None:
+    def _fail(self, room: R, failure: Failure) -> None:
         """Ends a room, and tells the other side."""
 
-    def _record_end(self, name: Room, room: R, metrics: RoomMetrics) -> None:
-        self._effects.append(RoomEnded(name))
+    def _record_end(self, room: R, metrics: RoomMetrics) -> None:
+        self._effects.append(RoomEnded(room.name))
         self.totals.add(metrics, room.failure)
         if room.failure is not None:
             # the generation is always prefill's: a room of decode says it
-            own = {"room": name, "generation": self.hello.generation}
+            own = {"room": room.name, "generation": self.hello.generation}
             moved, seconds = metrics.bytes_moved, round(metrics.total_seconds, 6)
             facts = own | room.facts() | {"bytes_moved": moved, "seconds": seconds}
             log_failure(room.failure, **facts)

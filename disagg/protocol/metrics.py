@@ -10,17 +10,14 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from disagg.log import log
 from disagg.plan.runs import Route
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.status import Failure
 from kvpool.layout.types import MAX_REASON
 
-log = logging.getLogger("disagg")
-
 PHASES = ("plan", "bind", "wait", "wire", "verify", "total")
-# rooms of a link share its plan, which the machine counts
-_OF_ROOMS = [(phase, f"{phase}_seconds") for phase in PHASES if phase != "plan"]
 
 Shares = Sequence[tuple[Route, int, int]]
 """The routes of a batch (`CopyBatch.shares`), each with its runs and bytes."""
@@ -128,8 +125,8 @@ class Totals:
         self.bytes_moved += room.bytes_moved
         for roles, (runs, nbytes) in room.by_role.items():
             _add(self.by_role, roles, runs, nbytes)
-        for phase, name in _OF_ROOMS:
-            self.seconds[phase] += getattr(room, name)
+        for phase in PHASES[1:]:  # rooms of a link share its plan, which the machine counts
+            self.seconds[phase] += getattr(room, f"{phase}_seconds")
 
     def copy(self) -> Totals:
         return deepcopy(self)

@@ -87,7 +87,7 @@ class PrefillMachine(Machine[PrefillRoom]):
 
     def _offer(self, chunk: events.OfferChunk) -> None:
         name, tokens = chunk.room, chunk.tokens
-        room = self.rooms.by_name.get(name) or self.rooms.new(self._now)
+        room = self.rooms.by_name.get(name) or self.rooms.new(name, self._now)
         if problem := room.chunk_problem(chunk):
             raise RoomError(f"room {name!r}: {problem}")
         self._block_tables.check(name, chunk.address, tokens, last=chunk.last)
@@ -117,14 +117,14 @@ class PrefillMachine(Machine[PrefillRoom]):
             room.ends_at = self._now + self._lease_of(room)
             room.unpublished.append(chunk.after)
             self.rooms.unpublished.add(name)
-            self._publish_ready_chunks(name, room)
+            self._publish_ready_chunks(room)
         else:  # a caller that tracks rooms from `send` on has not heard of it
             self.ended.add(name, room.failure)
 
     def _tick(self) -> None:
         """Publishes chunks that are computed by now; gives up silent peers, and ends leases."""
         for name in list(self.rooms.unpublished):
-            self._publish_ready_chunks(name, self.rooms.by_name[name])
+            self._publish_ready_chunks(self.rooms.by_name[name])
         if self._now < self._next_check:
             return
         pause = min(self.hello.timeout, self._lease)
@@ -132,7 +132,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         reason = f"decode was silent for more than {self.hello.timeout:g} s."
         for peer in self.peers.liveness.dead(self._now):
             self._drop(peer, Failure("prefill", reason, "lost"))
-        for name, room in list(self.rooms.open.items()):
+        for room in list(self.rooms.open.values()):
             if self._now < room.ends_at:
                 continue
             if room.chunks:
@@ -141,10 +141,10 @@ class PrefillMachine(Machine[PrefillRoom]):
                 missing = "not every reader was done" if room.requests else "no decode asked for it"
                 seconds = self._lease_of(room)
                 reason = f"its lease ended: {doubt}{missing} within {seconds:g} s."
-                self._fail(name, Failure("prefill", reason, "lease"))
+                self._fail(room, Failure("prefill", reason, "lease"))
             elif self._now > room.ends_at + self.hello.timeout:  # decode says so first
                 reason = "no chunk of it was sent while the decodes that asked for it waited."
-                self._fail(name, Failure("prefill", reason, "timeout"))
+                self._fail(room, Failure("prefill", reason, "timeout"))
 
     def _receive(self, peer: bytes, message: Message, origin: str) -> None:
         match self.peers.receive(peer, message, self._now, origin):
@@ -157,9 +157,10 @@ class PrefillMachine(Machine[PrefillRoom]):
                     self._drop(peer, self.peers.refuse(peer, problem))
             case messages.ReadDone() as done:
                 self._done(peer, done, self._room_of(peer, done))
-            case messages.Abort(room=name, reason=reason) as abort:
-                if self._room_of(peer, abort) is not None and name in self.rooms.open:
-                    self._fail(name, Failure("decode", reason, "abort"), except_peer=peer)
+            case messages.Abort() as abort:
+                room = self._room_of(peer, abort)
+                if room is not None and room.name in self.rooms.open:
+                    self._fail(room, Failure("decode", abort.reason, "abort"), except_peer=peer)
             case Failure() as failure:
                 self._drop(peer, failure)
 
@@ -199,8 +200,8 @@ class PrefillMachine(Machine[PrefillRoom]):
         room = self.rooms.by_name.get(drop.room)
         asked_by_all = room is not None and 0 < room.readers == len(room.requests)
         if room is None or (drop.room in self.rooms.open and not asked_by_all):
-            self.rooms.at(drop.room, self._now)
-            self._fail(drop.room, Failure("decode", drop.reason, "abort"))
+            room = self.rooms.at(drop.room, self._now)
+            self._fail(room, Failure("decode", drop.reason, "abort"))
 
     def _reject_reason(self, peer: bytes, request: messages.ReadRequest) -> str | None:
         room, decode = self.rooms.by_name.get(request.room), self.peers.alive[peer]
@@ -223,7 +224,7 @@ class PrefillMachine(Machine[PrefillRoom]):
             room.done.add(peer)
             if room.readers == len(room.done) and done.room in self.rooms.open:
                 room.move(RoomEvent.ALL_DONE)
-                self._close(done.room, room)
+                self._close(room)
         self._effects.send(peer, done.answer(messages.ReleaseAck, leased=leased))
 
     def _drop(self, peer: bytes, failure: Failure) -> None:
@@ -231,37 +232,36 @@ class PrefillMachine(Machine[PrefillRoom]):
         for name in self.peers.drop(peer):
             room = self.rooms.open.get(name)
             if room and peer in room.requests and peer not in room.done:
-                self._fail(name, failure, except_peer=peer)
+                self._fail(room, failure, except_peer=peer)
 
-    def _fail(self, name: Room, failure: Failure, except_peer: bytes | None = None) -> None:
-        room = self.rooms.known(name)
+    def _fail(self, room: PrefillRoom, failure: Failure, except_peer: bytes | None = None) -> None:
         room.failure = failure
         room.move(RoomEvent.FAILED)
         room.notice = FailureNotice(
             reason=failure.reason, told={*room.generations[:MAX_TOLD]}, readers=room.readers
         )
-        self._close(name, room)
+        self._close(room)
         for peer, request in room.requests.items():
             if peer != except_peer:
                 self._effects.send(peer, request.answer(messages.Abort, reason=failure.reason))
 
-    def _close(self, name: Room, room: PrefillRoom) -> None:
-        self.rooms.end(name, room, self._now)
+    def _close(self, room: PrefillRoom) -> None:
+        self.rooms.end(room, self._now)
         total = self._now - room.opened_at
-        self._record_end(name, room, RoomMetrics(chunks=len(room.chunks), total_seconds=total))
+        self._record_end(room, RoomMetrics(chunks=len(room.chunks), total_seconds=total))
         for peer, request in room.requests.items():
-            self._ended_attempts[peer, name, request.attempt] = None
+            self._ended_attempts[peer, room.name, request.attempt] = None
             if peer in self.peers.alive:
-                self.peers.alive[peer].rooms.discard(name)
+                self.peers.alive[peer].rooms.discard(room.name)
 
-    def _publish_ready_chunks(self, name: Room, room: PrefillRoom) -> None:
+    def _publish_ready_chunks(self, room: PrefillRoom) -> None:
         """Tells readers of the chunks that the device has computed."""
         while room.unpublished:
             event = room.unpublished[0]
             try:
                 computed = event is None or event.query()
             except Exception as error:  # whatever a device's event raises is this room's alone
-                self._fail(name, Failure("prefill", f"its device failed: {error}", "device"))
+                self._fail(room, Failure("prefill", f"its device failed: {error}", "device"))
                 return
             if not computed:
                 break
@@ -269,9 +269,9 @@ class PrefillMachine(Machine[PrefillRoom]):
             room.unpublished.pop(0)
             for peer, request in room.requests.items():
                 self._effects.send(peer, replace(ready, attempt=request.attempt))
-                self.rooms.read.add(name)
+                self.rooms.read.add(room.name)
         if not room.unpublished:
-            self.rooms.unpublished.discard(name)
+            self.rooms.unpublished.discard(room.name)
 
     def _lease_of(self, room: PrefillRoom) -> float:
         """Seconds; those after which a silent peer is dead where none may ask any more."""

@@ -141,6 +141,7 @@ class PhasedRoom(ABC):
     """What the rooms of both sides have in common."""
 
     side: ClassVar[Side]
+    name: Room
     opened_at: float
     phase: Phase = Phase.HANDSHAKE
     failure: Failure | None = None

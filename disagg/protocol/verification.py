@@ -15,7 +15,8 @@ from disagg.digest.digest import Piece, differing, from_wire, pieces, to_wire
 from disagg.plan import TransferPlan
 from disagg.protocol.codec import MAX_MESSAGE
 from disagg.protocol.events import ComputeDigest, Effects
-from disagg.protocol.messages import DigestRequest, Digests, Room
+from disagg.protocol.messages import DigestRequest, Digests
+from disagg.protocol.peers.link import PrefillRank
 from disagg.protocol.status import Failure, Side
 from kvpool.layout import PoolLayout
 
@@ -33,9 +34,8 @@ class Verification:
     uint64, one for each piece, or with `each` one for each of its entries.
     """
 
-    room: Room
-    attempt: str
-    source: int
+    room: DecodeRoom
+    rank: PrefillRank
     pieces: list[Piece]
     begun: float
     each: bool = False
@@ -47,14 +47,13 @@ def differences(
     check: Verification, layout: PoolLayout, who: str
 ) -> tuple[Verification | None, str]:
     """Of digests that are not equal: a finer check, or a sentence that names what differs."""
-    counts = [piece.numbers().size if check.each else 1 for piece in check.pieces]
+    count = sum(piece.numbers().size if check.each else 1 for piece in check.pieces)
     sizes = [len(side or b"") for side in (check.own, check.theirs)]
-    if sizes != 2 * [8 * sum(counts)]:
+    if sizes != 2 * [8 * count]:
         return None, f"{who} gave {sizes[1]} bytes of digests, here they are {sizes[0]}."
     own, theirs = (np.frombuffer(side or b"", dtype="<u8") for side in (check.own, check.theirs))
     if check.each:
-        edges = np.cumsum(counts)[:-1]
-        named = differing(check.pieces, np.split(own, edges), np.split(theirs, edges), layout)
+        named = differing(check.pieces, own, theirs, layout)
         what = "\n".join(named) or "not by entry: its pages changed while they were compared."
         return None, f"what was read differs from what {who} holds: {what}"
     wrong = [check.pieces[number] for number in np.flatnonzero(own != theirs)]
@@ -69,15 +68,13 @@ class Comparisons:
     def __init__(self, layout: PoolLayout, effects: Effects) -> None:
         self._layout, self._effects = layout, effects
 
-    def begin(self, name: Room, room: DecodeRoom, plan: TransferPlan, now: float) -> None:
+    def begin(self, room: DecodeRoom, plan: TransferPlan, now: float) -> None:
         """Asks for digests of all that a room has read, from every rank that contributed."""
         total = room.address.num_tokens
         for source in plan.contributors():
             parts = pieces(plan, source, range(room.start, total), total)
-            check = Verification(
-                room=name, attempt=room.attempt, source=source, pieces=parts, begun=now
-            )
-            self._ask(room, check)
+            rank = room.link.ranks[source]
+            self._ask(Verification(room=room, rank=rank, pieces=parts, begun=now))
 
     def answered(
         self, room: DecodeRoom, source: int, message: Digests, now: float
@@ -87,49 +84,42 @@ class Comparisons:
         if check is None or check.each != message.each or check.theirs is not None:
             return None  # a duplicate
         check.theirs = message.values
-        who, problem = room.link.ranks[source], message.problem
-        problem = problem and f"{who} gives no digests: {problem}"
-        return self._compare(room, check, "prefill", problem, now)
+        problem = message.problem and f"{check.rank} gives no digests: {message.problem}"
+        return self._compare(check, "prefill", problem, now)
 
     def computed(
-        self, room: DecodeRoom, check: Verification, values: bytes | None, problem: str, now: float
+        self, check: Verification, values: bytes | None, problem: str, now: float
     ) -> Failure | None:
         """Takes this side's digests, or why there are none; returns why the room fails."""
         check.own = values
-        return self._compare(room, check, "decode", problem, now)
+        return self._compare(check, "decode", problem, now)
 
-    def _ask(self, room: DecodeRoom, check: Verification) -> None:
-        rank = room.link.ranks[check.source]
+    def _ask(self, check: Verification) -> None:
+        room, rank = check.room, check.rank
         if not check.pieces or rank.hello is None:
             return
-        room.checks[check.source] = check
+        room.checks[rank.source] = check
         self._effects.append(ComputeDigest(check, room.address, check.pieces, check.each))
-        request = DigestRequest(
-            generation=rank.hello.generation,
-            room=check.room,
-            attempt=check.attempt,
-            each=check.each,
-            pieces=to_wire(check.pieces),
-        )
+        parts, generation = to_wire(check.pieces), rank.hello.generation
+        request = room.message(DigestRequest, generation, each=check.each, pieces=parts)
         self._effects.send(rank.number, request)
 
-    def _compare(
-        self, room: DecodeRoom, check: Verification, side: Side, problem: str, now: float
-    ) -> Failure | None:
+    def _compare(self, check: Verification, side: Side, problem: str, now: float) -> Failure | None:
         """Once both sides' digests are there: equal, asked again entry by entry, or a failure."""
+        room = check.room
         room.touched = now
         if problem:
             return Failure(side, problem, "digest")
         if check.own is None or check.theirs is None:
             return None
         if check.own == check.theirs:
-            del room.checks[check.source]
+            del room.checks[check.rank.source]
             room.metrics.verify_seconds += now - check.begun
             return None
-        finer, sentence = differences(check, self._layout, str(room.link.ranks[check.source]))
+        finer, sentence = differences(check, self._layout, str(check.rank))
         if finer is None:
             return Failure("decode", sentence, "digest")
-        self._ask(room, finer)
+        self._ask(finer)
         return None
 
 

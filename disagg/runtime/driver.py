@@ -10,7 +10,6 @@ asks how rooms are takes a turn itself.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -21,13 +20,12 @@ from typing import Any
 from disagg.errors import UsageError
 from disagg.host import brief
 from disagg.host.signals import deferred_signals
+from disagg.log import log
 from disagg.protocol import events
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
 from disagg.runtime.event_loop import EventLoop, Waiters
-
-log = logging.getLogger("disagg")
 
 IDLE_SECONDS = 0.05
 READ_PAUSE_SECONDS = 0.001

@@ -4,7 +4,6 @@ messages, time, reads and digests, and never waits; threads that do are woken by
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -17,6 +16,7 @@ from disagg.digest.digest import Digester
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, WireError
 from disagg.host.signals import deferred_signals
+from disagg.log import log
 from disagg.protocol import events
 from disagg.protocol.codec import decode
 from disagg.protocol.decode import DecodeMachine
@@ -29,8 +29,6 @@ from disagg.runtime.transport import Lost, Transport
 from kvpool.layout import PoolLayout
 from kvpool.layout.sentences import one_line
 from kvpool.layout.types import MAX_REASON
-
-log = logging.getLogger("disagg")
 
 TELEMETRY_SECONDS = 0.5
 
@@ -199,12 +197,12 @@ class EventLoop(Generic[M]):
                 self.reader.add(read)
             case events.Connect(peer, address):
                 self.transport.connect(peer, address)
-            case events.ConnectEngine(link, source, hello):
-                self.reader.connect(link, source, hello)
+            case events.ConnectEngine(rank, hello):
+                self.reader.connect(rank, hello)
             case events.CancelReads(attempt):
                 self.reader.cancel(attempt)
-            case events.DropPeer(link, source):
-                self.reader.drop_peer(link, source)
+            case events.DropPeer(rank):
+                self.reader.drop_peer(rank)
             case events.ComputeDigest(key, address, pieces, each):
                 self.digester.add(key, self.layout, address, pieces, each)
 

@@ -6,7 +6,6 @@ go on after it.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from disagg.engines.base import Engine, TransferError
+from disagg.log import log
 from disagg.plan.bind import CopyBatch
 from disagg.protocol.events import EngineConnected, ReadBegun, ReaderEvent
 from disagg.protocol.messages import Hello
-from disagg.protocol.peers.link import Link, Read
+from disagg.protocol.peers.link import PrefillRank, Read
 from disagg.runtime.reads import BegunReads, Fence, InFlight, ReadContext, TrackedRead
 from disagg.runtime.staging import StagingBuffers
-
-log = logging.getLogger("disagg")
 
 LOOKS_PER_TIMEOUT = 4
 """A longer pause between two steps than this part of the time-out is no time that a read took."""
@@ -49,7 +47,7 @@ class Reader:
         self, engine: Engine, timeout: float, clock: Callable[[], float], stage: StagingBuffers
     ) -> None:
         self._context = ReadContext(engine=engine, stage=stage, timeout=timeout, clock=clock)
-        self._lanes: dict[tuple[int, int, str], Lane] = {}
+        self._lanes: dict[tuple[PrefillRank, str], Lane] = {}
         self._active: dict[Lane, None] = {}  # those with work: a turn costs nothing for others
         self._dropped: list[Lane] = []
         self._moved, self._looked = 0.0, clock()
@@ -62,20 +60,20 @@ class Reader:
         return bool(self._dropped or self._active)
 
     def add(self, read: Read) -> None:
-        self._lane(read.link, read.source, read.hello).queue.append(TrackedRead(read))
+        self._lane(read.rank, read.hello).queue.append(TrackedRead(read))
 
-    def connect(self, link: Link, source: int, hello: Hello) -> None:
+    def connect(self, rank: PrefillRank, hello: Hello) -> None:
         """Connects the engine to a rank in the next step; what goes wrong its first read finds."""
-        self._lane(link, source, hello).connects_early = True
+        self._lane(rank, hello).connects_early = True
 
     def cancel(self, attempt: str) -> None:
         """Posts nothing more of an attempt's reads."""
         for tracked in self._reads():
             tracked.cancelled = tracked.cancelled or tracked.read.attempt == attempt
 
-    def drop_peer(self, link: Link, source: int) -> None:
+    def drop_peer(self, rank: PrefillRank) -> None:
         """Gives a rank up, in all its generations: its rooms have failed."""
-        for key in [key for key in self._lanes if key[:2] == (id(link), source)]:
+        for key in [key for key in self._lanes if key[0] is rank]:
             lane = self._lanes.pop(key)
             self._active.pop(lane, None)
             lane.drop()
@@ -123,11 +121,11 @@ class Reader:
         self._dropped.clear()
         return self._context.take_events()
 
-    def _lane(self, link: Link, source: int, hello: Hello) -> Lane:
+    def _lane(self, rank: PrefillRank, hello: Hello) -> Lane:
         """The lane of one generation of a rank, which has work now."""
-        key = id(link), source, hello.generation
+        key = rank, hello.generation
         if key not in self._lanes:
-            self._lanes[key] = Lane(self._context, link, source, hello)
+            self._lanes[key] = Lane(self._context, rank, hello)
         self._active[self._lanes[key]] = None
         return self._lanes[key]
 
@@ -138,15 +136,15 @@ class Reader:
 
 class Lane:
     """Reads that wait (`queue`), that have begun, and those of peers that are being given up
-    (`fences`), of rank `source` of a link that has said `hello`.
+    (`fences`), of a rank that has said `hello`.
     """
 
-    def __init__(self, context: ReadContext, link: Link, source: int, hello: Hello) -> None:
+    def __init__(self, context: ReadContext, rank: PrefillRank, hello: Hello) -> None:
         self.queue: deque[TrackedRead] = deque()
         self.connects_early = False
         """Whether to connect before the first read, until that was tried."""
         self.connected = False
-        self._link, self._source, self._hello = link, source, hello
+        self._rank, self._hello = rank, hello
         self.fences: list[Fence] = []
         self._context, self._engine = context, context.engine
         self._begun: list[BegunReads] = []
@@ -174,9 +172,8 @@ class Lane:
             try:
                 self._connect()
             except Exception as error:
-                rank = self._link.ranks[self._source]
-                log.info("%s: a read will try to connect again: %s", rank, error)
-            self._context.events.append(EngineConnected(self._link, self._source))
+                log.info("%s: a read will try to connect again: %s", self._rank, error)
+            self._context.events.append(EngineConnected(self._rank))
             return True
         moved = False
         for begun in list(self._begun):
@@ -262,7 +259,8 @@ class Lane:
             src, dst, nbytes = map(np.concatenate, zip(*(tracked.batch for tracked in joined)))
             batch = CopyBatch(src, dst, nbytes)
         try:
-            parts = self._context.stage.parts(batch, read.plan.sources[read.source], self._engine)
+            source = read.plan.sources[read.rank.source]
+            parts = self._context.stage.parts(batch, source, self._engine)
             self._begun.append(BegunReads(reads=joined, parts=parts, next=next(parts, None)))
         except Exception as error:
             for tracked in joined:

@@ -4,7 +4,6 @@ those in flight, and the fence of a peer that is given up.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from disagg.engines.base import Engine, TransferError
+from disagg.log import log
 from disagg.plan.bind import CopyBatch
 from disagg.protocol.events import ReadEnded, ReaderEvent, ReadFailed, ReadMoved
 from disagg.protocol.peers.link import Read
@@ -22,8 +22,6 @@ from kvpool.layout.types import MAX_REASON
 
 if TYPE_CHECKING:
     from kvpool.device import Event
-
-log = logging.getLogger("disagg")
 
 STAGED_IN_FLIGHT = NUM_BUFFERS // 2
 """Parts of one rank that are in buffers at once: a rank that is stuck leaves some to the others."""
@@ -60,7 +58,7 @@ class TrackedRead:
         """Why it has failed."""
         # an engine may quote what its peer wrote
         reason = one_line(str(error), MAX_REASON)
-        return f"read from {self.read.link.ranks[self.read.source]}: {reason}"
+        return f"read from {self.read.rank}: {reason}"
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

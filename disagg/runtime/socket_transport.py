@@ -16,14 +16,13 @@ from collections.abc import Iterator
 
 from disagg.host.brief import Scratch
 from disagg.host.unix_sockets import new_path
+from disagg.log import log
 from disagg.protocol.events import Peer
 from disagg.runtime.sockets.address import EXHAUSTED, Address, DialledAddress, Listener, origin
 from disagg.runtime.sockets.connection import OUT, Connection, Watch
 from disagg.runtime.sockets.lifecycle import CLOSE_LINGER_SECONDS, STEPS_A_TURN, Lifecycle
 from disagg.runtime.sockets.tls import Side, TLSCredentials
 from disagg.runtime.transport import Lost
-
-log = logging.getLogger("disagg")
 
 ACCEPT_SECONDS = 0.1
 """For which nothing is accepted after files or memory have run out."""

@@ -81,9 +81,8 @@ def save(
                 write(file, start + int(offsets[0]), staging.bytes[:size].data)
         # of the pool, not of the file: what a copy got wrong is found at load
         prefix = RequestAddress(count, address.spans)
-        parts = (part for part in digests(layout, prefix, pieces) if part is not None)
-        hashes = dict(zip(empty, (value for part in parts for value in part.tolist())))
-        write(file, 0, replace(header, digests=hashes).encode())
+        values = np.concatenate([*digests(layout, prefix, pieces)]).tolist()
+        write(file, 0, replace(header, digests=dict(zip(empty, values))).encode())
 
 
 def inspect(path: Path) -> Header:
@@ -282,14 +281,13 @@ def windows(file: Ints, memory: Ints, nbytes: Ints, max_gap: int) -> Iterator[tu
     `STAGING_BYTES` from first to last byte, with gaps of at most `max_gap` bytes.
     """
     order = np.argsort(file, kind="stable")
-    every = CopyBatch(file[order], memory[order], nbytes[order])
-    for part in every.split(STAGING_BYTES, max(1, every.runs)):
-        starts, pointers, lengths = part
-        ends = starts + lengths
-        breaks = np.append(np.flatnonzero(starts[1:] - ends[:-1] > max_gap) + 1, starts.size)
-        first = 0
-        while first < starts.size:
-            end = int(np.searchsorted(ends, starts[first] + STAGING_BYTES, side="right"))
-            end = min(end, int(breaks[np.searchsorted(breaks, first, side="right")]))
-            yield starts[first:end], pointers[first:end], lengths[first:end]
-            first = end
+    whole = CopyBatch(file[order], memory[order], nbytes[order])
+    starts, pointers, lengths = whole.cut(STAGING_BYTES)
+    ends = starts + lengths
+    breaks = np.append(np.flatnonzero(starts[1:] - ends[:-1] > max_gap) + 1, starts.size)
+    first = 0
+    while first < starts.size:
+        end = int(np.searchsorted(ends, starts[first] + STAGING_BYTES, side="right"))
+        end = min(end, int(breaks[np.searchsorted(breaks, first, side="right")]))
+        yield starts[first:end], pointers[first:end], lengths[first:end]
+        first = end

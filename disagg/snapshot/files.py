@@ -62,15 +62,14 @@ class SnapshotFile:
         layout, tokens = self.header.layout, self.header.tokens
         pieces = [p for p in live_pieces(layout, tokens) if keys is None or p.key in keys]
         try:
-            parts = list(digests(layout, self.address, pieces, read=self._read_cells))
+            parts = [*digests(layout, self.address, pieces, read=self._read_cells)]
         except SnapshotRefused:
             raise
         except ValueError as error:  # cells without number
             raise SnapshotRefused(f"{self.path}: {error}") from None
-        values = [value for part in parts if part is not None for value in part.tolist()]
         wrong = by_layers(
             (piece.key, "")
-            for piece, value in zip(pieces, values)
+            for piece, value in zip(pieces, np.concatenate(parts).tolist())
             if value != self.header.digests[piece.key]
         )
         if wrong:

@@ -326,7 +326,7 @@ def _bind(read: Read) -> None:
         batch = read.bind()
     except ValueError:
         return
-    source = read.plan.sources[read.source]
+    source = read.plan.sources[read.rank.source]
     planning.check(batch, source, read.source_address, read.plan.dest, read.dest_address)
 
 

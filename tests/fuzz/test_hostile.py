@@ -217,13 +217,7 @@ def test_aux_keys_with_colliding_hashes_are_refused_at_once():
 
 @pytest.mark.parametrize("size", [1, 7, 9])
 def test_digests_of_a_wrong_size_fail_the_room(size):
-    whole = Verification(
-        room="r",
-        attempt="a",
-        source=0,
-        pieces=[],
-        begun=0.0,
-    )
+    whole = Verification(room=None, rank=None, pieces=[], begun=0.0)
     sizes = replace(whole, own=bytes(8), theirs=bytes(size))
     finer, sentence = differences(sizes, samples.LAYOUTS[0], "rank 0")
     assert finer is None

@@ -70,10 +70,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def verdict(self) -> str:
         """One line: the device, and how many rows ended how."""
-        counts = [
-            f"{sum(section.count(state) for section in self.sections):,} {state}"
-            for state in STATES
-        ]
+        counts = [f"{sum(s.count(state) for s in self.sections):,} {state}" for state in STATES]
         extent = "" if self.complete else ", some sections"
         size = ", quick" if self.quick else ""
         word = "passed" if self.passed else "failed"

@@ -76,7 +76,7 @@ def open_transfer(
         expected[torch.from_numpy(dst // width)] = runs[torch.from_numpy(src // width)]
         need_equal("runs of memory", memory[:slots].view(-1, width), expected)
 
-    ours = partial(opened.reader.read, batch, pause=True)
+    ours = partial(opened.read, batch, pause=True)
     return Work(ours, plain_copy(context.device, count * width), check)
 
 
@@ -85,9 +85,8 @@ class BareReader:
 
     def __init__(self, engine: str, slabs: Sequence[Slab], metadata: bytes) -> None:
         with ExitStack() as stack:
-            self._wake, notify = os.pipe()
+            self._wake, notify = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             for end in (self._wake, notify):
-                os.set_blocking(end, False)
                 stack.callback(os.close, end)
             self.engine = create_engine(engine)
             stack.callback(self.engine.close)
@@ -111,14 +110,13 @@ class BareReader:
                     os.read(self._wake, 4096)
 
 
-class OpenMemory:
-    """Memory of this side, and a reader of the peer's, which holds `noise` at pointer `base`."""
+class OpenMemory(BareReader):
+    """Of memory of this side, and of the peer's, which holds `noise` at pointer `base`."""
 
     def __init__(self, other: OtherProcess, device: Device, engine: str, nbytes: int) -> None:
         self.memory = device.allocate(nbytes)
         metadata, self.base = served(other, "serve_memory", engine, nbytes)
-        self.reader = BareReader(engine, [slab_of(self.memory)], metadata)
-        self.close = self.reader.close
+        super().__init__(engine, [slab_of(self.memory)], metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

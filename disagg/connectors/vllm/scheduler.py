@@ -7,14 +7,15 @@ to every worker as a `Step`, once a scheduler step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from typing import Any
 
-from disagg.connectors.source import Recent, Source, named_room, prompt_digest, request_room
+from disagg.connectors.source import Source, named_room, prompt_digest, request_room
 from disagg.connectors.vllm.layout import Blocks
 from disagg.protocol.messages import Room
+from disagg.protocol.peers.liveness import Latest
 
 log = logging.getLogger("vllm.kvpool")
 
@@ -22,6 +23,8 @@ OTHER_ROLES = ("remote_prefiller", "remote_kv_source")
 """Of `kv_transfer_params`: what proxies say to vLLM's offloading between peers."""
 DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Statuses of a request whose prompt is computed to its end."""
+KEPT_ROOMS = 10_000
+"""Rooms that none is to be offered or asked for twice: the latest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,7 @@ class _Sending:
     sent: int = 0
 
 
+@dataclass(eq=False)
 class ConnectorScheduler:
     """Decides; `step()` takes what was decided since the last time.
 
@@ -83,30 +87,24 @@ class ConnectorScheduler:
     runs. `waits`: a request of decode is computed in the step that asks for its state.
     """
 
-    def __init__(
-        self,
-        groups: Any,
-        *,
-        produces: bool,
-        consumes: bool,
-        stream: bool = False,
-        recomputes: int = 1,
-        state: bool = False,
-        window: bool = False,
-        drafts: bool = False,
-        waits: bool = False,
-    ) -> None:
-        self._groups, self._stream, self._waits = groups, stream, waits
-        self._produces, self._consumes = produces, consumes
-        self._recomputes, self._drafts = recomputes, drafts
-        self._state, self._window = state, window
-        self._addresses: tuple[str, ...] = ()
-        self._step = Step()
-        self._sending: dict[str, _Sending] = {}
-        self._wanted: dict[str, Source] = {}
-        self._receiving: set[str] = set()
-        self._named, self._asked = Recent(), Recent()
-        self._numbers = count(1)
+    groups: Any
+    _: KW_ONLY
+    produces: bool
+    consumes: bool
+    stream: bool = False
+    recomputes: int = 1
+    state: bool = False
+    window: bool = False
+    drafts: bool = False
+    waits: bool = False
+    _addresses: tuple[str, ...] = ()
+    _step: Step = field(default_factory=Step)
+    _sending: dict[str, _Sending] = field(default_factory=dict)
+    _wanted: dict[str, Source] = field(default_factory=dict)
+    _receiving: set[str] = field(default_factory=set)
+    _named: Latest[Room, None] = field(default_factory=lambda: Latest(KEPT_ROOMS))
+    _asked: Latest[Room, None] = field(default_factory=lambda: Latest(KEPT_ROOMS))
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     def serve(self, addresses: Sequence[str]) -> None:
         """Endpoint addresses of this engine's prefill ranks, which decode is told."""
@@ -138,32 +136,34 @@ class ConnectorScheduler:
 
     def _offers(self, request: Any, named: Any) -> None:
         """Prefill's request, cut where it must not compute what decode does. Raises ValueError."""
-        if not self._produces:
+        if not self.produces:
             raise ValueError("this engine is a kv_consumer. Send it to a kv_producer.")
         ids, name = request.prompt_token_ids, request.request_id
-        if self._state and ids is None:
+        if self.state and ids is None:
             raise ValueError("of embeddings, this model's state is not that of a token less.")
         room = named_room(named, ids)
-        if room is None or not self._named.add(room):
+        if room is None or room in self._named:
             room = request_room(name, next(self._numbers))
-        stop = request.num_prompt_tokens - self._recomputes
+        else:
+            self._named[room] = None
+        stop = request.num_prompt_tokens - self.recomputes
         following = ids[stop] if ids and stop >= 0 else None
         self._sending[name] = _Sending(request=request, room=room, stop=stop, following=following)
         if stop < 1:
             return
-        if self._state or self._window:
+        if self.state or self.window:
             request.max_tokens = 1
-        if self._state:
+        if self.state:
             del ids[stop:]
             del request._all_token_ids[stop:]
             request.num_prompt_tokens = stop
-        if self._state and self._drafts:
+        if self.state and self.drafts:
             # the drafter reads what is sampled as the token behind the prompt
             request.sampling_params.allowed_token_ids = [following]
 
     def scheduled(self, output: Any) -> None:
         """Offers what this step computes, where prompts are streamed."""
-        if not self._stream:
+        if not self.stream:
             return
         for name in output.scheduled_cached_reqs.resumed_req_ids:
             sending = self._sending.get(name)
@@ -193,17 +193,18 @@ class ConnectorScheduler:
 
     def _transferred(self, blocks: Any) -> Blocks:
         """Ids of the groups that are handed over."""
-        return tuple(tuple(ids) for ids in self._groups.select_transfer_block_ids(blocks))
+        return tuple(tuple(ids) for ids in self.groups.select_transfer_block_ids(blocks))
 
     # decode
 
     def _wants(self, request: Any, params: dict[str, Any]) -> None:
         """Decode's request has its state elsewhere. Raises ValueError."""
-        if not self._consumes:
+        if not self.consumes:
             raise ValueError("this engine is a kv_producer. Send it to a kv_consumer.")
         source = Source.read(params, request.prompt_token_ids)
-        if not self._asked.add(source.room):
+        if source.room in self._asked:
             raise ValueError("its room is read by another sequence of the same prompt (n > 1).")
+        self._asked[source.room] = None
         self._wanted[request.request_id] = source
         if self._handed_over(request, source) >= request.num_prompt_tokens:
             raise ValueError(
@@ -214,13 +215,13 @@ class ConnectorScheduler:
 
     def _handed_over(self, request: Any, source: Source) -> int:
         """How many tokens prefill has, by what it said or else by what this engine computes."""
-        return source.tokens or request.num_prompt_tokens - self._recomputes
+        return source.tokens or request.num_prompt_tokens - self.recomputes
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens behind `computed` prefill has; whether the request waits for them."""
         source = self._wanted.get(request.request_id)
         more = 0 if source is None else self._handed_over(request, source) - computed
-        return (more, not self._waits) if more > 0 else (0, False)
+        return (more, not self.waits) if more > 0 else (0, False)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Blocks were allocated, for `external` tokens of prefill's."""
@@ -228,7 +229,7 @@ class ConnectorScheduler:
         if not external:
             self._decline(name)
         elif source := self._wanted.pop(name, None):
-            if not self._waits:
+            if not self.waits:
                 self._receiving.add(name)
             stop = self._handed_over(request, source)
             receive = ReceiveTask(
@@ -237,7 +238,7 @@ class ConnectorScheduler:
                 blocks=self._transferred(blocks.get_block_ids()),
                 start=stop - external,
                 stop=stop,
-                waits=self._waits,
+                waits=self.waits,
             )
             self._step.receives.append(receive)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,28 +14,24 @@ from disagg.connectors.vllm.layout import BlockGroup, block_table
 from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step
 
 
+@dataclass(eq=False)
 class ConnectorWorker:
     """Does what a scheduler step asks of a rank. `groups` are vLLM's cache groups, `layers` all
     that have state here by vLLM's names. `cleared`: by group, tensors `[block, ...]` of which no
     block may keep what it held before, where vLLM leaves that to who fills it.
     """
 
-    def __init__(
-        self,
-        rank: Rank,
-        groups: tuple[BlockGroup, ...],
-        layers: Mapping[str, LayerId],
-        cleared: Sequence[Sequence[torch.Tensor]] = (),
-    ) -> None:
-        self.rank, self._groups, self._layers = rank, groups, layers
-        self._cleared = cleared
-        self._begun = False
-        """Whether vLLM has told of any layer in this forward pass."""
-        self._left: dict[str, LayerId] = {}
-        """Of which it has not told, by name. Several may be of one layer."""
-        self._loading: dict[str, ReceiveTask] = {}
-        """By request, what is waited for layer by layer in this step."""
-        self._invalid: set[int] = set()
+    rank: Rank
+    groups: tuple[BlockGroup, ...]
+    layers: Mapping[str, LayerId]
+    cleared: Sequence[Sequence[torch.Tensor]]
+    _begun: bool = False
+    """Whether vLLM has told of any layer in this forward pass."""
+    _left: dict[str, LayerId] = field(default_factory=dict)
+    """Of which it has not told, by name. Several may be of one layer."""
+    _loading: dict[str, ReceiveTask] = field(default_factory=dict)
+    """By request, what is waited for layer by layer in this step."""
+    _invalid: set[int] = field(default_factory=set)
 
     def begin(self, step: Step) -> None:
         """Asks for what requests need of prefill."""
@@ -50,14 +47,14 @@ class ConnectorWorker:
 
     def wait_layer(self, name: str) -> None:
         """Waits for a layer of the requests that this step begins."""
-        if name in self._layers:
+        if name in self.layers:
             for receive in self._loading.values():
-                self.rank.wait_layer(receive.source.room, self._layers[name])
+                self.rank.wait_layer(receive.source.room, self.layers[name])
 
     def save_layer(self, name: str, step: Step) -> None:
         """Offers a layer, once all that vLLM computes under its number was computed."""
-        if name in self._layers and not self._begun:
-            self._begun, self._left = True, dict(self._layers)
+        if name in self.layers and not self._begun:
+            self._begun, self._left = True, dict(self.layers)
         layer = self._left.pop(name, None)
         if layer is not None and layer not in self._left.values():
             self._offer(step, layer)
@@ -83,7 +80,7 @@ class ConnectorWorker:
         results = self.rank.results(finished)
         for request in results.failed & self._loading.keys():
             receive = self._loading[request]
-            first = receive.start // self._groups[0].tokens
+            first = receive.start // self.groups[0].tokens
             self._invalid.update(receive.blocks[0][first:])
         results.received -= self._loading.keys()
         results.failed -= self._loading.keys()
@@ -113,7 +110,7 @@ class ConnectorWorker:
     def _send(self, send: SendTask, layer: LayerId | None) -> None:
         last = send.last and not self._left
         aux = {FIRST_TOKEN: send.following} if last and send.following is not None else None
-        address = block_table(self._groups, send.blocks, send.stop)
+        address = block_table(self.groups, send.blocks, send.stop)
         tokens, room = range(send.start, send.stop), send.room
         self.rank.send(send.request, room, address, tokens, last=last, layer=layer, aux=aux)
 
@@ -121,7 +118,7 @@ class ConnectorWorker:
         source, start = receive.source, receive.start
         try:
             self._clear(receive)
-            address = block_table(self._groups, receive.blocks, receive.stop)
+            address = block_table(self.groups, receive.blocks, receive.stop)
             peers = source.addresses
             self.rank.receive(receive.request, source.room, address, start=start, peers=peers)
         except Exception as error:  # of one request: the engine serves others
@@ -133,7 +130,7 @@ class ConnectorWorker:
         """Sets blocks to 0 that will not be filled to their end. Kernels multiply what they hold
         there by 0, and what another group has left there may be no number.
         """
-        for group, ids, tensors in zip(self._groups, receive.blocks, self._cleared):
+        for group, ids, tensors in zip(self.groups, receive.blocks, self.cleared):
             if not tensors or group.state is not None:
                 continue
             first = receive.stop // group.tokens

@@ -36,25 +36,22 @@ from disagg.engines.local.offer import (
     read_offer,
     receive_files,
 )
-from disagg.engines.local.peer import (
-    BY_DEVICE,
-    BY_KERNEL,
-    BY_MAPPING,
-    HostCopies,
-    LocalPeer,
-    finished,
-)
+from disagg.engines.local.peer import BY_DEVICE, BY_KERNEL, BY_MAPPING, LocalPeer, finished
 from disagg.engines.ranges import NO_RANGES
+from disagg.host.brief import Waker
 from disagg.plan.bind import CopyBatch
+from kvpool import _native
+from kvpool.device.host_copy import copy_runs
 from kvpool.layout.grid import Ints
 from kvpool.layout.types import Slab
 
 if TYPE_CHECKING:
-    from kvpool._native import Job
     from kvpool.device import Event
 
 NATIVE_BYTES, NATIVE_RUNS = 256 << 20, 1 << 20
 """Most of a part that is copied outside Python."""
+SMALL_RUNS, SMALL_BYTES = 1024, 64 << 10
+"""Of at most so much, runs are copied in the call."""
 CONNECT_SECONDS = 0.1
 """How long `connect` waits for an offer. If it takes longer, reads wait, and other peers do not."""
 OFFER_SECONDS = 30.0
@@ -76,7 +73,7 @@ class LocalTransfer:
 
     peer: LocalPeer
     batch: CopyBatch | None = None
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[_native.Job] = field(default_factory=list)
     event: Event | None = None
 
 
@@ -89,10 +86,12 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
     progress_seconds = 0.05  # whoever reads does all of it
 
     def __init__(self) -> None:
-        self._copies = HostCopies()
-        if self._copies.native:  # which needs no turn of the reader's thread, nor holds it up
+        self._native = _native.availability() is None
+        if self._native:  # which needs no turn of the reader's thread, nor holds it up
             self.max_bytes, self.max_runs, self.parts_in_flight = NATIVE_BYTES, NATIVE_RUNS, 4
             self.background = True
+        self._worker: _native.Worker | None = None
+        self._waker = Waker()
         self._segments: list[Segment] = []
         self._shared: list[DeviceSegment] = []
         self._memory = ""
@@ -142,8 +141,8 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         return peer
 
     def notify(self, descriptor: int) -> None:
-        """See Engine."""
-        self._copies.notify(descriptor)
+        if self._native and self._worker is None:
+            self._waker.set(descriptor)
 
     def read(self, peer: LocalPeer, batch: CopyBatch) -> LocalTransfer:
         """Starts copying."""
@@ -170,10 +169,41 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
             if way == BY_DEVICE and peer.attached is not None:
                 transfer.event = peer.attached.copy(*runs)
                 continue
-            job = self._copies.start(peer, runs, by_kernel=way == BY_KERNEL)
+            job = self._copy_host(peer, runs, by_kernel=way == BY_KERNEL)
             if job is not None:
                 transfer.jobs.append(job)
                 peer.jobs.append(job)
+
+    def _copy_host(
+        self, peer: LocalPeer, runs: tuple[Ints, Ints, Ints], *, by_kernel: bool
+    ) -> _native.Job | None:
+        """Copies runs from what is mapped of a peer's memory, or from its process; returns the job,
+        if that goes on.
+        """
+        src, dst, nbytes = runs
+        if not self._native:
+            if by_kernel:
+                raise TransferError(
+                    f"the private memory of process {peer.pid} cannot be read: kvpool's C code "
+                    f"{_native.availability()} Or allocate its pool on kvpool's CPU device."
+                )
+            copy_runs(src, dst, nbytes)
+            return None
+        if self._worker is None:
+            self._worker = _native.Worker(self._waker.descriptor)
+        small = nbytes.size <= SMALL_RUNS and int(nbytes.sum()) <= SMALL_BYTES
+        if not small:  # the caller may use its columns again; one number for all never changes
+            dst = dst.copy()
+            nbytes = nbytes if nbytes.strides == (0,) else np.array(nbytes, dtype=np.int64)
+        return self._worker.post(
+            src,
+            dst,
+            nbytes,
+            pid=peer.pid if by_kernel else 0,
+            peer=peer.link.fileno() if by_kernel else -1,
+            keep=(*peer.mappings, peer.link),
+            at_once=small,
+        )
 
     def poll(self, transfer: LocalTransfer) -> bool:
         """Whether every copy has finished."""
@@ -187,9 +217,7 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         return transfer.event is None or transfer.event.query()
 
     def fence(self, peer: LocalPeer, timeout: float | None = None) -> bool:
-        """Ends copies of host memory, waits for the device's, then unmaps the peer's memory and
-        hangs up.
-        """
+        """Ends copies of host memory, awaits the device's, unmaps the peer's memory, hangs up."""
         peer.offered, peer.ranges = True, NO_RANGES
         for job in peer.jobs:
             job.cancel()
@@ -210,7 +238,10 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         if self._server is not None:
             self._server.close()
             self._server = None
-        self._copies.close()
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        self._waker.close()
         self._segments.clear()
         self._shared.clear()
         self._files.close()

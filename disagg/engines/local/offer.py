@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import array
 import fcntl
-import logging
 import os
 import selectors
 import socket
@@ -24,8 +23,7 @@ from disagg.engines.local.device import DeviceSegment
 from disagg.engines.local.host import Segment, sealed_size
 from disagg.engines.ranges import MAX_REGIONS, Ranges
 from disagg.host.unix_sockets import MAX_PATH, Credentials, new_path, peer_credentials
-
-log = logging.getLogger("disagg")
+from disagg.log import log
 
 MAX_BYTES = 16 << 20
 MAX_FILES = 250

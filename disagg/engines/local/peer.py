@@ -1,6 +1,4 @@
-"""A peer of engine local: where its memory is here, how it is read, and copies of host memory: by a
-thread outside Python (`kvpool._native`), or in the call where that was not compiled.
-"""
+"""A peer of engine local: where its memory is here, how it is read, and whether it was."""
 
 from __future__ import annotations
 
@@ -8,22 +6,16 @@ import os
 import socket
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from disagg.engines.base import TransferError
 from disagg.engines.local.device import Attached
 from disagg.engines.local.offer import ENDED
 from disagg.engines.ranges import NO_RANGES, Ranges
-from disagg.host.brief import Waker
 from disagg.plan.bind import CopyBatch
 from kvpool import _native
-from kvpool.device.host_copy import copy_runs
 from kvpool.layout.grid import Ints
 
 BY_MAPPING, BY_KERNEL, BY_DEVICE = range(3)
 """How a segment is read."""
-SMALL_RUNS, SMALL_BYTES = 1024, 64 << 10
-"""Of at most so much, runs are copied in the call."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,56 +53,6 @@ class LocalPeer:
         """Whether nothing of its memory is being copied."""
         jobs_ended = all(job.ended for job in self.jobs)
         return jobs_ended and (self.attached is None or self.attached.quiet())
-
-
-class HostCopies:
-    """Copies runs in order; used by one thread. A copy that goes on after the call is a job."""
-
-    def __init__(self) -> None:
-        self.native = _native.availability() is None
-        self._worker: _native.Worker | None = None
-        self._waker = Waker()
-
-    def notify(self, descriptor: int) -> None:
-        """See Engine.notify."""
-        if self.native and self._worker is None:
-            self._waker.set(descriptor)
-
-    def start(
-        self, peer: LocalPeer, runs: tuple[Ints, Ints, Ints], *, by_kernel: bool
-    ) -> _native.Job | None:
-        """Copies runs from what is mapped of a peer's memory, or from its process."""
-        src, dst, nbytes = runs
-        if not self.native:
-            if by_kernel:
-                raise TransferError(
-                    f"the private memory of process {peer.pid} cannot be read: kvpool's C code "
-                    f"{_native.availability()} Or allocate its pool on kvpool's CPU device."
-                )
-            copy_runs(src, dst, nbytes)
-            return None
-        if self._worker is None:
-            self._worker = _native.Worker(self._waker.descriptor)
-        small = nbytes.size <= SMALL_RUNS and int(nbytes.sum()) <= SMALL_BYTES
-        if not small:  # the caller may use its columns again; one number for all never changes
-            dst = dst.copy()
-            nbytes = nbytes if nbytes.strides == (0,) else np.array(nbytes, dtype=np.int64)
-        return self._worker.post(
-            src,
-            dst,
-            nbytes,
-            pid=peer.pid if by_kernel else 0,
-            peer=peer.link.fileno() if by_kernel else -1,
-            keep=(*peer.mappings, peer.link),
-            at_once=small,
-        )
-
-    def close(self) -> None:
-        """Ends the thread, once all jobs have ended."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-        self._waker.close()
 
 
 def finished(job: _native.Job, pid: int) -> bool:

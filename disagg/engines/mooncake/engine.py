@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import secrets
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -96,9 +96,9 @@ class MooncakeEngine(ThreadedEngine):
         choose(protocol)
         super().__init__(hostname)
         self._protocol, self._device, self._chunk = protocol, device, chunk
+        self.over_tcp = protocol == "tcp"
         self._token = np.frombuffer(secrets.token_bytes(self.token_bytes), dtype=np.uint8)
         self._engine: Any = None
-        self._scratches: list[np.ndarray] = []
 
     @classmethod
     def availability(cls) -> str | None:
@@ -155,25 +155,13 @@ class MooncakeEngine(ThreadedEngine):
                 f"the peer uses Mooncake over {owner.protocol!r}, this engine over "
                 f"{self._protocol!r}. Give both the same `protocol`."
             )
-        shared = self._serving() if self.shared else None
-        reader = MooncakeReader(
-            owner=owner,
-            scratch=np.zeros(self.token_bytes, dtype=np.uint8),
-            obtain=self._reading if shared is None else lambda: shared,
-            shared=self.shared,
-            scope=self._scope(),
-            polls=self._protocol == "tcp",
-        )
-        if self.shared:
-            self._scratches.append(reader.scratch)
+        reader = MooncakeReader(owner, self, self._scope())
         return self._connected(f"mooncake {reader.address}", reader, ranges)
 
     def read(self, peer: ThreadedPeer, batch: CopyBatch) -> ThreadedTransfer | None:
-        """Queues the batch for the peer's thread, cut at the edges of registered ranges."""
-        return super().read(peer, batch.cut(TCP_RUN_BYTES) if self._protocol == "tcp" else batch)
+        return super().read(peer, batch.cut(TCP_RUN_BYTES) if self.over_tcp else batch)
 
     def close(self) -> None:
-        """Gives up all peers, and waits for calls that may write."""
         super().close()
         if self._engine is not None:
             with self._scope():
@@ -181,9 +169,7 @@ class MooncakeEngine(ThreadedEngine):
                 self._engine = None
 
     def _check(self, slabs: Sequence[Slab]) -> None:
-        """Mooncake itself detects which memory a pointer is in; its non-CUDA build assumes the
-        host's.
-        """
+        """Mooncake detects which memory a pointer is in; its non-CUDA build assumes the host's."""
         moves = (HOST, "cuda") if moves_cuda() else (HOST,)
         for slab in slabs:
             if slab.memory.partition(":")[0] not in moves:
@@ -214,30 +200,29 @@ class MooncakeEngine(ThreadedEngine):
             self._warn_exposed(engine.get_rpc_port())
         return self._engine
 
-    def _reading(self) -> Any:
-        """A new `TransferEngine` for reads. Over TCP it registers no memory."""
+    def reading(self) -> Any:
+        """The `TransferEngine` for reads from one peer. Over TCP a new one registers no memory."""
+        if self.shared:
+            return self._serving()
         engine = start(self._protocol, self._hostname, self._device)
-        if self._protocol != "tcp":
+        if not self.over_tcp:
             register_ranges(engine, self._ranges)
             self._warn_exposed(engine.get_rpc_port())
         return engine
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True)
 class MooncakeReader(BlockingReader):
-    """`obtain` returns the `TransferEngine`; with `shared` other peers use it too, and it is not
-    destroyed. With `polls` it leaves the core to others while Mooncake's threads read. `scratch`
-    receives the peer's token and must live as long as the `TransferEngine`.
+    """Reads from `owner` into the memory of `own`. `scratch` receives the peer's token and must
+    live as long as the `TransferEngine`, which is not destroyed if other peers use it too.
     """
 
     undestroyed = "all peers share one TransferEngine."
 
     owner: MooncakeMetadata
-    scratch: np.ndarray
-    obtain: Callable[[], Any]
-    shared: bool
+    own: MooncakeEngine
     scope: AbstractContextManager[Any]
-    polls: bool
+    scratch: np.ndarray = field(init=False)
     engine: Any = None
 
     @property
@@ -247,9 +232,10 @@ class MooncakeReader(BlockingReader):
 
     def start(self) -> None:
         """Checks that the peer answers, and no other process."""
-        self.engine = self.obtain()
+        self.engine = self.own.reading()
         if not self.owner.token:
             return
+        self.scratch = np.zeros(len(self.owner.token), dtype=np.uint8)
         base, nbytes = self.scratch.ctypes.data, self.scratch.nbytes
         register_ranges(self.engine, [(base, nbytes)])
         if not fetch(self.engine, self.address, [[self.owner.token_at], [base], [nbytes]]):
@@ -270,7 +256,8 @@ class MooncakeReader(BlockingReader):
 
     def fetch(self, call: Ints) -> None:
         """In one attempt."""
-        polled = self.polls and bool(call[2].sum() >= POLLED_BYTES)
+        # over TCP the core is left to others while Mooncake's threads read
+        polled = self.own.over_tcp and bool(call[2].sum() >= POLLED_BYTES)
         if not fetch(self.engine, self.address, call.tolist(), polled=polled):
             raise TransferError(
                 f"Mooncake cannot read {call.shape[1]} runs from {self.address}: the peer is dead, "
@@ -279,7 +266,7 @@ class MooncakeReader(BlockingReader):
 
     def end(self) -> bool:
         """Lets go of a shared `TransferEngine`, and destroys another."""
-        if self.engine is None or self.shared:
+        if self.engine is None or self.own.shared:
             self.engine = None
             return False
         gone = weakref.ref(self.engine)

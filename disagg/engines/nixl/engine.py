@@ -33,9 +33,7 @@ MAX_KEPT_AGENTS = 8
 
 @dataclass(eq=False)
 class NixlPeer:
-    """A peer, the agent that reads it and its name there. `open` are transfers whose bytes may
-    still land.
-    """
+    """A peer, the agent that reads it, its name there; `open`: transfers whose bytes may land."""
 
     metadata: NixlMetadata
     agent: Agent | None = None

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from disagg.errors import RoomError
+from disagg.log import log
 from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.planner import PlanCache
 from disagg.protocol import messages
@@ -22,8 +23,6 @@ from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.status import Failure, Side
 from kvpool.layout import PoolLayout, Region, Space
-
-log = logging.getLogger("disagg")
 
 FIRST_PAUSE = 0.25
 """Of the shorter time-out: before a rank is dialled again that refuses this decode for now."""
@@ -214,7 +213,7 @@ class DecodePeers:
         link.plan = rank.hello = rank.layout = None
         link.lost = lost = f"{rank} is lost: {reason}"
         log.log(logging.DEBUG if again else level, "%s", lost)
-        self._effects.append(DropPeer(link, rank.source))
+        self._effects.append(DropPeer(rank))
         return lost
 
     def _handshake(self, rank: PrefillRank, hello: Hello) -> LinkChange | None:
@@ -264,7 +263,7 @@ class DecodePeers:
             rank.pause = 0.0
         link.unconnected = set(plan.contributors())
         for source in link.unconnected:
-            self._effects.append(ConnectEngine(link, source, hellos[source]))
+            self._effects.append(ConnectEngine(link.ranks[source], hellos[source]))
         return link
 
     def _layout(self, rank: PrefillRank, hello: Hello) -> PoolLayout:
@@ -292,4 +291,4 @@ class DecodePeers:
         """Stops to wait for any rank of a link, and to read from it."""
         for rank in link.ranks:
             self.liveness.pop(rank.number, None)
-            self._effects.append(DropPeer(link, rank.source))
+            self._effects.append(DropPeer(rank))

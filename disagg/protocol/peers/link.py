@@ -83,16 +83,15 @@ class Link:
 
 
 class Read(Struct, frozen=True, eq=False, kw_only=True):
-    """A chunk to be read from rank `source` of a link: positions `tokens`, of `layers` or of all.
-    The request lies at `source_address` there and at `dest_address` here; `count` says whether the
+    """A chunk to be read from a rank of prefill: positions `tokens`, of `layers` or of all. The
+    request lies at `source_address` there and at `dest_address` here; `count` says whether the
     latter knows how many tokens it has. `hello` is that rank's, `plan` what was planned with it,
     `ready` when the chunk was, by the endpoint's clock.
     """
 
     room: Room
     attempt: str
-    link: Link
-    source: int
+    rank: PrefillRank
     hello: Hello
     plan: TransferPlan
     tokens: range
@@ -105,7 +104,7 @@ class Read(Struct, frozen=True, eq=False, kw_only=True):
     def bind(self) -> CopyBatch:
         """Its runs. Raises as TransferPlan.bind; block tables were checked where they came in."""
         return self.plan.bind(
-            self.source,
+            self.rank.source,
             self.source_address,
             self.dest_address,
             tokens=self.tokens,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from msgspec import structs
 
+from disagg.log import log
 from disagg.protocol import messages
 from disagg.protocol.codec import Pair, pairs_of, wanted_pairs
 from disagg.protocol.events import Effects
@@ -17,8 +17,6 @@ from disagg.protocol.peers.liveness import Latest, Liveness
 from disagg.protocol.status import Failure
 from kvpool.layout import PoolLayout
 from kvpool.layout.types import MAX_REASON
-
-log = logging.getLogger("disagg")
 
 KEPT_REFUSALS = 100
 KEPT_HELLOS = 32

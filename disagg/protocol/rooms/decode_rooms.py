@@ -11,7 +11,7 @@ from disagg.errors import RoomError
 from disagg.plan.bind import Count
 from disagg.plan.positions import id_clash
 from disagg.protocol.codec import Aux, pack_aux, unpack_aux
-from disagg.protocol.messages import ChunkReady, Room
+from disagg.protocol.messages import ChunkReady, OfRoom, Room
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
 from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, Leases, count_items
@@ -100,6 +100,10 @@ class DecodeRoom(PhasedRoom):
             if rank.hello is not None:
                 yield rank, rank.hello.generation
 
+    def message(self, kind: type[OfRoom], generation: str, **fields: Any) -> OfRoom:
+        """A message about it, to a rank of that generation."""
+        return kind(generation=generation, room=self.name, attempt=self.attempt, **fields)
+
     def ask(self, now: float) -> None:
         """All ranks are known, and those asked that the link says."""
         self.move(RoomEvent.RANKS_KNOWN)
@@ -117,7 +121,7 @@ class DecodeRoom(PhasedRoom):
             # with `at_most`, windows and states come after the last chunk
             if not offered.reaches(total, owner, layer) or (self.at_most and not offered.closed):
                 return False
-        return not any(read.moves(owner, layer) for read in self.reads if read.source in ranks)
+        return not any(read.moves(owner, layer) for read in self.reads if read.rank.source in ranks)
 
     def missing_aux(self) -> str | None:
         """Why the aux values that came do not do."""
@@ -134,8 +138,8 @@ class DecodeRoom(PhasedRoom):
         self, source: int, ready: ChunkReady, address: RequestAddress, now: float
     ) -> list[Read]:
         """What is to be read of a chunk, which lies at `address` on its rank."""
-        plan, hello, some = self.link.plan, self.link.ranks[source].hello, ready.layers
-        if self.declined or plan is None or hello is None:
+        plan, rank, some = self.link.plan, self.link.ranks[source], ready.layers
+        if self.declined or plan is None or rank.hello is None:
             return []
         tokens = range(max(ready.start, self.start), max(ready.stop, self.start))
         # slots and rings come with the last position, also where decode has all the pages
@@ -153,9 +157,8 @@ class DecodeRoom(PhasedRoom):
             Read(
                 room=ready.room,
                 attempt=self.attempt,
-                link=self.link,
-                source=source,
-                hello=hello,
+                rank=rank,
+                hello=rank.hello,
                 plan=plan,
                 tokens=positions,
                 layers=layers,
@@ -236,17 +239,17 @@ class DecodeRooms(Rooms[DecodeRoom]):
         super().__init__()
         self._written = WrittenItems(layout)
         self._block_tables = BlockTables(layout, allow_missing)
-        self._declined: deque[tuple[Room, DecodeRoom]] = deque()
+        self._declined: deque[DecodeRoom] = deque()
         self.offer_timeout, self._next_check = offer_timeout, 0.0
 
-    def add(self, name: Room, room: DecodeRoom) -> None:
+    def add(self, room: DecodeRoom) -> None:
         """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
         not have, if its block table cannot be right (see BlockTables), or if another room writes
         some of its items.
         """
+        name, total = room.name, room.address.num_tokens
         if name in self.by_name:
             raise RoomError(f"room {name!r} exists already. Forget it first.")
-        total = room.address.num_tokens
         if not 0 <= room.start <= total:
             raise RoomError(f"room {name!r}: start {room.start} of {total} tokens.")
         if not room.declined:
@@ -260,30 +263,31 @@ class DecodeRooms(Rooms[DecodeRoom]):
         room = self.open.get(name)
         return room if room and room.attempt == attempt else None
 
-    def of_link(self, link: Link) -> list[Room]:
+    def of_link(self, link: Link) -> list[DecodeRoom]:
         """Open rooms, in the order in which they were asked for."""
-        return [name for name, room in self.open.items() if room.link is link]
+        return [room for room in self.open.values() if room.link is link]
 
-    def stuck(self, now: float) -> list[tuple[Room, str]]:
+    def stuck(self, now: float) -> list[tuple[DecodeRoom, str]]:
         """Open rooms that have waited for another rank for too long, each with the reason."""
         longest = self.offer_timeout
         if longest is None or now < self._next_check:
             return []
         self._next_check = now + longest / CHECKS_PER_TIMEOUT
-        stuck = [(name, room) for name, room in self.open.items() if now - room.touched > longest]
+        stuck = [room for room in self.open.values() if now - room.touched > longest]
         why = f"nothing has happened for {longest:g} s: it waits for"
-        return [(name, f"{why} {room.waits_for}.") for name, room in stuck if not room.working]
+        return [(room, f"{why} {room.waits_for}.") for room in stuck if not room.working]
 
-    def end(self, name: Room, now: float) -> None:
+    def end(self, room: DecodeRoom, now: float) -> None:
         """A room has ended; its items are free unless a read may still write them."""
-        room = self.open.pop(name)
-        self._free(name, room)
+        del self.open[room.name]
+        room.checks.clear()  # a cycle would keep the room, and with it the pool of its block table
+        self._free(room)
         if room.declined:  # of no more use to its caller
-            self._declined.append((name, room))
+            self._declined.append(room)
             if len(self._declined) > MAX_DECLINED:
-                name, room = self._declined.popleft()
-                if self.by_name.get(name) is room:
-                    self.forget(name, now)
+                oldest = self._declined.popleft()
+                if self.by_name.get(oldest.name) is oldest:
+                    self.forget(oldest.name, now)
 
     def end_read(self, read: Read, now: float) -> DecodeRoom | None:
         """None of a read's bytes can land any more; returns its room if that is open."""
@@ -292,7 +296,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         room.touched = now
         room.metrics.reads.append(
             ReadTimes(
-                source=read.source,
+                source=read.rank.source,
                 start=read.tokens.start,
                 stop=read.tokens.stop,
                 layers=read.layers,
@@ -303,7 +307,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         )
         if read.room in self.open:
             return room
-        self._free(read.room, room)
+        self._free(room)
         return None
 
     def forget(self, name: Room, now: float) -> None:
@@ -320,7 +324,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
             quarantined=count_items(room.address for room in ended if room.reading),
         )
 
-    def _free(self, name: Room, room: DecodeRoom) -> None:
+    def _free(self, room: DecodeRoom) -> None:
         if not room.reading:
-            self._written.release(name)
-            self.ended.add(name, room.failure)
+            self._written.release(room.name)
+            self.ended.add(room.name, room.failure)

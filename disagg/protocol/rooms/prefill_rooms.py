@@ -152,31 +152,31 @@ class PrefillRooms(Rooms[PrefillRoom]):
         self.forgotten: Latest[Room, FailureNotice] = Latest(MAX_FORGOTTEN)
         """Those that have failed, until every reader knows of the failure or a new chunk comes."""
         self._layers = layers
-        self._failed_unsent: deque[tuple[Room, PrefillRoom]] = deque()
+        self._failed_unsent: deque[PrefillRoom] = deque()
 
-    def new(self, now: float) -> PrefillRoom:
+    def new(self, name: Room, now: float) -> PrefillRoom:
         """A room of which nothing was offered."""
-        return PrefillRoom(opened_at=now, offered=Offered(self._layers))
+        return PrefillRoom(name=name, opened_at=now, offered=Offered(self._layers))
 
     def at(self, name: Room, now: float) -> PrefillRoom:
         """The room of that name, opened if there is none."""
         if name not in self.by_name:
-            self.by_name[name] = self.open[name] = self.new(now)
+            self.by_name[name] = self.open[name] = self.new(name, now)
             self.unsent.add(name)
         return self.by_name[name]
 
-    def end(self, name: Room, room: PrefillRoom, now: float) -> None:
+    def end(self, room: PrefillRoom, now: float) -> None:
         """A room has ended; its items are free."""
-        self.open.pop(name, None)
+        self.open.pop(room.name, None)
         for names in (self.unsent, self.unpublished, self.read):
-            names.discard(name)
-        self.ended.add(name, room.failure)
+            names.discard(room.name)
+        self.ended.add(room.name, room.failure)
         if not room.chunks:
-            self._failed_unsent.append((name, room))
+            self._failed_unsent.append(room)
             if len(self._failed_unsent) > MAX_FAILED_UNSENT:
-                name, room = self._failed_unsent.popleft()
-                if self.by_name.get(name) is room and not room.chunks:
-                    self.forget(name, now)
+                oldest = self._failed_unsent.popleft()
+                if self.by_name.get(oldest.name) is oldest and not oldest.chunks:
+                    self.forget(oldest.name, now)
 
     def forget(self, name: Room, now: float) -> None:
         """Drops an ended room; why it has failed is kept for decodes that ask late."""

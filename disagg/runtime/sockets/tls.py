@@ -8,7 +8,6 @@ service of the same authority is no peer.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import ssl
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from disagg.host.trusted_files import ANY, WRITE, open_folder, read_file, read_in_folder
+from disagg.log import log
 from kvpool.layout.sentences import one_line
-
-log = logging.getLogger("disagg")
 
 Side = Literal["prefill", "decode"]
 USAGES: Mapping[Side, str] = {"prefill": "serverAuth", "decode": "clientAuth"}

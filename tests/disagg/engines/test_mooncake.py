@@ -138,13 +138,13 @@ def noted(memory):
     """An engine, and what it reads with, once a read has begun."""
     used = []
     with engine_of("mooncake", memory) as engine:
-        make = engine._reading
+        make = engine.reading
 
         def reading():
             used.append(Noted(make()))
             return used[-1]
 
-        engine._reading = reading
+        engine.reading = reading
         yield engine, used
         used.clear()
 

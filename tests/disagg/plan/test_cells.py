@@ -52,8 +52,7 @@ class Side:
         return held.flatten(0, 1)[:TOKENS] if "entry" in order else held
 
     def digest(self, moved):
-        found = [part for part in digests(self.layout, self.table, moved) if part is not None]
-        return np.concatenate(found)
+        return np.concatenate([*digests(self.layout, self.table, moved)])
 
 
 def paged(order, page, ids):

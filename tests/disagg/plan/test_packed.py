@@ -208,11 +208,7 @@ def moved(tokens=10):
 
 
 def digested(held, address, asked, each=False):
-    parts = digests(held.layout, address, asked, each)
-    found = np.concatenate([part for part in parts if part is not None])
-    if not each:
-        return found
-    return np.split(found, np.cumsum([len(piece.entries) for piece in asked])[:-1])
+    return np.concatenate([*digests(held.layout, address, asked, each)])
 
 
 def test_digests_are_of_whole_pages_and_name_the_positions_of_a_page():

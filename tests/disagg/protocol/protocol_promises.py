@@ -200,10 +200,10 @@ def left_behind(node: Node) -> list[str]:
     return [f"{what}: {value}" for what, value in kept.items() if value]
 
 
-def _lives(links) -> set[tuple[int, int, str]]:
-    """Links, ranks and their lives, as reads are told apart."""
-    hellos = ((link, source, hello) for link in links for source, hello in enumerate(link.hellos))
-    return {(id(link), source, hello.generation) for link, source, hello in hellos if hello}
+def _lives(links) -> set[tuple[object, str]]:
+    """Ranks and their lives, as reads are told apart."""
+    ranks = (rank for link in links for rank in link.ranks if rank.hello)
+    return {(rank, rank.hello.generation) for rank in ranks}
 
 
 def work_again(world: World) -> None:
