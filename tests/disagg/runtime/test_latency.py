@@ -7,6 +7,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -14,8 +15,7 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, TransferError, creat
 from disagg.engines.local import LocalEngine
 from kvpool import MHAPool, _native
 from tests import oracle
-from tests.disagg.engines.peers import prefills
-from tests.disagg.runtime.sides import arrives, connected, request, settle
+from tests.disagg.runtime.sides import arrives, connected, prefill_process, request, settle
 from tests.gil import gil_held
 
 TOKENS = 150
@@ -42,7 +42,7 @@ def test_a_room_is_read_while_its_caller_only_asks(call):
     address = oracle.place(dest, TOKENS, seed=99)
     oracle.blank(dest)
     with (
-        prefills("local", "MHAPool", [{**LAYERS, **MHA}], TOKENS) as [source],
+        prefill_process(build=partial(MHAPool, **LAYERS, **MHA), tokens=TOKENS) as source,
         DecodeEndpoint(dest.layout, create_engine("local")) as decode,
     ):
         asks = {
@@ -51,7 +51,7 @@ def test_a_room_is_read_while_its_caller_only_asks(call):
             "layer_ready": lambda: decode.layer_ready("r", 2),
         }
         decode.connect([source.address], timeout=60)
-        source.send("r", 0, TOKENS)
+        source.ask("r")
         with gil_held():
             decode.receive("r", address)
             assert ask(asks[call])

@@ -21,8 +21,8 @@ from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
 from disagg.protocol.codec import decode as decoded
 from disagg.protocol.messages import Disconnect
 from disagg.runtime.transport import MemoryNetwork, MemoryTransport
-from tests.disagg.engines.peers import ENGINES, prefills
-from tests.disagg.runtime.sides import MLA, TOKENS, pool, settle
+from tests.disagg.engines.peers import ENGINES
+from tests.disagg.runtime.sides import pool, prefill_process, settle
 from tests.processes import until
 
 LEAVES = """
@@ -99,8 +99,8 @@ sys.exit(3)
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_stopped_peer_does_not_hold_the_exit_up(engine):
-    with prefills(engine, "MLAPool", [{**MLA, "layers": range(2)}], TOKENS) as (one,):
-        one.send("r", 0, TOKENS)
+    with prefill_process(engine=engine) as one:
+        one.ask("r")
         process = subprocess.Popen(
             [sys.executable, "-c", STUCK, engine, one.address],
             stdin=subprocess.PIPE,

@@ -29,9 +29,8 @@ from disagg.protocol.messages import (
 from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from kvpool import MHAPool, RequestAddress, Shard
 from tests import oracle
-from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.engines.peers import ENGINES
 from tests.disagg.runtime.sides import (
-    MLA,
     TOKENS,
     arrives,
     decode_side,
@@ -40,6 +39,7 @@ from tests.disagg.runtime.sides import (
     joined,
     moves,
     pool,
+    prefill_process,
     prefill_side,
     succeeds,
 )
@@ -195,7 +195,8 @@ def test_a_stopped_prefill_is_noticed_its_rooms_fail_by_name_and_it_returns(engi
     address = oracle.place(dest, TOKENS, 9)
     oracle.blank(dest)
     with (
-        prefills(engine, "MLAPool", [{**MLA, "layers": range(2)}] * 2, TOKENS) as (one, two),
+        prefill_process(engine=engine) as one,
+        prefill_process(engine=engine) as two,
         DecodeEndpoint(dest.layout, create_engine(engine), peer_timeout=TIMEOUT) as decode,
     ):
         link, other = (decode.connect([source.address], timeout=60) for source in (one, two))
@@ -210,13 +211,13 @@ def test_a_stopped_prefill_is_noticed_its_rooms_fail_by_name_and_it_returns(engi
         assert decode.poll("other") is KVPoll.WaitingForInput
         decode.forget("lost")
         decode.receive("lost", address, link=other)  # the same room, from another prefill
-        two.send("lost", 0, TOKENS)
+        two.ask("lost")
         arrives(decode, "lost", dest, address)
         os.kill(one.process.pid, signal.SIGCONT)
         until(decode, lambda: link.lost is None)
         oracle.blank(dest)
         decode.receive("again", address, link=link)
-        one.send("again", 0, TOKENS)
+        one.ask("again")
         arrives(decode, "again", dest, address)
 
 
