@@ -72,7 +72,6 @@ SHAPES = {
 
 
 def cases(pools, *marks):
-    """All combinations."""
     return [
         pytest.param(build.but(**MANY), shape, engine, id=f"{pool}-{name}-{engine}", marks=marks)
         for (pool, build), (name, shape), engine in product(pools.items(), SHAPES.items(), ENGINES)

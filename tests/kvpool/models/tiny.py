@@ -50,7 +50,6 @@ def _changes(held: dict[str, Any], model: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def tiny(model: str) -> Any:
-    """A random float32 model."""
     return made(model, changes(model))
 
 
@@ -67,7 +66,6 @@ def made(model: str, fields: dict[str, Any]) -> Any:
 
 
 def own_cache(model: Any) -> Any:
-    """transformers' own cache."""
     if model.config.model_type == "minimax":
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
