@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, SocketTransport
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, SocketTransport, UnknownRoom
 from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
 from disagg.plan import IncompatibleLayouts
@@ -100,18 +100,6 @@ def test_a_room_that_nobody_wants_gives_its_pages_back():
         assert "no decode asked for it" in str(prefill.failure("r"))
 
 
-def test_a_room_that_is_wanted_and_not_yet_sent_has_no_lease_that_could_run_out():
-    options = {"lease": 0.5, "clock": (clock := Clock())}
-    with joined(options) as (prefill, given, decode, dest, address):
-        decode.receive("r", address)
-        until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
-        prefill.send("sent", given)
-        clock.now += 1.0
-        assert prefill.wait("sent", 20) is KVPoll.Failed  # its lease has run out meanwhile
-        prefill.send("r", given)
-        arrives(decode, "r", dest, address)
-
-
 def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
     with joined() as (prefill, given, decode, dest, address):
         prefill.send("r", given)
@@ -120,6 +108,8 @@ def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
         decode.receive("r", address)
         assert decode.wait("r", 20) is KVPoll.Failed
         assert str(decode.failure("r")) == "prefill: gave up"
+        with pytest.raises(UnknownRoom):
+            prefill.poll("r")
         decode.forget("r")
         moves(prefill, given, decode, dest, address)  # it knows now: the name is free again
 
