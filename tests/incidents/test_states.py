@@ -183,7 +183,7 @@ def test_stages_of_a_hybrid_with_7_full_layers_of_15(cut):
         ("taps_first", "channels_first"),
     ],
 )
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 2), (1, 1), (8, 2)])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 2), (1, 1), (8, 2), (1, 8)])
 def test_sections_of_a_convolution_are_sharded_separately(prefill, decode, there, here):
     """sglang#30997, vllm#37635."""
 
