@@ -4,8 +4,6 @@ is moves it on; and the first of a link, that something is loaded, planned or co
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -17,6 +15,7 @@ from kvpool import MHAPool, _native
 from tests import oracle
 from tests.disagg.runtime.sides import arrives, connected, prefill_process, request, settle
 from tests.gil import gil_held
+from tests.processes import python
 
 TOKENS = 150
 MHA = {"num_kv_heads": 4, "head_dim": 64, "dtype": "bf16", "num_pages": 24, "page_size": 16}
@@ -106,11 +105,7 @@ assert again == plans == {{"hit": 0, "miss": 1}}, (plans, again)
 
 @pytest.mark.parametrize(("sizes", "verify"), [((16, 16), None), ((16, 12), "checksum")])
 def test_the_first_room_loads_no_module_and_plans_nothing(sizes, verify):
-    code = FIRST.format(sizes=sizes, engine="local", verify=verify)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    python("-c", FIRST.format(sizes=sizes, engine="local", verify=verify))
 
 
 class Counted(LocalEngine):
