@@ -19,22 +19,12 @@ from tests.disagg.engines.peers import ENGINES
 from tests.disagg.plan.test_packed import cache
 from tests.disagg.runtime.sides import connected, succeeds, turn, turned
 from tests.disagg.runtime.test_ranks import interleaved
+from tests.disagg.test_matrix import other_pages
 from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, swa
 
 TOKENS, ROOM = 21, 30
 MANY = {"num_pages": 14, "num_window_pages": 24, "num_slots": 9}
 LAYERS = range(4)
-
-
-def other_pages(build):
-    """Longer pages, and windows in pages of another size."""
-    arguments = build.arguments
-    more = {"page_size": 3 * arguments["page_size"]}
-    if "window_page_size" in arguments:
-        more["window_page_size"] = arguments["window_page_size"] + 1
-    if "page_rings" in arguments:  # rings divide pages
-        more["window_page_size"] = 4 * arguments["window_page_size"]
-    return build.but(**more)
 
 
 SHAPES = {
