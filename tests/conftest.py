@@ -82,3 +82,13 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def farm():
+    """Prefill's processes."""
+    from tests.disagg.runtime.farm import Farm
+
+    processes = Farm()
+    yield processes
+    processes.end()

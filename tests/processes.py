@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -69,6 +70,24 @@ def stands_still(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False  # a thread has just ended
     return all(stat.rpartition(")")[2].split()[0] in "TZX" for stat in stats)
+
+
+def python(
+    *arguments: str, drop: str | tuple[str, ...] = (), limit: int = 120, **environment: str
+) -> str:
+    """What a fresh interpreter prints with these arguments; it must succeed. It has this process's
+    environment but for variables whose names begin with `drop`, and `environment`.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        env=kept | environment,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 @contextmanager

@@ -71,7 +71,6 @@ class Stream:
 
 
 def dial(address):
-    """A stream to an endpoint address."""
     scheme, _, place = address.partition("://")
     if scheme == "ipc":
         made = socket.socket(socket.AF_UNIX)
@@ -97,7 +96,6 @@ class Server:
         self._socket.close()
 
     def accept(self, seconds=20.0):
-        """The next connection."""
         self._socket.settimeout(seconds)
         made, _ = self._socket.accept()
         made.settimeout(None)

@@ -10,6 +10,7 @@ import pytest
 import disagg
 import kvpool
 import kvpool_npu
+from tests.processes import python
 
 BLOCKED = """
 import sys
@@ -21,23 +22,18 @@ sys.meta_path.insert(0, Block())
 """
 
 
-def run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     "module",
     ["kvpool.describe", "kvpool.device", "kvpool.allocation.allocator", "disagg.plan"],
 )
 def test_layouts_and_plans_need_no_torch(module):
-    run(BLOCKED.format(blocked={"torch"}) + f"import {module}")
+    python("-c", BLOCKED.format(blocked={"torch"}) + f"import {module}")
 
 
 @pytest.mark.parametrize("package", ["kvpool", "disagg", "kvpool_cuda", "kvpool_npu"])
 def test_packages_import_no_vendor_package(package):
     vendors = {"torch_npu", "triton", "mooncake", "nixl", "nixl_cu12", "transformers"}
-    run(BLOCKED.format(blocked=vendors) + f"import {package}")
+    python("-c", BLOCKED.format(blocked=vendors) + f"import {package}")
 
 
 @pytest.mark.parametrize("package", [kvpool, disagg, kvpool_npu])
@@ -52,9 +48,7 @@ def test_every_exported_name_loads_and_is_listed(package):
     ("option", "blocked"), [("--version", {"torch", "numpy", "disagg"}), ("--help", {"torch"})]
 )
 def test_a_command_imports_only_what_it_needs(option, blocked):
-    run(
-        BLOCKED.format(blocked=blocked)
-        + f"""
+    code = f"""{BLOCKED.format(blocked=blocked)}
 import runpy
 sys.argv = ["kvpool", {option!r}]
 try:
@@ -62,7 +56,7 @@ try:
 except SystemExit as done:
     assert not done.code
 """
-    )
+    python("-c", code)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from disagg import SocketTransport
 from disagg.runtime.keys import write_keys
 from disagg.runtime.sockets.tls import open_keys
-from tests.disagg.runtime.farm import Farm
 
 
 @pytest.fixture(scope="session")
@@ -55,11 +54,3 @@ def another_mooncake(monkeypatch, tmp_path):
         for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
             del sys.modules[name]
         yield folder
-
-
-@pytest.fixture(scope="session")
-def farm():
-    """Prefill's processes."""
-    processes = Farm()
-    yield processes
-    processes.end()

@@ -50,7 +50,7 @@ def other_pages(build):
         more["speculation"] = not arguments.get("speculation", False)
     if "page_rings" in arguments:  # rings divide pages
         more["window_page_size"] = 4 * arguments["window_page_size"]
-    return [(build.but(**more),)]
+    return build.but(**more)
 
 
 def with_draft(build, **more):
@@ -66,13 +66,12 @@ SHAPES = {
     "TP up": lambda build: ([(build,)], shards(build, 2)),
     "TP down": lambda build: (shards(build, 2, placement="page"), [(build,)]),
     "PP": lambda build: (stages(build), [(build,)]),
-    "pages": lambda build: ([(build,)], other_pages(build)),
+    "pages": lambda build: ([(build,)], [(other_pages(build),)]),
     "draft": lambda build: (with_draft(build), with_draft(build, placement="page")),
 }
 
 
 def cases(pools, *marks):
-    """All combinations."""
     return [
         pytest.param(build.but(**MANY), shape, engine, id=f"{pool}-{name}-{engine}", marks=marks)
         for (pool, build), (name, shape), engine in product(pools.items(), SHAPES.items(), ENGINES)

@@ -30,7 +30,6 @@ def launchers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models are."""
     return tmp_path_factory.mktemp("models")
 
 

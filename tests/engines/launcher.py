@@ -60,7 +60,6 @@ def launcher(
 
 
 def end_launchers() -> None:
-    """Ends all of them."""
     while _launchers:
         _launchers.pop().close()
 

@@ -38,11 +38,9 @@ class Process:
         self._count, self._ready = 0, False
 
     def send(self, **command: Any) -> None:
-        """Sends a command."""
         self._line.sendall(json.dumps(command).encode() + b"\n")
 
     def add(self, prompt: list[int], name: str | None = None, **more: Any) -> str:
-        """Adds a request; `finished(name)` waits for it."""
         self._count += 1
         name = name or f"{self.role}{self._count}"
         self.send(do="add", id=name, prompt=prompt, **more)
@@ -84,7 +82,6 @@ class Process:
         raise NotImplementedError
 
     def idle(self, timeout: float = 60.0, **more: Any) -> None:
-        """Waits until it is not busy."""
         until = time.monotonic() + timeout
         while held := self.busy(**more):
             if time.monotonic() > until:
@@ -92,7 +89,6 @@ class Process:
             time.sleep(0.02)
 
     def ready(self, timeout: float = 300.0) -> Self:
-        """Waits until it serves."""
         if not self._ready:
             self.event("ready", timeout=timeout)
             self._ready = True
@@ -110,7 +106,6 @@ class Process:
         return not alive
 
     def alive(self) -> bool:
-        """Whether the process has not ended."""
         try:
             os.kill(self.process, 0)
         except ProcessLookupError:
@@ -124,7 +119,6 @@ class Process:
         self.ended()
 
     def close(self) -> None:
-        """Ends it."""
         self.kill()
         self._line.close()
 

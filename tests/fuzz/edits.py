@@ -56,7 +56,6 @@ def mutate(data: bytes, source: random.Random, most: int) -> bytes:
 
 
 def edit(data: bytes, source: random.Random) -> bytes:
-    """`data` with one edit."""
     try:
         document = tree(msgspec.msgpack.decode(data))
         if source.random() < 0.15:

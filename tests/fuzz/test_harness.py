@@ -64,7 +64,7 @@ def test_a_run_outside_the_requests_items_is_reported(column, by, whose):
     planning.check(batch, peer, ends[0], case.own, ends[1])
     columns = [np.array(values) for values in batch]
     columns[column][0] += by
-    with pytest.raises(Finding, match=f"not in the {whose}'s items"):
+    with pytest.raises(Finding, match=f"bytes of the {whose} that nobody described"):
         planning.check(CopyBatch(*columns), peer, ends[0], case.own, ends[1])
     twice = CopyBatch(*(np.append(values, values[:1]) for values in batch))
     with pytest.raises(Finding, match="written twice"):

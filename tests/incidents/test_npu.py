@@ -11,7 +11,6 @@ from disagg.engines.base import create_engine
 from disagg.plan import IncompatibleLayouts
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
-from tests.disagg.runtime.farm import Farm
 from tests.kvpool_npu.pools import npu_nsa
 from tests.pools import nsa
 
@@ -28,13 +27,6 @@ GPU = {
     "keys and scales": nsa.but(**{**HELD, "device": "cpu"}),
 }
 STAGES = (range(3), range(3, LAYERS))
-
-
-@pytest.fixture(scope="module")
-def farm():
-    found = Farm()
-    yield found
-    found.end()
 
 
 def hand_off(farm, engine, ranks, dest, layout=None, **options):

@@ -4,6 +4,7 @@ and compressed entries.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from kvpool import MHA, MLA, DSv4Pool, HybridLinearPool, MHAPool, MLAPool, NSAPo
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.formats import LinearState, gated_delta_net, kda
-from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.engines.peers import ENGINES
+from tests.disagg.runtime.sides import prefill_process
 from tests.oracle import State, assert_holds, blank, fill, hand_off, move, place
 
 SIZES = {"num_pages": 12, "num_window_pages": 70, "num_slots": 5}
@@ -48,16 +50,16 @@ def dsv4(layers=range(5), **more):
 
 def check_moved(engine, dest, arguments, stops):
     """Another process with a pool of the same class hands a request over, in chunks to `stops`."""
-    into = place(dest, stops[-1])
+    into, build = place(dest, stops[-1]), partial(type(dest), **arguments)
     blank(dest)
     with (
-        prefills(engine, type(dest).__name__, [arguments], stops[-1]) as ranks,
+        prefill_process(engine=engine, build=build, tokens=stops[-1]) as prefill,
         DecodeEndpoint(dest.layout, create_engine(engine)) as endpoint,
     ):
-        endpoint.connect([ranks[0].address], timeout=60)
+        endpoint.connect([prefill.address], timeout=60)
         endpoint.receive("r", into)
         for start, stop in zip((0, *stops), stops):
-            ranks[0].send("r", start, stop, last=stop == stops[-1])
+            prefill.ask("r", start, stop)
         assert endpoint.wait("r", 60) is KVPoll.Success, endpoint.failure("r")
     assert_holds(dest, into)
 
@@ -181,7 +183,7 @@ def test_stages_of_a_hybrid_with_7_full_layers_of_15(cut):
         ("taps_first", "channels_first"),
     ],
 )
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 2), (1, 1), (8, 2)])
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 4), (4, 2), (1, 1), (8, 2), (1, 8)])
 def test_sections_of_a_convolution_are_sharded_separately(prefill, decode, there, here):
     """sglang#30997, vllm#37635."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -13,19 +12,9 @@ from kvpool.device import DeviceUnavailable, get_device
 from kvpool_cuda import device as cuda
 from kvpool_cuda.device import CUDADevice
 from kvpool_cuda.interpret import InterpretedDevice
+from tests.processes import python
 
-
-def answer(code, **environment):
-    inherited = {name: each for name, each in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**inherited, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+answer = partial(python, "-c", drop="TRITON_INTERPRET")
 
 
 @pytest.fixture

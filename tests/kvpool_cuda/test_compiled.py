@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.processes import python
 
 WIDE = {"v2.b64", "v4.b32", "v4.u32", "v2.u64"}
 
 
 @pytest.fixture(scope="module")
 def accesses(tmp_path_factory):
-    environment = {name: each for name, each in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kvpool_cuda.compiling"],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        cwd=Path(__file__).parents[2],
-        env={
-            **environment,
-            "CUDA_VISIBLE_DEVICES": "",
-            "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
-        },
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    cache = str(tmp_path_factory.mktemp("triton"))
+    environment = {"CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": cache}
+    given = "-m", "tests.kvpool_cuda.compiling"
+    return json.loads(python(*given, drop="TRITON_INTERPRET", limit=250, **environment))
 
 
 def widths(accesses, kind):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
 
 from tests.kvpool_npu import wheel
+from tests.processes import python
 
 FORBIDDEN = """
 import sys
@@ -46,16 +45,8 @@ print(said)
 def said(code: str, *paths: Path, **environment: str) -> str:
     """What a fresh interpreter prints, with `paths` first in its search path."""
     search = [*map(str, paths), os.environ.get("PYTHONPATH", "")]
-    clean = {name: value for name, value in os.environ.items() if name != "ASCEND_HOME_PATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**clean, "PYTHONPATH": os.pathsep.join(filter(None, search)), **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, search))
+    return python("-c", code, drop="ASCEND_HOME_PATH", **environment)
 
 
 def test_everything_works_where_torch_npu_cannot_be_imported():

@@ -95,7 +95,6 @@ class Page:
         return value["result"].get("value")
 
     def screenshot(self, file: Path) -> None:
-        """A picture of the whole page."""
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         file.write_bytes(b64decode(shot["data"]))
 

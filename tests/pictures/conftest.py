@@ -15,7 +15,6 @@ collect_ignore = [] if HERE else ["test_pictures.py"]
 
 @pytest.fixture(scope="session")
 def page(tmp_path_factory):
-    """A page of a browser."""
     with browser(tmp_path_factory.mktemp("chromium")) as found:
         yield found
 

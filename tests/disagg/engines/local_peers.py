@@ -60,7 +60,6 @@ def memory_file(content: int | bytes, *, sealed: bool = True) -> int:
 
 @contextmanager
 def bound(path: Path, kind: int = socket.SOCK_STREAM):
-    """A socket at a path."""
     with socket.socket(socket.AF_UNIX, kind) as one:
         one.bind(str(path))
         yield one

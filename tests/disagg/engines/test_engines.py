@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 
 import msgspec
 import numpy as np
@@ -25,6 +23,7 @@ from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import metadata
 from tests.disagg.engines.owners import Owner, batch_of, engine_of, memory_of, pattern, read
 from tests.disagg.engines.peers import ENGINES
+from tests.processes import python
 
 SIZE = 1 << 20
 CASES = [(name, "shared") for name in ENGINES] + [
@@ -128,9 +127,7 @@ for make in (engine_class({name!r}), lambda: create_engine({name!r})):
         print(error)
 assert not {{"torch", "torch_npu", "mooncake", "mori"}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    direct, by_name = done.stdout.splitlines()
+    direct, by_name = python("-c", code).splitlines()
     assert direct.startswith(f"engine {name}: missing: ")
     assert by_name.startswith(f"engine '{name}': missing: ")
 

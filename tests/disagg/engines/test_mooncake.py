@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -20,7 +18,7 @@ from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from tests.disagg.engines.owners import Owner, batch_of, engine_of, finish, pattern, read
 from tests.disagg.engines.peers import ENGINES
-from tests.processes import until
+from tests.processes import python, until
 
 __test__ = "mooncake" in ENGINES  # collected if the package is installed
 
@@ -424,11 +422,7 @@ except EngineUnavailable as error:
 else:
     raise SystemExit("two protocols")
 """
-    free = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=free
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", code, drop="MC_")
 
 
 def test_the_missing_library_is_named(another_mooncake):

@@ -30,7 +30,6 @@ def sharded(tp, build=mha, **options):
 
 
 def members(sources, dests, **options):
-    """Each member's plan."""
     made = enumerate(dests)
     return [plan(sources, each, group=Group(dests, n), **options) for n, each in made]
 

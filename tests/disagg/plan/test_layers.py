@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from disagg.plan import Count, plan
 from disagg.plan.planner import PlanCache
-from kvpool import PoolLayout, RequestAddress, Span
+from kvpool import PoolLayout, RequestAddress
 from kvpool.describe import describe, describe_buffer
 from kvpool.layout import Space
 from kvpool.layout.formats import Shard
@@ -105,17 +105,6 @@ def test_contributors_of_layers_are_the_ranks_that_hold_them():
     made = plan([stage.layout for stage in stages], dest.layout)
     assert [made.contributors(range(n, n + 1)) for n in range(5)] == [[0], [0], [0], [1], []]
     assert made.contributors(range(2, 4)) == [0, 1]
-
-
-def test_all_layers_side_by_side_stay_one_run_and_each_layer_is_one():
-    build = mla.but(layers=range(4), placement="page", num_pages=12)
-    made = plan([build().layout], build().layout)
-    table, address = (
-        RequestAddress(12, {"kv": Span(np.array(ids))}) for ids in ((2, 9, 4), (7, 3, 5))
-    )
-    row = 4 * 24 * 2
-    assert made.bind(0, table, address).nbytes.tolist() == [4 * row] * 3
-    assert made.bind(0, table, address, layers=range(1, 2)).nbytes.tolist() == [row] * 3
 
 
 def test_a_cached_plan_binds_the_layers_of_other_memory():

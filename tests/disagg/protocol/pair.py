@@ -35,7 +35,6 @@ def pool(layers=(0,), **more):
 
 
 def hello(generation, layout=None):
-    """A side's hello."""
     common = {"protocol": messages.PROTOCOL, "engine": "local", "metadata": b"", "timeout": TIMEOUT}
     layout = (layout or pool().layout).to_msgpack()
     return messages.Hello(generation=generation, layout=layout, **common)

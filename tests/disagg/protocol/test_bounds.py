@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from disagg import Failure, KVPoll, Phase, UnknownRoom
+from disagg import Failure, KVPoll, Phase
 from disagg.digest.digest import from_wire, to_wire
 from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
@@ -205,18 +205,6 @@ def test_a_room_that_has_ended_is_not_rejected(pair):
     pair.tell(pair.prefill, RejectRoom("r", "too long"))
     pair.pump()
     assert pair.polls() == (KVPoll.Success, KVPoll.Success)
-
-
-def test_a_decode_that_asks_for_a_forgotten_room_is_told_why_it_failed_and_may_use_the_name_again(
-    pair,
-):
-    pair.fail_and_forget()
-    pair.ask()
-    assert str(pair.decode.failure("r")) == "prefill: gave up"
-    with pytest.raises(UnknownRoom):
-        pair.prefill.poll("r")
-    pair.forget(pair.decode)
-    pair.hand_over()
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode", "nobody"])

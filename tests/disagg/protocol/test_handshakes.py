@@ -47,17 +47,6 @@ def a_prefill() -> PrefillMachine:
 # refusals
 
 
-def test_a_prefill_that_is_full_refuses_for_now(monkeypatch):
-    monkeypatch.setattr("disagg.protocol.peers.prefill_peers.MAX_PEERS", 1)
-    prefill = a_prefill()
-    answers(prefill, b"one", hello("d1"))
-    (refused,) = answers(prefill, b"two", hello("d2"))
-    assert refused == messages.Refuse(["1 decodes are connected already."], final=False)
-    prefill.handle(Received(b"one", messages.Disconnect()), 0.0)
-    (answer,) = answers(prefill, b"two", hello("d2"))
-    assert isinstance(answer, messages.Hello)
-
-
 def test_what_cannot_work_together_is_refused_for_good_also_by_a_prefill_that_is_full(monkeypatch):
     monkeypatch.setattr("disagg.protocol.peers.prefill_peers.MAX_PEERS", 0)
     prefill = a_prefill()
@@ -65,12 +54,6 @@ def test_what_cannot_work_together_is_refused_for_good_also_by_a_prefill_that_is
     (refused,) = answers(prefill, b"d", stranger)
     assert refused.final
     assert "engine 'local' here, 'nixl' there" in refused.reasons[0]
-
-
-def test_a_final_refusal_is_sent_as_every_protocol_reads_it():
-    data = codec.encode(messages.Refuse(["no"]))
-    assert msgspec.msgpack.decode(data) == {"type": "refuse", "reasons": ["no"]}
-    assert codec.decode(data).final
 
 
 # one hello a connection

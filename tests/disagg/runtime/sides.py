@@ -46,26 +46,31 @@ def joined(prefill=None, **options):
         yield *sender, *reader
 
 
-def _serve(pipe, engine, bind, lie, options):
-    source = pool()
-    offered = oracle.filled(source, TOKENS)
+def _serve(pipe, engine, bind, lie, build, tokens, options):
+    source = build()
+    offered = oracle.filled(source, tokens)
     made, layout = create_engine(engine), source.layout
     if lie is not None:
         made, layout = lie(made, layout)
     with PrefillEndpoint(layout, made, bind, **options) as prefill:
         pipe.send(prefill.address)
         while (order := pipe.recv()) is not None:
-            prefill.send(*order, RequestAddress(TOKENS, offered.spans))
+            room, start, stop = (*order, 0, tokens)[:3]
+            part = RequestAddress(stop, offered.spans)
+            prefill.send(room, part, tokens=range(start, stop), last=stop == tokens)
             pipe.send(None)
 
 
 class PrefillProcess(Child):
-    """A prefill in a process of its own, which offers the rooms that it is asked for. `lie` changes
-    its engine and its layout before they meet.
+    """A prefill in a process of its own, which offers the rooms that it is asked for, whole or some
+    positions of them. `build` makes its pool; `lie` changes its engine and its layout before they
+    meet.
     """
 
-    def __init__(self, bind=None, *, engine="local", lie=None, **options):
-        super().__init__(_serve, engine, bind, lie, options)
+    def __init__(
+        self, bind=None, *, engine="local", lie=None, build=pool, tokens=TOKENS, **options
+    ):
+        super().__init__(_serve, engine, bind, lie, build, tokens, options)
         self.address, self._options = self.answer(), options
 
     def hands_over(self, room, side, link=None):

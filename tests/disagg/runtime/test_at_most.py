@@ -19,22 +19,12 @@ from tests.disagg.engines.peers import ENGINES
 from tests.disagg.plan.test_packed import cache
 from tests.disagg.runtime.sides import connected, succeeds, turn, turned
 from tests.disagg.runtime.test_ranks import interleaved
+from tests.disagg.test_matrix import other_pages
 from tests.pools import CLASSES, PACKED, dsv4, hybrid, mla, swa
 
 TOKENS, ROOM = 21, 30
 MANY = {"num_pages": 14, "num_window_pages": 24, "num_slots": 9}
 LAYERS = range(4)
-
-
-def other_pages(build):
-    """Longer pages, and windows in pages of another size."""
-    arguments = build.arguments
-    more = {"page_size": 3 * arguments["page_size"]}
-    if "window_page_size" in arguments:
-        more["window_page_size"] = arguments["window_page_size"] + 1
-    if "page_rings" in arguments:  # rings divide pages
-        more["window_page_size"] = 4 * arguments["window_page_size"]
-    return build.but(**more)
 
 
 SHAPES = {
@@ -221,20 +211,18 @@ def one_to_one(build):
     return source, dest, given_table
 
 
-@pytest.mark.parametrize("last", [True, False])
-def test_more_tokens_than_there_is_room_for_fail_on_both_sides(last):
+@pytest.mark.parametrize(("last", "at_most"), [(True, True), (False, True), (True, False)])
+def test_more_tokens_than_there_is_room_for_fail_on_both_sides(last, at_most):
     source, dest, table = one_to_one(mla.but(**MANY))
     with turned([source], [dest]) as ([prefill], [decode]):
-        decode.receive("r", oracle.place(dest, 20), at_most=True)
+        decode.receive("r", oracle.place(dest, 20), at_most=at_most)
         turn(prefill, decode)
         prefill.send("r", table, last=last)
         turn(prefill, decode)
-        said = (
-            f"prefill computed {TOKENS} tokens, decode made room for at most 20. Give `receive` a "
-            f"block table with room for {TOKENS} or more."
-        )
+        more = f"at most 20. Give `receive` a block table with room for {TOKENS} or more."
+        said = f"prefill computed {TOKENS} tokens, decode made room for "
         for side in (prefill, decode):
-            assert said in side.failure("r").reason
+            assert said + (more if at_most else "20.") in side.failure("r").reason
         with pytest.raises(RoomError, match="how many tokens it has is known once it has succeed"):
             decode.num_tokens("r")
         for side in (prefill, decode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
@@ -10,13 +11,14 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from kvpool import MHAPool, MLAPool, Shard
 from tests import oracle
-from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.engines.peers import ENGINES
 from tests.disagg.runtime.sides import (
     MLA,
     TOKENS,
     decode_side,
     endpoints,
     moves,
+    prefill_process,
     prefill_side,
     succeeds,
 )
@@ -42,10 +44,10 @@ def test_a_prefix_that_decode_holds_is_neither_read_nor_touched(engine, start):
     dest = MLAPool(layers=range(3), **{**MLA, "page_size": 5, "num_pages": 30})
     address = ready(dest, start)
     with (
-        prefills(engine, "MLAPool", [{**MLA, "layers": range(3)}], TOKENS) as [source],
+        prefill_process(engine=engine, build=partial(MLAPool, layers=range(3), **MLA)) as source,
         DecodeEndpoint(dest.layout, create_engine(engine)) as decode,
     ):
-        source.send(1, 0, TOKENS)  # before anybody wants it
+        source.ask(1)  # before anybody wants it
         decode.connect([source.address], timeout=60)
         decode.receive(1, address, start=start)
         succeeds(decode, 1)

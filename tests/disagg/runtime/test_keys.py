@@ -75,7 +75,6 @@ def test_each_side_needs_its_own_file_only(own):
 
 
 def spoil(own, what):
-    """Makes decode's file wrong."""
     file = own / "decode.pem"
     certificates = (own / "decode.pem").read_bytes().partition(b"-----BEGIN CERT")[2]
     if what == "prefill's":

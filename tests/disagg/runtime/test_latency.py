@@ -4,9 +4,8 @@ is moves it on; and the first of a link, that something is loaded, planned or co
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -14,9 +13,9 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, TransferError, creat
 from disagg.engines.local import LocalEngine
 from kvpool import MHAPool, _native
 from tests import oracle
-from tests.disagg.engines.peers import prefills
-from tests.disagg.runtime.sides import arrives, connected, request, settle
+from tests.disagg.runtime.sides import arrives, connected, prefill_process, request, settle
 from tests.gil import gil_held
+from tests.processes import python
 
 TOKENS = 150
 MHA = {"num_kv_heads": 4, "head_dim": 64, "dtype": "bf16", "num_pages": 24, "page_size": 16}
@@ -42,7 +41,7 @@ def test_a_room_is_read_while_its_caller_only_asks(call):
     address = oracle.place(dest, TOKENS, seed=99)
     oracle.blank(dest)
     with (
-        prefills("local", "MHAPool", [{**LAYERS, **MHA}], TOKENS) as [source],
+        prefill_process(build=partial(MHAPool, **LAYERS, **MHA), tokens=TOKENS) as source,
         DecodeEndpoint(dest.layout, create_engine("local")) as decode,
     ):
         asks = {
@@ -51,7 +50,7 @@ def test_a_room_is_read_while_its_caller_only_asks(call):
             "layer_ready": lambda: decode.layer_ready("r", 2),
         }
         decode.connect([source.address], timeout=60)
-        source.send("r", 0, TOKENS)
+        source.ask("r")
         with gil_held():
             decode.receive("r", address)
             assert ask(asks[call])
@@ -106,11 +105,7 @@ assert again == plans == {{"hit": 0, "miss": 1}}, (plans, again)
 
 @pytest.mark.parametrize(("sizes", "verify"), [((16, 16), None), ((16, 12), "checksum")])
 def test_the_first_room_loads_no_module_and_plans_nothing(sizes, verify):
-    code = FIRST.format(sizes=sizes, engine="local", verify=verify)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    python("-c", FIRST.format(sizes=sizes, engine="local", verify=verify))
 
 
 class Counted(LocalEngine):

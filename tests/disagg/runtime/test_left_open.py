@@ -21,9 +21,9 @@ from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
 from disagg.protocol.codec import decode as decoded
 from disagg.protocol.messages import Disconnect
 from disagg.runtime.transport import MemoryNetwork, MemoryTransport
-from tests.disagg.engines.peers import ENGINES, prefills
-from tests.disagg.runtime.sides import MLA, TOKENS, pool, settle
-from tests.processes import until
+from tests.disagg.engines.peers import ENGINES
+from tests.disagg.runtime.sides import pool, prefill_process, settle
+from tests.processes import python, until
 
 LEAVES = """
 import sys, threading
@@ -99,8 +99,8 @@ sys.exit(3)
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_stopped_peer_does_not_hold_the_exit_up(engine):
-    with prefills(engine, "MLAPool", [{**MLA, "layers": range(2)}], TOKENS) as (one,):
-        one.send("r", 0, TOKENS)
+    with prefill_process(engine=engine) as one:
+        one.ask("r")
         process = subprocess.Popen(
             [sys.executable, "-c", STUCK, engine, one.address],
             stdin=subprocess.PIPE,
@@ -301,7 +301,4 @@ print("well", flush=True)
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_forked_child_has_closed_endpoints_and_the_parent_goes_on(engine):
-    ran = subprocess.run(
-        [sys.executable, "-c", PARENT, engine], capture_output=True, text=True, timeout=200
-    )
-    assert (ran.returncode, ran.stdout.split()[-1:]) == (0, ["well"]), ran.stdout + ran.stderr
+    assert python("-c", PARENT, engine, limit=200).split()[-1:] == ["well"]

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, SocketTransport
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, SocketTransport, UnknownRoom
 from disagg.engines.base import TransferError, create_engine
 from disagg.exporter import export
 from disagg.plan import IncompatibleLayouts
@@ -29,9 +29,8 @@ from disagg.protocol.messages import (
 from disagg.runtime.transport import MemoryNetwork, MemoryTransport
 from kvpool import MHAPool, RequestAddress, Shard
 from tests import oracle
-from tests.disagg.engines.peers import ENGINES, prefills
+from tests.disagg.engines.peers import ENGINES
 from tests.disagg.runtime.sides import (
-    MLA,
     TOKENS,
     arrives,
     decode_side,
@@ -40,6 +39,7 @@ from tests.disagg.runtime.sides import (
     joined,
     moves,
     pool,
+    prefill_process,
     prefill_side,
     succeeds,
 )
@@ -100,18 +100,6 @@ def test_a_room_that_nobody_wants_gives_its_pages_back():
         assert "no decode asked for it" in str(prefill.failure("r"))
 
 
-def test_a_room_that_is_wanted_and_not_yet_sent_has_no_lease_that_could_run_out():
-    options = {"lease": 0.5, "clock": (clock := Clock())}
-    with joined(options) as (prefill, given, decode, dest, address):
-        decode.receive("r", address)
-        until(prefill, lambda: prefill.poll("r") is KVPoll.WaitingForInput)
-        prefill.send("sent", given)
-        clock.now += 1.0
-        assert prefill.wait("sent", 20) is KVPoll.Failed  # its lease has run out meanwhile
-        prefill.send("r", given)
-        arrives(decode, "r", dest, address)
-
-
 def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
     with joined() as (prefill, given, decode, dest, address):
         prefill.send("r", given)
@@ -120,6 +108,8 @@ def test_a_room_that_prefill_has_aborted_and_forgotten_fails_on_decode_too():
         decode.receive("r", address)
         assert decode.wait("r", 20) is KVPoll.Failed
         assert str(decode.failure("r")) == "prefill: gave up"
+        with pytest.raises(UnknownRoom):
+            prefill.poll("r")
         decode.forget("r")
         moves(prefill, given, decode, dest, address)  # it knows now: the name is free again
 
@@ -195,7 +185,8 @@ def test_a_stopped_prefill_is_noticed_its_rooms_fail_by_name_and_it_returns(engi
     address = oracle.place(dest, TOKENS, 9)
     oracle.blank(dest)
     with (
-        prefills(engine, "MLAPool", [{**MLA, "layers": range(2)}] * 2, TOKENS) as (one, two),
+        prefill_process(engine=engine) as one,
+        prefill_process(engine=engine) as two,
         DecodeEndpoint(dest.layout, create_engine(engine), peer_timeout=TIMEOUT) as decode,
     ):
         link, other = (decode.connect([source.address], timeout=60) for source in (one, two))
@@ -210,13 +201,13 @@ def test_a_stopped_prefill_is_noticed_its_rooms_fail_by_name_and_it_returns(engi
         assert decode.poll("other") is KVPoll.WaitingForInput
         decode.forget("lost")
         decode.receive("lost", address, link=other)  # the same room, from another prefill
-        two.send("lost", 0, TOKENS)
+        two.ask("lost")
         arrives(decode, "lost", dest, address)
         os.kill(one.process.pid, signal.SIGCONT)
         until(decode, lambda: link.lost is None)
         oracle.blank(dest)
         decode.receive("again", address, link=link)
-        one.send("again", 0, TOKENS)
+        one.ask("again")
         arrives(decode, "again", dest, address)
 
 

@@ -88,16 +88,6 @@ def test_chunks_that_do_not_follow_one_another_are_refused_at_once(pair):
         prefill.send("r", given)
 
 
-def test_a_prompt_of_another_length_fails_by_name(pair):
-    prefill, given, decode, dest, _ = pair
-    decode.receive("r", oracle.place(dest, TOKENS - 1))
-    prefill.send("r", given)
-    assert decode.wait("r", 10) is KVPoll.Failed
-    assert "75 tokens, decode made room for 74" in str(decode.failure("r"))
-    assert prefill.wait("r", 10) is KVPoll.Failed
-    assert "decode made room for 74" in str(prefill.failure("r"))
-
-
 def test_numpy_integers_are_integers(pair):
     prefill, given, decode, dest, address = pair
     decode.receive(np.int64(5), RequestAddress(np.int64(TOKENS), address.spans), start=np.int32(0))

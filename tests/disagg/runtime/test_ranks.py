@@ -98,16 +98,6 @@ def test_a_digest_names_the_position_in_the_request():
         assert said.endswith(f"target layer 1 latent: position {position} differs.")
 
 
-def test_a_prefill_that_lacks_a_rank_is_refused():
-    theirs = [interleaved(4, rank, 4) for rank in (0, 1, 3)]
-    with ExitStack() as stack:
-        prefills = endpoints(stack, PrefillEndpoint, theirs)
-        (decode,) = endpoints(stack, DecodeEndpoint, [interleaved(1, 0, 1)])
-        said = "rank 2 of 4 of prefill's space kv, in stretches of 4 positions, is missing"
-        with pytest.raises(IncompatibleLayouts, match=said):
-            decode.connect([prefill.address for prefill in prefills], timeout=30)
-
-
 # groups and stages
 
 TOKENS = 21

@@ -4,6 +4,8 @@ others side by side. Each room fails for itself.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from disagg import DecodeEndpoint, KVPoll, TransferError
@@ -12,8 +14,8 @@ from disagg.engines.local import LocalEngine
 from disagg.runtime import reader, reads
 from kvpool import MHAPool, RequestAddress, Span
 from tests import oracle
-from tests.disagg.engines.peers import ENGINES, prefills
-from tests.disagg.runtime.sides import items_of, request
+from tests.disagg.engines.peers import ENGINES
+from tests.disagg.runtime.sides import items_of, prefill_process, request
 from tests.disagg.stepping import stepped
 
 TOKENS = 150
@@ -38,12 +40,14 @@ def test_a_chunk_of_many_runs_is_one_read(engine):
     address = oracle.place(dest, TOKENS, seed=99)
     oracle.blank(dest)
     with (
-        prefills(engine, "MHAPool", [{**LAYERS, **MHA}], TOKENS) as [source],
+        prefill_process(
+            engine=engine, build=partial(MHAPool, **LAYERS, **MHA), tokens=TOKENS
+        ) as source,
         DecodeEndpoint(dest.layout, Counting(), staging=0) as decode,
     ):
         decode.connect([source.address], timeout=60)
         decode.receive("r1", address)
-        source.send("r1", 0, TOKENS)
+        source.ask("r1")
         assert decode.wait("r1", 60) is SUCCESS, decode.failure("r1")
         oracle.assert_holds(dest, address)
     assert len(posted) == 1 and posted[0] > 20

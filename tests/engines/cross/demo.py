@@ -9,55 +9,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from tests.engines.cross.hand_over import from_sglang, from_vllm, vllm_engine
-from tests.engines.pair import LENGTHS, compare
-from tests.engines.process import EngineFailed
+from tests.engines.demo import console, parser, shown
+from tests.engines.pair import compare
 from tests.engines.sglang.engines import Engine
 from tests.engines.vllm import models
 from tests.engines.vllm.engines import prompts
 
-console = Console(width=None if sys.stdout.isatty() else 100)
-
 
 def main() -> int:
     """0 where all tokens and bytes are equal, 1 where one differs or an engine fails."""
-    options = _options()
-    folder = Path(options.folder or tempfile.mkdtemp(prefix="kvpool-cross-demo-"))
-    try:
-        return _run(options, folder)
-    except EngineFailed as failure:
-        console.print(str(failure), markup=False, style="red")
-        return 1
-    except KeyboardInterrupt:
-        return 1
-    finally:
-        console.print(f"logs: {folder}/logs", highlight=False)
+    made = parser("cross-demo", __doc__)
+    made.add_argument("--block-size", type=int, default=32, help="tokens a block of vLLM (32)")
+    made.add_argument("--page-size", type=int, default=16, help="tokens a page of SGLang (16)")
+    return shown("cross-demo", made.parse_args(), _run)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="make cross-demo CROSS_DEMO=...", description=__doc__, allow_abbrev=False
-    )
-    add = parser.add_argument
-    add("--model", default="llama", choices=models.MODELS, help="which tiny model")
-    add("--engine", default="local", help="what moves bytes: local, nixl, mooncake (local)")
-    add("--block-size", type=int, default=32, help="tokens a block of vLLM (32)")
-    add("--page-size", type=int, default=16, help="tokens a page of SGLang (16)")
-    add("--prompt-tokens", type=int, nargs="+", default=LENGTHS, help="(300 77 16 513)")
-    add("--tokens", type=int, default=24, help="to decode (24)")
-    add("--folder", help="for the model and logs (a new one under /tmp)")
-    return parser.parse_args()
-
-
-def _run(options: argparse.Namespace, folder: Path) -> int:
+def _run(options: argparse.Namespace, folder: Path) -> bool:
     asked, model = prompts(*options.prompt_tokens), models.save(options.model, folder)
     common = {"dtype": "float32", "extra": {"engine": options.engine}}
 
@@ -97,8 +71,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
         state = f"{nbytes / 2**20:.2f} MiB equal" if not wrong else f"[red]{len(wrong)} differ"
         table.add_row(first, second, f"{equal} of {len(asked)} the same", state)
     console.print(table)
-    console.print("[green]PASS" if good else "[red]FAIL")
-    return not good
+    return good
 
 
 if __name__ == "__main__":

@@ -120,7 +120,6 @@ def streams(model: Path, logs: Path, tokens: list[int], rounds: int, chunk: int)
 
 
 def main() -> None:
-    """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])

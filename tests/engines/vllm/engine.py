@@ -49,7 +49,6 @@ class Served:
 
     @property
     def scheduler(self) -> Any:
-        """vLLM's own."""
         return self.engine.engine_core.engine_core.scheduler
 
     def watch_drafts(self) -> None:
@@ -68,11 +67,9 @@ class Served:
         self.scheduler.update_from_output = noted
 
     def reply(self, **event: Any) -> None:
-        """Sends an event."""
         self.line.sendall(json.dumps(event).encode() + b"\n")
 
     def serve(self) -> None:
-        """Until it is closed."""
         while True:
             work = self.scheduler.has_requests()
             ready, _, _ = select.select([self.line], [], [], 0.0 if work else 0.05)
@@ -88,7 +85,6 @@ class Served:
                 self.step()
 
     def step(self) -> None:
-        """One step, and the events that come of it."""
         for output in self.engine.step():
             name = output.request_id
             held = self.outputs.setdefault(name, {})

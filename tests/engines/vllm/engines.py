@@ -96,7 +96,6 @@ class Engine(Process):
         return held if any(held) else None
 
     def close(self) -> None:
-        """Ends it in good order."""
         with suppress(OSError):
             self.send(do="close")
             self.ended(30)
@@ -121,7 +120,6 @@ def asked_at_once(
 
 
 def prompts(*lengths: int, seed: int = 1) -> list[list[int]]:
-    """Random prompts of those lengths."""
     source = random.Random(seed)
     return [[source.randrange(4, 500) for _ in range(length)] for length in lengths]
 

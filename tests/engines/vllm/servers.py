@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from tests.engines.process import EngineFailed
 from tests.engines.vllm.engines import ARGUMENTS, KV_ROLE, Role
 from tests.ports import free_port
 
@@ -35,10 +36,6 @@ SERVED = {
     "max_num_batched_tokens": 256,
     "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
 }
-
-
-class ServerFailed(RuntimeError):
-    """A server ended or does not answer; the message has the end of its log."""
 
 
 class Server:
@@ -62,20 +59,19 @@ class Server:
             )
 
     def up(self) -> bool:
-        """Whether it serves. Raises ServerFailed if its process has ended."""
+        """Whether it serves. Raises EngineFailed if its process has ended."""
         if self.process.poll() is not None:
-            raise ServerFailed(f"{self.name} has ended: {self.process.returncode}.\n{self.tail()}")
+            raise EngineFailed(f"{self.name} has ended: {self.process.returncode}.\n{self.tail()}")
         try:
             return httpx.get(f"{self.url}/health", timeout=2).is_success
         except httpx.TransportError:
             return False
 
     def ready(self, timeout: float = 300.0) -> Server:
-        """Waits until it serves."""
         until = time.monotonic() + timeout
         while not self.up():
             if time.monotonic() > until:
-                raise ServerFailed(f"{self.name} does not serve for {timeout} s.\n{self.tail()}")
+                raise EngineFailed(f"{self.name} does not serve for {timeout} s.\n{self.tail()}")
             time.sleep(0.1)
         return self
 
@@ -104,11 +100,10 @@ class Server:
         return sum(found) if found else None
 
     def until(self, name: str, value: float, timeout: float = 60.0, **labels: str) -> None:
-        """Waits until a metric has that value."""
         until = time.monotonic() + timeout
         while (found := self.metric(name, **labels)) != value:
             if time.monotonic() > until:
-                raise ServerFailed(
+                raise EngineFailed(
                     f"{self.name}: {name} {labels} is {found} and not {value}.\n{self.tail()}"
                 )
             time.sleep(0.1)
@@ -119,7 +114,6 @@ class Server:
             self.until(f"vllm:{name}", 0, timeout)
 
     def tail(self, characters: int = 6000) -> str:
-        """The end of its log."""
         return self.log.read_text(errors="replace")[-characters:]
 
     def close(self) -> None:

@@ -41,7 +41,6 @@ class World:
         self.prefill, self.decode = self.start("prefill"), self.start("decode")
 
     def start(self, role: Literal["prefill", "decode"]) -> Engine:
-        """Another one."""
         extra: dict[str, Any] = {"engine": self.engine, "lease": LEASE, "peer_timeout": 10}
         if role == "prefill":
             extra["bind"] = f"ipc://{self._folder}/prefill"
@@ -49,7 +48,6 @@ class World:
         return Engine(role, self._model, self._folder / "logs", extra=extra, **more)
 
     def revive(self) -> None:
-        """Starts who was killed."""
         if not self.prefill.alive():
             self.prefill = self.start("prefill")
         if not self.decode.alive():
@@ -57,7 +55,6 @@ class World:
         self.prefill.ready(), self.decode.ready()
 
     def close(self) -> None:
-        """Ends both."""
         self.prefill.close()
         self.decode.close()
 
@@ -85,7 +82,6 @@ def test_every_request_ends_and_every_block_comes_back(seed, world, expected):
 
 
 def run(world: World, fault: str, source: random.Random, wanted: list[list[int]]) -> None:
-    """One fault among four requests."""
     asked = prompts(*LENGTHS)
     prefill, decode = world.prefill, world.decode
     if fault == "aborted on prefill":

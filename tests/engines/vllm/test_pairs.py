@@ -12,16 +12,9 @@ from tests.engines.pair import EXACT, LENGTHS, Pair, compare
 from tests.engines.vllm.engines import asked_at_once, handed_over, prefilled, prompts
 
 
-def blocks(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
-    """Block sizes of both sides."""
-    return {"prefill": {"block_size": prefill}, "decode": {"block_size": decode}}
-
-
-def ranks(
-    prefill: int, there: dict[str, Any], decode: int, here: dict[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Block sizes and ranks of both sides."""
-    return {"prefill": {"block_size": prefill, **there}, "decode": {"block_size": decode, **here}}
+def blocks(prefill: int, decode: int, **here: int) -> dict[str, dict[str, Any]]:
+    """Block sizes of both sides, and more of decode."""
+    return {"prefill": {"block_size": prefill}, "decode": {"block_size": decode, **here}}
 
 
 TP = {"tensor_parallel_size": 2}
@@ -46,8 +39,8 @@ PAIRS = {
     "llama layers": Pair("llama", extra={"stream": "layers"}, **blocks(128, 32)),
     "gpt_oss layers": Pair("gpt_oss", both=EXACT, extra={"stream": "layers"}),
     "qwen3_next layers": Pair("qwen3_next", extra={"stream": "layers"}),
-    "gemma3 tp 1 to 2, 16 to 96": Pair("gemma3", **ranks(16, {}, 96, TP), both=EXACT),
-    "gpt_oss tp 1 to 2, 96 to 16": Pair("gpt_oss", **ranks(96, {}, 16, TP), both=EXACT),
+    "gemma3 tp 1 to 2, 16 to 96": Pair("gemma3", **blocks(16, 96, **TP), both=EXACT),
+    "gpt_oss tp 1 to 2, 96 to 16": Pair("gpt_oss", **blocks(96, 16, **TP), both=EXACT),
     "falcon_h1": Pair("falcon_h1", both=EXACT),
     "falcon_h1 tp 2 to 1": Pair("falcon_h1", prefill=TP, both=EXACT),
     "falcon_h1 tp 1 to 2": Pair("falcon_h1", decode=TP, both=EXACT),

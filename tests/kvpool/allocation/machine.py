@@ -33,7 +33,6 @@ class Machine(RuleBasedStateMachine):
 
     @staticmethod
     def build() -> list[Any]:
-        """The pools."""
         raise NotImplementedError
 
     def __init__(self) -> None:
@@ -64,7 +63,6 @@ class Machine(RuleBasedStateMachine):
         return min(start(space, reach) // space.entries_per_item, stop), stop
 
     def pick(self, number: int) -> Any:
-        """One of the live requests."""
         return self.live[number % len(self.live)]
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvpool import Allocator, PoolLayout, RequestAddress, RequestPinned
 from kvpool.layout import Pin
-from tests.kvpool.allocation.test_allocator import pages_of, refused, started
-from tests.pools import dsv4, hybrid, mla, swa
+from tests.kvpool.allocation.test_allocator import refused, started
+from tests.pools import dsv4, hybrid, mla
 
 NAMES = count()
 
@@ -38,29 +38,6 @@ def test_the_next_token_of_a_pinned_state_is_refused_by_slot(build, item, side):
     alloc.extend(request, 1)
 
 
-def test_window_pages_may_go_until_one_is_alive_in_what_is_pinned():
-    alloc, request = started(swa(), 8)  # window 6 in pages of 2: positions 2 to 7
-    Room(request)
-    alloc.extend(request, 1)
-    alloc.extend(request, 1)
-    before = pages_of(alloc, request, "swa")
-    with pytest.raises(RequestPinned, match=r"it would lose items 2 of space swa\. Wait"):
-        alloc.extend(request, 1)
-    assert pages_of(alloc, request, "swa") == before and before[0] == 2
-
-
-def test_a_batch_with_a_pinned_request_is_refused_whole():
-    alloc, request = started(hybrid(), 5)
-    others = [alloc.new_request() for _ in range(3)]
-    alloc.extend_batch(others, 4)
-    room = Room(request)
-    with refused(alloc, RequestPinned, "at 6 tokens it would lose"):
-        alloc.extend_batch([*others, request], 1)
-    alloc.extend_batch(others, 1)
-    room.ended = True
-    alloc.extend_batch([*others, request], 1)
-
-
 @pytest.mark.parametrize("side", ["offered", "received"])
 def test_a_pinned_request_is_not_freed_and_its_items_are_named(side):
     alloc, request = started(hybrid(), 9)
@@ -71,22 +48,6 @@ def test_a_pinned_request_is_not_freed_and_its_items_are_named(side):
     room.ended = True
     alloc.free(request)
     alloc.check_integrity()
-
-
-def test_a_request_that_is_received_is_neither_forked_nor_saved_nor_loaded():
-    pool = hybrid()
-    alloc, request = started(pool, 9)
-    saved = pool.save(request.address())
-    room = Room(request, "received")
-    for call in (
-        lambda: alloc.fork(request, 9),
-        lambda: pool.save(request.address()),
-        lambda: pool.load(request.address(), saved),
-    ):
-        with refused(alloc, RequestPinned, "receives the 9 tokens of this request"):
-            call()
-    room.ended = True
-    pool.load(request.address(), saved)
 
 
 def test_an_offered_request_is_saved_and_not_loaded():
@@ -113,15 +74,6 @@ def test_a_pin_is_of_the_memory_that_its_endpoint_has():
         alloc.extend(request, 1)
     room.ended = True
     alloc.extend(request, 1)
-
-
-def test_a_freed_request_is_not_pinned():
-    alloc, request = started(mla(), 9)
-    address = request.address()
-    alloc.free(request)
-    alloc.new_request()
-    with pytest.raises(ValueError, match="this request was freed"):
-        Room(request, address=address, layout=alloc.layout)
 
 
 @pytest.mark.parametrize("side", ["offered", "received"])

@@ -1,4 +1,4 @@
-"""Prefix reuse, claim by claim; test_prefix_stateful.py has every order of calls."""
+"""Prefix reuse: forms of tokens, events and refusals; test_prefix_stateful.py has what is kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from kvpool import Allocator, OutOfPages, PrefixCache
+from kvpool import Allocator, PrefixCache
 from kvpool.prefix.chain import Chain, token_ids
 from kvpool.prefix.events import encode
 from tests.pools import dsv4, hybrid, mla
@@ -80,12 +80,6 @@ def test_more_tokens_than_the_request_has_are_refused():
         alloc.store(request, range(4))
 
 
-def test_requests_of_another_salt_share_nothing():
-    alloc = cached()
-    left(alloc, range(8), salt="lora-1")
-    assert [alloc.prefix.lookup(range(8), salt=s) for s in ("", "lora-1", "lora-2")] == [0, 8, 0]
-
-
 def test_without_a_cache_requests_begin_empty_and_store_nothing():
     alloc = Allocator(mla(device="meta"))
     left(alloc, range(8))
@@ -93,50 +87,11 @@ def test_without_a_cache_requests_begin_empty_and_store_nothing():
     assert alloc.prefix is None
 
 
-def test_a_kept_page_is_free_and_is_taken_after_those_that_are_nobodys():
-    alloc = cached(mla(num_pages=6, device="meta"))
-    left(alloc, range(12))
-    assert alloc.free_pages == 5
-    other = serve(alloc, range(50, 58))  # the two that are nobody's
-    assert alloc.prefix.lookup(range(12)) == 12
-    alloc.extend(other, PAGE)  # the last page of the prefix
-    assert alloc.prefix.lookup(range(12)) == 8
-    with pytest.raises(OutOfPages):
-        alloc.extend(other, 3 * PAGE)
-
-
-def test_a_pinned_prefix_is_not_free():
-    alloc = cached(mla(num_pages=4, device="meta"))
-    left(alloc, range(12))
-    pinned = alloc.prefix.pin([*range(8), 99])
-    assert (pinned.num_tokens, alloc.free_pages) == (8, 1)
-    left(alloc, range(50, 54))
-    assert alloc.prefix.lookup(range(12)) == 8
-    alloc.check_integrity()
-    alloc.prefix.unpin(pinned)
-    assert alloc.free_pages == 3
+def test_a_prefix_is_unpinned_once():
+    alloc = cached()
+    alloc.prefix.unpin(pinned := alloc.prefix.pin(range(8)))
     with pytest.raises(ValueError, match="not pinned"):
         alloc.prefix.unpin(pinned)
-
-
-def test_after_clear_neither_what_was_stored_nor_what_live_requests_store_is_there():
-    alloc = cached()
-    left(alloc, range(8))
-    live = serve(alloc, range(50, 58))
-    alloc.prefix.clear()
-    alloc.extend(live, PAGE)
-    alloc.store(live, range(58, 62))
-    assert alloc.prefix.lookup(range(8)) == alloc.prefix.lookup(range(50, 62)) == 0
-    assert sum(alloc.prefix.stats.kept.values()) == 0
-    left(alloc, range(8))
-    assert alloc.prefix.lookup(range(8)) == 8
-
-
-def test_states_are_reused_where_a_checkpoint_is():
-    alloc = cached(hybrid(num_pages=12))
-    left(alloc, range(20), chunk=8)  # the states after 8 and 16 tokens, and not after 20
-    assert [alloc.prefix.lookup(range(n)) for n in (7, 8, 15, 19, 20)] == [0, 8, 8, 16, 16]
-    assert alloc.prefix.stats.kept == {"kv": 5, "state": 2}
 
 
 def test_a_copy_that_fails_leaves_no_request():

@@ -16,7 +16,7 @@ from kvpool import DeviceUnavailable, MLAPool
 from kvpool.device import Device, device_entries, get_device
 from kvpool.device.cpu import CompletedEvent, CPUDevice, MetaDevice
 from tests.kvpool.cli.plugins import package
-from tests.test_imports import run
+from tests.processes import python
 
 SHAPE = {"layers": (0,), "num_pages": 3, "page_size": 4, "dtype": "bf16"}
 OPERATIONS = ("store_rows", "load_rows", "copy_items", "copy_runs")
@@ -110,7 +110,7 @@ def test_devices_are_imported_on_first_use(vendor):
         get_device("abacus:0")
         assert "abacus" in sys.modules
         """
-    run(textwrap.dedent(code))
+    python("-c", textwrap.dedent(code))
 
 
 def test_a_vendors_broken_package_breaks_no_other_device(vendor):

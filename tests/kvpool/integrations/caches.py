@@ -25,12 +25,10 @@ PROMPT, CHUNKS, STEPS = 29, (11, 17, 1), 8
 
 @lru_cache(maxsize=8)
 def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A tiny random model."""
     return copy.deepcopy(tiny(family)).to(dtype)
 
 
 def pool_of(model: Any, page_size: int = 5, num_pages: int = 40, **common: Any) -> Any:
-    """A pool of a model, with its dtype."""
     if model.config.model_type == "deepseek_v4":  # both ratios must divide a page
         page_size = 16 * page_size
     sizes = {"num_pages": num_pages, "num_window_pages": 60, "num_slots": 6}
@@ -39,7 +37,6 @@ def pool_of(model: Any, page_size: int = 5, num_pages: int = 40, **common: Any) 
 
 
 def cache_of(model: Any, rows: int = 1, padding: Any = 0, **common: Any) -> PoolCache:
-    """A cache of a new pool of a model."""
     pool = pool_of(model, **common)
     return PoolCache.new(pool, Allocator(pool), rows, padding)
 

@@ -114,17 +114,6 @@ def test_a_token_that_has_no_page_changes_nothing(family):
     assert_same_step(model, ours, theirs, 3)
 
 
-def test_a_token_over_a_state_that_a_room_offers_changes_nothing():
-    model, ours, theirs = cached("mamba")
-    (request,), open_rooms, pool = ours.requests, offered(ours), ours.pool
-    before = pool._slab.clone()
-    with pytest.raises(RequestPinned, match="it would lose the state in slot 1 of space state"):
-        run(model, ours, torch.tensor([[3]]), chunks=(1,), steps=0)
-    assert torch.equal(pool._slab, before) and request.num_tokens == 20
-    open_rooms.clear()
-    assert_same_step(model, ours, theirs, 3)
-
-
 def test_a_token_that_was_lost_is_told_of_from_then_on():
     """In a model of one state, no other is left to refuse the forward."""
     model = made("mamba", changes("mamba") | {"num_hidden_layers": 1})

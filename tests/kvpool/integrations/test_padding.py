@@ -140,16 +140,18 @@ def test_requests_of_any_lengths_go_on_together(family, placement):
     assert_same(model, ours, theirs, logits, expected)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
-def test_generate_takes_a_batch_that_is_padded_on_the_left(family):
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [*((family, (7, 0, 20)) for family in (*FAMILIES, *OTHERS)), ("deepseek_v4", (0, 0, 0))],
+)
+def test_generate_takes_a_batch_that_is_padded_on_the_left(family, padding):
     model, ids = model_of(family), prompt(3)
-    mask = torch.ones_like(ids)
-    mask[0, :7], mask[2, :20] = 0, 0
+    mask = (torch.arange(PROMPT) >= torch.tensor(padding)[:, None]).long()
     kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
-    ours = cache_of(model, 3, (mask == 0).sum(1))
+    ours = cache_of(model, 3, padding)
     given = model.generate(ids, past_key_values=ours, **kwargs)
     assert torch.equal(given, model.generate(ids, **kwargs))
-    assert [request.num_tokens for request in ours.requests] == [27, 34, 14]
+    assert [request.num_tokens for request in ours.requests] == [34 - each for each in padding]
 
 
 def test_drafts_of_rows_of_different_lengths_are_taken_back():

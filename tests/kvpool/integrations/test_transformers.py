@@ -39,6 +39,7 @@ from tests.kvpool.integrations.caches import (  # noqa: E402
     run,
 )
 from tests.kvpool.models.tiny import changes, made, own_cache  # noqa: E402
+from tests.oracle import move  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIGS = (
@@ -52,18 +53,6 @@ CONFIGS = (
 )
 # no choice among experts or tokens that a rounding could turn
 SMOOTH = {"num_experts_per_tok": 4, "index_topk": 99, "initializer_range": 0.05}
-
-
-def held(cache: PoolCache, role: str, layer: int) -> torch.Tensor:
-    """`[B, T, ...]` from the typed view and the requests' page ids alone."""
-    view = cache.pool.view(role, layer)
-    return torch.stack(
-        [view[pages(request)].flatten(0, 1)[: request.num_tokens] for request in cache.requests]
-    )
-
-
-def pages(request: Any) -> torch.Tensor:
-    return torch.tensor(request.address().spans["kv"].ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -104,7 +93,7 @@ def test_rope_keys_lie_in_pairs_as_engines_have_them():
         run(model, cache, ids, steps=0)
     for layer in ours.pool.layers:
         halves = theirs.layers[layer].values[0, 0].unflatten(-1, (2, -1))
-        rope = held(ours, "rope", layer)[0]
+        rope = ours.pool.gather("rope", layer, ours.allocator.locations(ours.requests[0])["kv"])
         assert rope[:, 0::2].equal(halves[:, 0]) and rope[:, 1::2].equal(halves[:, 1])
 
 
@@ -241,9 +230,9 @@ def test_out_of_pages_leaves_all_rows_as_they_were():
     assert_same(model, ours, theirs, logits, expected[1:])
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_a_forward_over_a_state_that_a_room_offers_is_refused_and_changes_nothing(tokens):
-    model, ids = model_of("qwen3_next"), prompt(1)
+@pytest.mark.parametrize(("family", "tokens"), [("qwen3_next", 1), ("qwen3_next", 4), ("mamba", 1)])
+def test_a_forward_over_a_state_that_a_room_offers_is_refused_and_changes_nothing(family, tokens):
+    model, ids = model_of(family), prompt(1)
     ours = cache_of(model)
     (request,), pool = ours.requests, ours.pool
     run(model, ours, ids[:, :20], chunks=(20,), steps=0)
@@ -452,10 +441,7 @@ def test_tokens_received_after_some_were_computed_count_as_cached():
     run(model, part, ids[:, :11], chunks=(11,), steps=0)
     (request,) = part.requests
     allocators[1].extend(request, 18, received=True)
-    for region in pools[0].layout.regions:
-        role, layer = region.role, region.layer
-        values = pools[0].gather(role, layer, allocators[0].locations(whole.requests[0])["kv"])
-        pools[1].scatter(layer, allocators[1].locations(request)["kv"], {role: values})
+    move(pools[:1], pools[1], [whole.requests[0].address()], request.address(), range(11, PROMPT))
     ours = PoolCache(pools[1], allocators[1], [request])
     assert ours.get_seq_length() == PROMPT
     again = [run(model, cache, ids[:, :1], chunks=(1,), steps=0)[0] for cache in (whole, ours)]
@@ -522,12 +508,3 @@ def test_what_a_quantised_pool_rounds_stays_small_in_the_logits(family, packing)
     for a, b in zip(logits[1:], expected[1:], strict=True):
         error = float((a - b).abs().max() / b.abs().max())
         assert 0 < error < 0.15, f"{error:.1%}"
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_generate_gives_the_tokens_of_dynamic_cache(family):
-    model, ids = model_of(family), prompt(2)
-    kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    kwargs["attention_mask"] = torch.ones_like(ids)
-    ours = model.generate(ids, past_key_values=cache_of(model, 2), **kwargs)
-    assert torch.equal(ours, model.generate(ids, **kwargs))

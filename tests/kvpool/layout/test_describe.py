@@ -172,8 +172,8 @@ def test_slices_of_one_fused_row_are_regions_of_one_buffer(device):
     assert_lands(rope, tensor[..., 512:], THREE, roles=("rope",))
     assert (latent.regions[0].offset, rope.regions[0].offset) == (0, 1024)
     assert latent.buffers == rope.buffers == (home,)
-    spaces = (Space("kv", entries_per_item=64),)
-    PoolLayout((home,), latent.regions + rope.regions, spaces, 1)
+    layout = PoolLayout.of(latent, rope, spaces=[Space("kv", entries_per_item=64)])
+    assert layout.buffers == (home,)
 
 
 def test_what_lies_between_is_padding_only_where_the_owner_says_so():
@@ -438,18 +438,6 @@ def test_descriptions_are_one_layout_that_points_at_every_tensor():
     }
     assert places["target", 1, "k"].space == "window"
     assert (layout.total_kv_layers, layout.model, layout.spaces) == (2, "tiny", tuple(spaces))
-
-
-def test_slices_of_one_buffer_bring_it_once():
-    tensor = torch.zeros(5, 4, 9)
-    home = describe_buffer(tensor, THREE, name="rows")
-    parts = [
-        describe(part, THREE, role=role, layer=0, buffer=home)
-        for role, part in (("latent", tensor[..., :6]), ("rope", tensor[..., 6:]))
-    ]
-    layout = PoolLayout.of(*parts, spaces=[PAGES])
-    assert layout.buffers == (home,)
-    assert [region.offset for region in layout.regions] == [0, 24]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,6 @@ type. They are tested in the same way, with hidden states in place of logits.
 
 
 def main() -> str:
-    """The document."""
     declared = sum(name not in REFUSED for name in TYPES)
     numbers = {"total": len(TYPES), "declared": declared, "version": transformers.__version__}
     left: dict[str, list[str]] = {}

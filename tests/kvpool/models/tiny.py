@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections import defaultdict
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -23,10 +24,13 @@ TEXTS = tuple(_TABLES["texts"])
 """Text models that AutoModelForCausalLM does not make: most are found in multimodal ones only."""
 CLASSES: dict[str, str] = _TABLES["classes"]
 """Models of them that AutoModel does not make by themselves."""
-SIZES: dict[str, Any] = _TABLES["sizes"]
+SIZES: dict[str, Any] = {n: size for names, size in _TABLES["sizes"].items() for n in names.split()}
 """What a config has of these, whatever its type; windows count the token itself."""
-CHANGES: dict[str, dict[str, Any]] = _TABLES["changes"]
-"""By type. A field may be "left out"."""
+CHANGES: dict[str, dict[str, Any]] = defaultdict(dict)
+"""By type, which several lines of the table may name. A field may be "left out"."""
+for _types, _fields in _TABLES["changes"].items():
+    for _type in _types.split():
+        CHANGES[_type].update(_fields)
 
 
 def changes(model: str) -> dict[str, Any]:
@@ -46,7 +50,6 @@ def _changes(held: dict[str, Any], model: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def tiny(model: str) -> Any:
-    """A random float32 model."""
     return made(model, changes(model))
 
 
@@ -63,7 +66,6 @@ def made(model: str, fields: dict[str, Any]) -> Any:
 
 
 def own_cache(model: Any) -> Any:
-    """transformers' own cache."""
     if model.config.model_type == "minimax":
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
 

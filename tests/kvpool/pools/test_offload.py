@@ -242,7 +242,7 @@ def test_a_pool_without_memory_refuses_to_save_and_to_load():
         pool.load(place(pool, 9), other.save(place(other, 9)))
 
 
-def test_what_the_prefix_cache_keeps_is_not_written_over():
+def test_what_the_prefix_cache_keeps_or_has_pinned_is_not_written_over():
     pool = mla(**MANY)
     alloc = Allocator(pool, prefix=PrefixCache())
     blank(pool)
@@ -254,18 +254,8 @@ def test_what_the_prefix_cache_keeps_is_not_written_over():
     )
     refused(pool, request.address(), saved, says, 27)
     pool.load(request.address(), saved, start=28)
-    alloc.prefix.clear()
-    pool.load(request.address(), saved)
-
-
-def test_a_prefix_that_is_pinned_is_not_written_over_though_the_cache_forgot_it():
-    pool = mla(**MANY)
-    alloc = Allocator(pool, prefix=PrefixCache())
-    blank(pool)
-    request = computed(pool, alloc, TOKENS)
     pinned = alloc.prefix.pin(TOKENS[:8])
     alloc.prefix.clear()
-    saved = pool.save(request.address())
     refused(pool, request.address(), saved, "items 1-2 of space kv, which a pinned prefix holds")
     alloc.prefix.unpin(pinned)
     pool.load(request.address(), saved)

@@ -14,7 +14,8 @@ from kvpool.render.html import html
 from kvpool.render.svg import svg
 from tests.kvpool.render.test_memory_map import COMMON, layout_of
 from tests.kvpool.render.test_svg import SVG, drawing, hybrid
-from tests.test_imports import BLOCKED, run
+from tests.processes import python
+from tests.test_imports import BLOCKED
 
 
 @pytest.mark.parametrize("title", ["plain", '<b> & "quoted" </script><script>alert(1)</script> ü'])
@@ -36,7 +37,8 @@ def test_pictures_need_nothing_from_elsewhere():
 
 
 def test_pictures_need_no_torch():
-    run(
+    python(
+        "-c",
         BLOCKED.format(blocked={"torch"})
         + """
 from kvpool.item import Cell, item_regions
@@ -48,7 +50,7 @@ regions = item_regions(Cell("k", 8, "bf16"), owner="target", layer=0, buffer="b"
 layout = PoolLayout((Buffer("b", "s", 0, 16, 16, 2),), regions, (Space("s", "slot"),), 1)
 assert "bytes 0 to 15" in svg(layout) and "bytes 0 to 15" in html(layout)
 assert where(layout, "b", 3).byte == 3
-"""
+""",
     )
 
 

@@ -4,10 +4,6 @@ work that no CUDA graph can capture.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import msgspec
 import pytest
 import torch
@@ -16,6 +12,7 @@ from kvpool.device import DeviceUnavailable, get_device
 from kvpool_cuda import ipc
 from tests.disagg.cli.accepting import accepted
 from tests.pools import PACKED
+from tests.processes import python
 
 
 @pytest.mark.timeout(900)
@@ -71,8 +68,5 @@ try:
 except DeviceUnavailable as error:
     print(error)
 """
-    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment
-    )
-    assert "expandable_segments:True" in done.stdout, done.stderr
+    found = python("-c", code, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    assert "expandable_segments:True" in found

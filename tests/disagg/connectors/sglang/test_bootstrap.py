@@ -16,8 +16,6 @@ ADDRESSES = ["tcp://10.0.0.1:5000", "tcp://[::1]:5001", "ipc:///run/kvpool/a"]
 
 @pytest.fixture(scope="module")
 def ask():
-    """Asks a server."""
-
     def asked(path):
         with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}{path}") as answer:
             return json.load(answer)

@@ -42,7 +42,6 @@ def scheduler(**options):
 
 
 def arrives(made, name, tokens=40, status="FINISHED_LENGTH_CAPPED", **params):
-    """A request that has arrived."""
     asked = request(name, tokens, status, **params)
     made.arrived(asked)
     return asked
