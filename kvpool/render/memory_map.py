@@ -10,10 +10,7 @@ from itertools import islice
 from math import prod
 from operator import attrgetter
 
-import numpy as np
-
 from kvpool.layout import Axis, Buffer, PoolLayout, Region, Space
-from kvpool.layout.grid import outer_sum
 
 MAX_BOXES = 2000  # in a row
 MIN_ROW_BYTES = 128
@@ -49,13 +46,36 @@ def where(layout: PoolLayout, buffer: str, byte: int) -> ByteLocation | None:
         raise KeyError(f"buffer {buffer!r}: not in this layout (it has {names}).")
     if not 0 <= byte < named.item_bytes:
         raise IndexError(f"buffer {buffer}: byte {byte} of items of {named.item_bytes}.")
-    for region in layout.regions_in[buffer]:
-        # every cell: where axes interlock, a byte does not say at once how far it is on each
-        starts = outer_sum(region.offset, [(axis.size, axis.stride) for axis in region.axes])
-        cells = np.flatnonzero((starts <= byte) & (byte < starts + region.width))
-        if cells.size:
-            steps = np.unravel_index(cells[0], [axis.size for axis in region.axes])
-            return ByteLocation(region, tuple(map(int, steps)), byte - int(starts[cells[0]]))
+    places = (_location(region, byte) for region in layout.regions_in[buffer])
+    return next(filter(None, places), None)
+
+
+def _location(region: Region, byte: int) -> ByteLocation | None:
+    """What a byte of the item is, if it is one of this region's."""
+    axes = [axis for axis in region.axes_by_stride if axis.size > 1]
+    steps = _steps(byte - region.offset, axes, region.width)
+    if steps is None:
+        return None
+    *numbers, inside = steps
+    by_name = dict(zip((axis.name for axis in axes), numbers))
+    return ByteLocation(region, tuple(by_name.get(axis.name, 0) for axis in region.axes), inside)
+
+
+def _steps(byte: int, axes: Sequence[Axis], width: int) -> tuple[int, ...] | None:
+    """The step of each axis, and the byte inside a cell of `width`; None between cells. Axes are
+    given by stride, the largest first.
+    """
+    if not axes:
+        return (byte,) if 0 <= byte < width else None
+    axis, *finer = axes
+    reach = width + sum((a.size - 1) * a.stride for a in finer)
+    first = max(0, (byte - reach) // axis.stride + 1)
+    last = min(axis.size - 1, byte // axis.stride)
+    # axes may interlock: then cells of an earlier step lie beyond the begin of a later one
+    for step in range(last, first - 1, -1):
+        rest = _steps(byte - step * axis.stride, finer, width)
+        if rest is not None:
+            return step, *rest
     return None
 
 
