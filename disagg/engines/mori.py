@@ -109,7 +109,9 @@ class MoriEngine(ThreadedEngine):
                     f"slab of {slab.nbytes} bytes on {slab.memory}: engine mori moves memory of "
                     f"{HOST} and cuda:N, as torch calls AMD GPUs."
                 )
-        self._claim([(slab.base, slab.nbytes) for slab in slabs])
+        ranges = [(slab.base, slab.nbytes) for slab in slabs]
+        self._claim(ranges)
+        self._ranges.extend(ranges)
         self._slabs.extend(slabs)
         if self._serving is not None:
             self._serving.register(slabs)

@@ -164,7 +164,9 @@ def test_runs_across_slabs_of_the_host_and_of_gpus_arrive_in_calls_between_two(e
     places = ("cuda:0", "cpu", "cuda:3")
     serving, reading = engine_of(), engine_of()
     for engine, memory in ((serving, source), (reading, dest)):
-        engine.register([Slab(memory.ctypes.data + 100 * n, 100, places[n]) for n in (2, 0, 1)])
+        slabs = [Slab(memory.ctypes.data + 100 * n, 100, places[n]) for n in (2, 0, 1)]
+        engine.register(slabs[:2])
+        engine.register(slabs[2:])
     peer = reading.connect(serving.metadata())
     finish(reading, reading.read(peer, batch_of((source.ctypes.data, dest.ctypes.data + 50, 200))))
     assert np.array_equal(dest[50:250], source[:200]) and not dest[:50].any()
