@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged, rows_of
 
 _LENGTH = struct.Struct("q")
+_ONE = np.ones((2, 1), np.int64)
 BYTES_PER_RUN = 4096
 """Dead bytes of a last page that may travel for each run saved; at least half must be saved."""
 
@@ -131,16 +132,19 @@ class _Shape:
         if linear:
             yield self._bound(chains, pairs.coalesced(self.entries))
             return
-        rest, entries = pairs, self.route.src.entries
+        rest = pairs
         if whole is not None:
-            if ends and self.whole_tails:
-                pairs = self._with_whole_tail(whole, pairs)
-            full = (pairs.count == entries) & ~pairs.step.any(axis=0)
+            aligned = (pairs.step[0] | pairs.step[1]) == 0
+            full = aligned & (pairs.count == self.route.src.entries)
+            if ends and self.whole_tails and aligned[-1] and not full[-1]:
+                full[-1] = self._whole_tail_is_cheaper(whole, int(pairs.count[-1]))
             number = np.count_nonzero(full)
             if number:
                 items = pairs if number == full.size else rows_of(pairs, full)
-                items = items.coalesced(self.entries) if dense else items
-                yield self._bound(whole, replace(items, count=items.count // entries))
+                # from here on an item is one entry
+                ones = np.ones(number, np.int64)
+                items = EntryPairs(item=items.item, step=items.step, count=ones)
+                yield self._bound(whole, items.coalesced(_ONE) if dense else items)
             if number == full.size:
                 return
             rest = rows_of(pairs, ~full) if number else pairs
@@ -149,30 +153,23 @@ class _Shape:
         if singles.size and rest.count.size:
             yield self._bound(singles, rest.entries())
 
-    def _with_whole_tail(self, whole: Runs, pairs: EntryPairs) -> EntryPairs:
-        """The pairs of a request to its end; the last is of all entries of its item where that is
-        allowed and cheaper.
+    def _whole_tail_is_cheaper(self, whole: Runs, count: int) -> bool:
+        """Whether a request's last item, of which `count` entries are alive from the first on,
+        moves with all of its entries.
 
-        Allowed: the item is the request's last page on the destination, written from its first
-        entry on, so the entries that follow are the request's own and dead.
+        Allowed: the item is the request's last page on the destination, so the entries that follow
+        are the request's own and dead.
         """
-        entries, count = self.route.dst.entries, int(pairs.count[-1])
-        if count == entries or pairs.step[:, -1].any():
-            return pairs
         chains, singles, *_ = self.route.runs
         runs = chains.size + count * singles.size
         dead = self.whole_bytes - self.first_bytes - (count - 1) * self.next_bytes
-        if 2 * whole.size > runs or dead > (runs - whole.size) * BYTES_PER_RUN:
-            return pairs
-        counts = pairs.count.copy()
-        counts[-1] = entries
-        return replace(pairs, count=counts)
+        return 2 * whole.size <= runs and dead <= (runs - whole.size) * BYTES_PER_RUN
 
     def _bound(self, runs: Runs, pairs: EntryPairs) -> BoundRuns:
-        item = (pairs.item * self.stride)[:, None]
-        step = pairs.step[:, None] * runs.step[:, :, None]
+        at = runs.start[:, :, None] + (pairs.item * self.stride)[:, None]
+        at += pairs.step[:, None] * runs.step[:, :, None]
         more = (pairs.count - 1) * runs.step[1, :, None]
-        return BoundRuns(runs.start[:, :, None] + item + step, runs.nbytes[:, None] + more)
+        return BoundRuns(at, runs.nbytes[:, None] + more)
 
 
 class Binder:
@@ -240,8 +237,8 @@ class _Block(NamedTuple):
 def _batch(blocks: Sequence[_Block]) -> CopyBatch:
     """Runs at each record pair of routes of one shape, `[B, A, F]`, one block after the other."""
     size = sum(base.shape[1] * runs.nbytes.size for _, _, base, runs in blocks)
-    lengths = {_one_length(block.runs.nbytes) for block in blocks}
-    alike = len(lengths) == 1 and None not in lengths
+    lengths = {runs.nbytes.item(0) for _, _, _, runs in blocks}
+    alike = len(lengths) == 1 and all((runs.nbytes == [*lengths]).all() for *_, runs in blocks)
     # one allocation: of several, glibc gives the memory back at once, and takes page faults again
     columns = np.empty((2 if alike else 3, size), dtype=np.int64)
     pointers, nbytes = columns[:2], columns[-1]
@@ -257,19 +254,13 @@ def _batch(blocks: Sequence[_Block]) -> CopyBatch:
         np.add(base[:, :, None, None], runs.at[:, None], out=out)
         if not alike:
             nbytes[part].reshape(shape[1:])[...] = runs.nbytes
-        bound = int(runs.nbytes.sum()) if runs.nbytes.size > 1 else runs.nbytes.item()
+        bound = int(np.add.reduce(runs.nbytes, axis=None))
         for route, pairs in zip(routes, sizes):
             if pairs:
                 _, number, total = shares.get(id(route), (route, 0, 0))
                 number += pairs * runs.nbytes.size
                 shares[id(route)] = route, number, total + pairs * bound
     return CopyBatch(pointers[0], pointers[1], nbytes, tuple(shares.values()))
-
-
-def _one_length(nbytes: Ints) -> int | None:
-    """The length of all runs; None if they have several."""
-    first = nbytes.item(0)
-    return first if nbytes.size == 1 or (nbytes == first).all() else None
 
 
 def _moved(route: Route, tokens: range, count: Count) -> range | None:

@@ -260,6 +260,9 @@ def _stretches(entries: range, src_size: int, dst_size: int) -> tuple[Ints, Ints
     if not entries:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     small, large = sorted((src_size, dst_size))
+    last = entries.stop - 1
+    if entries.start // small == last // small and entries.start // large == last // large:
+        return np.array([entries.start]), np.array([len(entries)])
     edges = cuts(small)
     if large % small:  # np.union1d loads numpy.ma: milliseconds of the first request
         edges = np.sort(np.concatenate([edges, cuts(large)]))
