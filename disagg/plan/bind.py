@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from disagg.plan.positions import BlockLookup, EntryPairs, pair_entries
+from disagg.plan.positions import BlockLookup, EntryPairs, Stretch, pair_entries
 from disagg.plan.runs import Route, Runs
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged, rows_of
@@ -38,7 +38,9 @@ class Count(Enum):
 
 
 class BoundRuns(NamedTuple):
-    """A runs at F steps: offsets in both buffers of a record pair `[2, A, F]`, bytes `[A, F]`."""
+    """A runs at F steps: their offsets in both buffers of a record pair `[2, 1, A, F]`, and bytes
+    `[A, F]`.
+    """
 
     at: Ints
     nbytes: Ints
@@ -107,7 +109,8 @@ class _Shape:
         self.layers = np.concatenate([route.layers for route in routes])
         sides = self.route.src, self.route.dst
         self.spaces = sides[0].space.name, sides[1].space.name, self.route.packed
-        self.stride = np.array([[side.stride] for side in sides])
+        self.strides = sides[0].stride, sides[1].stride
+        self.stride = np.array([[stride] for stride in self.strides])
         self.entries = np.array([[side.entries] for side in sides])
         chains, singles, whole, *_ = self.route.runs
         self.first_bytes = int(chains.nbytes.sum() + singles.nbytes.sum())
@@ -124,11 +127,21 @@ class _Shape:
         of_routes = np.split(inside, np.cumsum(self.sizes)[:-1])
         return inside, [int(part.sum()) for part in of_routes]
 
-    def runs(self, pairs: EntryPairs, ends: bool) -> Iterator[BoundRuns]:
+    def runs(self, pairs: EntryPairs | Stretch, ends: bool) -> Iterator[BoundRuns]:
         """The runs of one record pair. `ends`: the last pairs are those of the last positions."""
+        chains, singles, whole, linear, dense = self.route.runs
+        if isinstance(pairs, Stretch):
+            if whole is not None and not linear and self._moves_whole(whole, pairs, ends):
+                yield self._bound_stretch(whole, pairs._replace(length=1))
+                return
+            if pairs.length == 1 or not singles.size:
+                for runs in (chains, singles):
+                    if runs.size:
+                        yield self._bound_stretch(runs, pairs)
+                return
+            pairs = pairs.pairs()
         if not pairs.count.size:
             return
-        chains, singles, whole, linear, dense = self.route.runs
         if linear:
             yield self._bound(chains, pairs.coalesced(self.entries))
             return
@@ -153,6 +166,15 @@ class _Shape:
         if singles.size and rest.count.size:
             yield self._bound(singles, rest.entries())
 
+    def _moves_whole(self, whole: Runs, stretch: Stretch, ends: bool) -> bool:
+        """Whether a stretch is all of its items, or may be taken for it."""
+        if any(stretch.step):
+            return False
+        tail = ends and self.whole_tails
+        return stretch.length == self.route.src.entries or (
+            tail and self._whole_tail_is_cheaper(whole, stretch.length)
+        )
+
     def _whole_tail_is_cheaper(self, whole: Runs, count: int) -> bool:
         """Whether a request's last item, of which `count` entries are alive from the first on,
         moves with all of its entries.
@@ -165,9 +187,19 @@ class _Shape:
         dead = self.whole_bytes - self.first_bytes - (count - 1) * self.next_bytes
         return 2 * whole.size <= runs and dead <= (runs - whole.size) * BYTES_PER_RUN
 
+    def _bound_stretch(self, runs: Runs, stretch: Stretch) -> BoundRuns:
+        item = [[[[number * stride]]] for number, stride in zip(stretch.item, self.strides)]
+        at = runs.start[:, None, :, None] + np.array(item)
+        if any(stretch.step):
+            at += np.array(stretch.step)[:, None, None, None] * runs.step[:, None, :, None]
+        nbytes = runs.nbytes
+        if stretch.length > 1:
+            nbytes = nbytes + (stretch.length - 1) * runs.step[1]
+        return BoundRuns(at, nbytes[:, None])
+
     def _bound(self, runs: Runs, pairs: EntryPairs) -> BoundRuns:
-        at = runs.start[:, :, None] + (pairs.item * self.stride)[:, None]
-        at += pairs.step[:, None] * runs.step[:, :, None]
+        at = runs.start[:, None, :, None] + (pairs.item * self.stride)[:, None, None]
+        at += pairs.step[:, None, None] * runs.step[:, None, :, None]
         more = (pairs.count - 1) * runs.step[1, :, None]
         return BoundRuns(at, runs.nbytes[:, None] + more)
 
@@ -202,7 +234,7 @@ class Binder:
         total = dest_address.num_tokens
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
-        pairs_by_spaces: dict[tuple[str, str, bool], EntryPairs] = {}
+        pairs_by_spaces: dict[tuple[str, str, bool], EntryPairs | Stretch] = {}
         blocks: list[_Block] = []
         for shape, base in self._shapes:
             route, sizes = shape.route, shape.sizes
@@ -247,19 +279,18 @@ def _batch(blocks: Sequence[_Block]) -> CopyBatch:
     shares: dict[int, tuple[Route, int, int]] = {}
     start = 0
     for routes, sizes, base, runs in blocks:
-        shape = 2, base.shape[1], *runs.nbytes.shape
-        part = slice(start, start + base.shape[1] * runs.nbytes.size)
-        start = part.stop
-        out = pointers[:, part].reshape(shape)
-        np.add(base[:, :, None, None], runs.at[:, None], out=out)
+        shape, number = (base.shape[1], *runs.nbytes.shape), runs.nbytes.size
+        stop = start + base.shape[1] * number
+        out = pointers[:, start:stop].reshape((2, *shape))
+        np.add(base[:, :, None, None], runs.at, out=out)
         if not alike:
-            nbytes[part].reshape(shape[1:])[...] = runs.nbytes
-        bound = int(np.add.reduce(runs.nbytes, axis=None))
+            nbytes[start:stop].reshape(shape)[...] = runs.nbytes
+        start = stop
+        bound = int(np.add.reduce(runs.nbytes, axis=None)) if number > 1 else runs.nbytes.item()
         for route, pairs in zip(routes, sizes):
             if pairs:
-                _, number, total = shares.get(id(route), (route, 0, 0))
-                number += pairs * runs.nbytes.size
-                shares[id(route)] = route, number, total + pairs * bound
+                _, count, total = shares.get(id(route), (route, 0, 0))
+                shares[id(route)] = route, count + pairs * number, total + pairs * bound
     return CopyBatch(pointers[0], pointers[1], nbytes, tuple(shares.values()))
 
 

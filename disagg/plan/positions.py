@@ -7,6 +7,7 @@ broadcast over the layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +37,8 @@ class EntryPairs:
         if self.count.size < 2:
             return self
         first = self.item * entries + self.step
-        breaks = (first[:, 1:] != first[:, :-1] + self.count[:-1]).any(axis=0)
+        either = first[:, 1:] != first[:, :-1] + self.count[:-1]
+        breaks = either[0] | either[1]
         if breaks.all():
             return self
         begins = np.flatnonzero(np.append(True, breaks))
@@ -47,6 +49,26 @@ class EntryPairs:
         stretch, within = ragged(self.count)
         pairs = rows_of(self, stretch)
         return replace(pairs, step=pairs.step + within, count=np.ones_like(within))
+
+
+class Stretch(NamedTuple):
+    """One stretch of entries in one item of each side: ids and first steps, the source's and the
+    destination's, and how many entries. Slots, rings and short prompts have no more, and bind
+    several times as fast as numbers than as arrays of one.
+    """
+
+    item: tuple[int, int]
+    step: tuple[int, int]
+    length: int
+
+    def pairs(self) -> EntryPairs:
+        item, step = np.array((self.item, self.step))[:, :, None]
+        return EntryPairs(item=item, step=step, count=np.array([self.length]))
+
+
+NOTHING = EntryPairs(
+    item=np.empty((2, 0), np.int64), step=np.empty((2, 0), np.int64), count=np.empty(0, np.int64)
+)
 
 
 def scattered(src: Space, dst: Space, tokens: int, *, packed: bool) -> EntryPairs:
@@ -68,6 +90,10 @@ class BlockLookup:
         first = int(numbers[0])
         ids = self._listed(first, int(numbers[-1]) + 1)
         return self._inside(ids if numbers.size == 1 else ids[numbers - first])
+
+    def id(self, number: int) -> int:
+        """The id of one of the request's items. Raises as `part` does."""
+        return int(self.part(number, number + 1)[0])
 
     def part(self, first: int, stop: int) -> Ints:
         """Ids of the request's items `first` to `stop`. Raises IncompleteTransfer for items that
@@ -148,7 +174,9 @@ def id_clash(layout: PoolLayout, address: RequestAddress) -> str | None:
     return None
 
 
-def pair_entries(src: BlockLookup, dst: BlockLookup, tokens: range, *, packed: bool) -> EntryPairs:
+def pair_entries(
+    src: BlockLookup, dst: BlockLookup, tokens: range, *, packed: bool
+) -> EntryPairs | Stretch:
     """Pairs the entries of `tokens` that the destination keeps alive and both sides hold; of packed
     regions the items that move whole with `tokens`, each as one stretch of one entry.
     """
@@ -156,12 +184,32 @@ def pair_entries(src: BlockLookup, dst: BlockLookup, tokens: range, *, packed: b
     needed = _needed(space, tokens, total, packed)
     entries = space.traits.entries_of(space, needed, total) if packed else needed
     _check_offered(src, entries, tokens, total)
+    if not needed:
+        return NOTHING
+    if stretch := _one_stretch(src.space, space, needed, packed):
+        first, second = stretch.item
+        return stretch._replace(item=(src.id(first), dst.id(second)))
     pairs = _pair_by_number(src.space, space, needed, packed)
     if not pairs.count.size:
         return pairs
     for side, items in zip((src, dst), pairs.item):
         items[:] = side.ids(items)
     return pairs
+
+
+def _one_stretch(src: Space, dst: Space, needed: range, packed: bool) -> Stretch | None:
+    """What `_pair_by_number` says where that is one stretch, as far as numbers say so at once."""
+    if packed:
+        return Stretch((needed.start,) * 2, (0, 0), 1) if len(needed) == 1 else None
+    sizes = src.steps, dst.steps
+    if len(needed) > min(sizes) * src.held.ranks or src.held != dst.held:
+        return None
+    entries = src.held.part(needed)
+    first, last = entries.start, entries.stop - 1
+    if last < first or [first // size for size in sizes] != [last // size for size in sizes]:
+        return None
+    item, step = zip(src.place(first), dst.place(first))
+    return Stretch(item, step, len(entries))
 
 
 def _needed(space: Space, tokens: range, total: int, packed: bool) -> range:
@@ -260,9 +308,6 @@ def _stretches(entries: range, src_size: int, dst_size: int) -> tuple[Ints, Ints
     if not entries:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     small, large = sorted((src_size, dst_size))
-    last = entries.stop - 1
-    if entries.start // small == last // small and entries.start // large == last // large:
-        return np.array([entries.start]), np.array([len(entries)])
     edges = cuts(small)
     if large % small:  # np.union1d loads numpy.ma: milliseconds of the first request
         edges = np.sort(np.concatenate([edges, cuts(large)]))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvpool.layout.grid import Ints, Numbers
+from kvpool.layout.grid import Numbers
 from kvpool.layout.kinds import KINDS, KindName, SpaceKind
 from kvpool.layout.types import LayoutError, need_int, need_name
 
@@ -212,10 +210,12 @@ class Space:
         """
         return self.traits.needed_items(self, tokens, total)
 
-    def place(self, entries: Ints) -> tuple[Ints, Ints]:
-        """For each of this rank's entries `[N]` its item's number in the request, and its step."""
-        first = np.zeros_like(entries) if self.per_request else entries // self.entries_per_item
-        return first, entries % self.steps
+    def place(self, entries: Numbers) -> tuple[Numbers, Numbers]:
+        """Of an entry of this rank, or of each of `[N]`: its item's number in the request, and its
+        step there.
+        """
+        item = 0 * entries if self.per_request else entries // self.entries_per_item
+        return item, entries % self.steps
 
     @property
     def id_list(self) -> str:
