@@ -192,8 +192,8 @@ def copy_runs(device: torch.device, src: Ints, dst: Ints, nbytes: Ints) -> None:
     """See Device.copy_runs. One launch for runs whose pointers and lengths are multiples of 16
     bytes, one for multiples of 4, one for all others.
     """
-    every = int(np.bitwise_or.reduce([np.bitwise_or.reduce(part) for part in (src, dst, nbytes)]))
-    if src.size and every % ALIGNMENTS[0] == 0:
+    bits = int(np.bitwise_or.reduce([np.bitwise_or.reduce(part) for part in (src, dst, nbytes)]))
+    if bits % ALIGNMENTS[0] == 0 and nbytes.any():
         _copy(device, ALIGNMENTS[0], src, dst, nbytes)
         return
     low = np.where(nbytes > 0, (src | dst | nbytes) & (ALIGNMENTS[0] - 1), -1)

@@ -42,7 +42,7 @@ class BoundRuns(NamedTuple):
     `[A, F]`.
     """
 
-    at: Ints
+    offset: Ints
     nbytes: Ints
 
 
@@ -110,6 +110,7 @@ class _Shape:
         sides = self.route.src, self.route.dst
         self.spaces = sides[0].space.name, sides[1].space.name, self.route.packed
         self.strides = sides[0].stride, sides[1].stride
+        # the same for arrays of pairs
         self.stride = np.array([[stride] for stride in self.strides])
         self.entries = np.array([[side.entries] for side in sides])
         chains, singles, whole, *_ = self.route.runs
@@ -189,19 +190,19 @@ class _Shape:
 
     def _bound_stretch(self, runs: Runs, stretch: Stretch) -> BoundRuns:
         item = [[[[number * stride]]] for number, stride in zip(stretch.item, self.strides)]
-        at = runs.start[:, None, :, None] + np.array(item)
+        offset = runs.start[:, None, :, None] + np.array(item)
         if any(stretch.step):
-            at += np.array(stretch.step)[:, None, None, None] * runs.step[:, None, :, None]
+            offset += np.array(stretch.step)[:, None, None, None] * runs.step[:, None, :, None]
         nbytes = runs.nbytes
         if stretch.length > 1:
             nbytes = nbytes + (stretch.length - 1) * runs.step[1]
-        return BoundRuns(at, nbytes[:, None])
+        return BoundRuns(offset, nbytes[:, None])
 
     def _bound(self, runs: Runs, pairs: EntryPairs) -> BoundRuns:
-        at = runs.start[:, None, :, None] + (pairs.item * self.stride)[:, None, None]
-        at += pairs.step[:, None, None] * runs.step[:, None, :, None]
+        offset = runs.start[:, None, :, None] + (pairs.item * self.stride)[:, None, None]
+        offset += pairs.step[:, None, None] * runs.step[:, None, :, None]
         more = (pairs.count - 1) * runs.step[1, :, None]
-        return BoundRuns(at, runs.nbytes[:, None] + more)
+        return BoundRuns(offset, runs.nbytes[:, None] + more)
 
 
 class Binder:
@@ -282,7 +283,7 @@ def _batch(blocks: Sequence[_Block]) -> CopyBatch:
         shape, number = (base.shape[1], *runs.nbytes.shape), runs.nbytes.size
         stop = start + base.shape[1] * number
         out = pointers[:, start:stop].reshape((2, *shape))
-        np.add(base[:, :, None, None], runs.at, out=out)
+        np.add(base[:, :, None, None], runs.offset, out=out)
         if not alike:
             nbytes[start:stop].reshape(shape)[...] = runs.nbytes
         start = stop
