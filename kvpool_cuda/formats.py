@@ -28,6 +28,7 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def _floats_at(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
     """A pointer to floats; to bfloat16 as int16, which is converted here."""
+    address = address.to(tl.int64)  # as in words_at
     if KIND == 0:
         pointer = address.to(tl.pointer_type(tl.float64))
     elif KIND == 1:

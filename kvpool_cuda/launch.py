@@ -112,6 +112,8 @@ def words_at(address, WORD: tl.constexpr, ALIGNED: tl.constexpr):
     """A pointer to integer words of `WORD` bytes; the address is a multiple of `ALIGNED` bytes. The
     compiler merges two adjacent words of 8 bytes into one access of 16.
     """
+    # of an argument that fits, as a host's low addresses do, Triton makes 32 bits
+    address = address.to(tl.int64)
     if WORD == 8:
         pointer = address.to(tl.pointer_type(tl.int64))
     elif WORD == 4:
