@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import venv
 import zipfile
 from importlib.metadata import requires
@@ -106,8 +105,8 @@ def sdist(tmp_path_factory):
     build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
     run(sys.executable, "-c", build, folder, cwd=copy)
     [archive] = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+    # our own archive: Python before 3.11.4 takes no filter
+    shutil.unpack_archive(archive, folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 
