@@ -6,20 +6,22 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from disagg.plan.positions import BlockLookup, EntryPairs, Stretch, pair_entries
-from disagg.plan.runs import Route, Runs
+from disagg.plan.positions import Apart, BlockLookup, Paired, SpacePair
+from disagg.plan.runs import Route
+from disagg.plan.shapes import BoundRuns, Piece, Shape
 from kvpool.layout import PoolLayout, RequestAddress
-from kvpool.layout.grid import Ints, ragged, rows_of
+from kvpool.layout.grid import Ints, ragged
 
 _LENGTH = struct.Struct("q")
-_ONE = np.ones((2, 1), np.int64)
-BYTES_PER_RUN = 4096
-"""Dead bytes of a last page that may travel for each run saved; at least half must be saved."""
+FEW_ROWS = 1024
+"""Runs of one kind that are kept as rows of a table, at all record pairs of a shape, at most."""
+TABLES = 32
+"""Ranges of layers for which a table is kept."""
 
 
 class Count(Enum):
@@ -35,15 +37,6 @@ class Count(Enum):
     """
     LEARNED = "learned"
     """The rest, to the request's end: windows, slots, rings, the last packed item if not full."""
-
-
-class BoundRuns(NamedTuple):
-    """A runs at F steps: their offsets in both buffers of a record pair `[2, 1, A, F]`, and bytes
-    `[A, F]`.
-    """
-
-    offset: Ints
-    nbytes: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,111 +91,15 @@ class CopyBatch:
         return CopyBatch(src + within, dst + within, np.minimum(nbytes - within, most))
 
 
-class _Shape:
-    """Routes of one shape, such as those of keys and of values, which have the same runs. `sizes`
-    are their numbers of record pairs, `layers` the pairs' layers `[B]`.
+class _Group(NamedTuple):
+    """Record pairs of a shape: the pointers at which both buffers begin `[2, B]`, how many each
+    route has, and for each kind of runs which rows of the table are theirs; none if they are many.
     """
 
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self.routes, self.route = routes, routes[0]
-        self.sizes = [len(route.src.buffers) for route in routes]
-        self.layers = np.concatenate([route.layers for route in routes])
-        sides = self.route.src, self.route.dst
-        self.spaces = sides[0].space.name, sides[1].space.name, self.route.packed
-        self.strides = sides[0].stride, sides[1].stride
-        # the same for arrays of pairs
-        self.stride = np.array([[stride] for stride in self.strides])
-        self.entries = np.array([[side.entries] for side in sides])
-        chains, singles, whole, *_ = self.route.runs
-        self.first_bytes = int(chains.nbytes.sum() + singles.nbytes.sum())
-        self.next_bytes = int(chains.step[1].sum() + singles.nbytes.sum())
-        """Of an entry, and of each that follows it in an item."""
-        self.whole_bytes = 0 if whole is None else int(whole.nbytes.sum())
-        src, dst = (side.space for side in sides)
-        # of a ring the entries behind the last may be alive
-        self.whole_tails = not dst.wraps and src.held == dst.held
-
-    def within(self, layers: range) -> tuple[npt.NDArray[np.bool_], list[int]]:
-        """Which record pairs are of a range of layers, `[B]`, and how many of each route."""
-        inside = (self.layers >= layers.start) & (self.layers < layers.stop)
-        of_routes = np.split(inside, np.cumsum(self.sizes)[:-1])
-        return inside, [int(part.sum()) for part in of_routes]
-
-    def runs(self, pairs: EntryPairs | Stretch, ends: bool) -> Iterator[BoundRuns]:
-        """The runs of one record pair. `ends`: the last pairs are those of the last positions."""
-        chains, singles, whole, linear, dense = self.route.runs
-        if isinstance(pairs, Stretch):
-            if whole is not None and not linear and self._moves_whole(whole, pairs, ends):
-                yield self._bound_stretch(whole, pairs._replace(length=1))
-                return
-            if pairs.length == 1 or not singles.size:
-                for runs in (chains, singles):
-                    if runs.size:
-                        yield self._bound_stretch(runs, pairs)
-                return
-            pairs = pairs.pairs()
-        if not pairs.count.size:
-            return
-        if linear:
-            yield self._bound(chains, pairs.coalesced(self.entries))
-            return
-        rest = pairs
-        if whole is not None:
-            aligned = (pairs.step[0] | pairs.step[1]) == 0
-            full = aligned & (pairs.count == self.route.src.entries)
-            if ends and self.whole_tails and aligned[-1] and not full[-1]:
-                full[-1] = self._whole_tail_is_cheaper(whole, int(pairs.count[-1]))
-            number = np.count_nonzero(full)
-            if number:
-                items = pairs if number == full.size else rows_of(pairs, full)
-                # from here on an item is one entry
-                ones = np.ones(number, np.int64)
-                items = EntryPairs(item=items.item, step=items.step, count=ones)
-                yield self._bound(whole, items.coalesced(_ONE) if dense else items)
-            if number == full.size:
-                return
-            rest = rows_of(pairs, ~full) if number else pairs
-        if chains.size and rest.count.size:
-            yield self._bound(chains, rest)
-        if singles.size and rest.count.size:
-            yield self._bound(singles, rest.entries())
-
-    def _moves_whole(self, whole: Runs, stretch: Stretch, ends: bool) -> bool:
-        """Whether a stretch is all of its items, or may be taken for it."""
-        if any(stretch.step):
-            return False
-        tail = ends and self.whole_tails
-        return stretch.length == self.route.src.entries or (
-            tail and self._whole_tail_is_cheaper(whole, stretch.length)
-        )
-
-    def _whole_tail_is_cheaper(self, whole: Runs, count: int) -> bool:
-        """Whether a request's last item, of which `count` entries are alive from the first on,
-        moves with all of its entries.
-
-        Allowed: the item is the request's last page on the destination, so the entries that follow
-        are the request's own and dead.
-        """
-        chains, singles, *_ = self.route.runs
-        runs = chains.size + count * singles.size
-        dead = self.whole_bytes - self.first_bytes - (count - 1) * self.next_bytes
-        return 2 * whole.size <= runs and dead <= (runs - whole.size) * BYTES_PER_RUN
-
-    def _bound_stretch(self, runs: Runs, stretch: Stretch) -> BoundRuns:
-        item = [[[[number * stride]]] for number, stride in zip(stretch.item, self.strides)]
-        offset = runs.start[:, None, :, None] + np.array(item)
-        if any(stretch.step):
-            offset += np.array(stretch.step)[:, None, None, None] * runs.step[:, None, :, None]
-        nbytes = runs.nbytes
-        if stretch.length > 1:
-            nbytes = nbytes + (stretch.length - 1) * runs.step[1]
-        return BoundRuns(offset, nbytes[:, None])
-
-    def _bound(self, runs: Runs, pairs: EntryPairs) -> BoundRuns:
-        offset = runs.start[:, None, :, None] + (pairs.item * self.stride)[:, None, None]
-        offset += pairs.step[:, None, None] * runs.step[:, None, :, None]
-        more = (pairs.count - 1) * runs.step[1, :, None]
-        return BoundRuns(offset, runs.nbytes[:, None] + more)
+    shape: Shape
+    base: Ints
+    sizes: Sequence[int]
+    rows: Sequence[range]
 
 
 class Binder:
@@ -213,14 +110,20 @@ class Binder:
         by_shape: dict[object, list[Route]] = {}
         for route in routes:
             by_shape.setdefault(route.shape, []).append(route)
-        self._shapes: list[tuple[_Shape, Ints]] = []
+        self._shapes: list[tuple[Shape, Ints]] = []
         """With the pointers at which both buffers of their record pairs begin, `[2, B]`."""
+        self._spaces: dict[object, SpacePair] = {}
         for alike in by_shape.values():
             base = [
                 [source.buffer_by_name[name].base for r in alike for name in r.src.buffers],
                 [dest.buffer_by_name[name].base for r in alike for name in r.dst.buffers],
             ]
-            self._shapes.append((_Shape(alike), np.array(base, np.int64)))
+            shape, route = Shape(alike), alike[0]
+            self._shapes.append((shape, np.array(base, np.int64)))
+            if shape.spaces not in self._spaces:
+                spaces = SpacePair(route.src.space, route.dst.space, packed=route.packed)
+                self._spaces[shape.spaces] = spaces
+        self._table = lru_cache(TABLES)(self._tabulate)
 
     def bind(
         self,
@@ -235,63 +138,102 @@ class Binder:
         total = dest_address.num_tokens
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
-        pairs_by_spaces: dict[tuple[str, str, bool], EntryPairs | Stretch] = {}
-        blocks: list[_Block] = []
-        for shape, base in self._shapes:
-            route, sizes = shape.route, shape.sizes
+        by_spaces: dict[object, Paired] = {}
+        found: list[tuple[_Group, BoundRuns | Piece]] = []
+        groups, table = self._table(layers)
+        for group in groups:
+            shape, route = group.shape, group.shape.route
             moved = _moved(route, tokens, count)
-            if layers is not None:
-                inside, sizes = shape.within(layers)
-                base = base[:, inside]
-            if moved is None or not base.size:
+            if moved is None:
                 continue
-            pairs = pairs_by_spaces.get(shape.spaces)
-            if pairs is None:
-                pairs = pairs_by_spaces[shape.spaces] = pair_entries(
+            paired = by_spaces.get(shape.spaces)
+            if paired is None:
+                paired = by_spaces[shape.spaces] = self._spaces[shape.spaces].pair(
                     BlockLookup(route.src.space, self._source, source_address, "source"),
                     BlockLookup(route.dst.space, self._dest, dest_address, "destination"),
                     moved,
-                    packed=route.packed,
                 )
-            for runs in shape.runs(pairs, ends=tokens.stop == total):
-                blocks.append(_Block(shape.routes, sizes, base, runs))
-        return _batch(blocks)
+            for runs in shape.runs(paired, ends=tokens.stop == total):
+                found.append((group, runs))
+        return _batch(found, table)
+
+    def _tabulate(self, layers: range | None) -> tuple[list[_Group], Ints]:
+        """Groups of the record pairs of some layers, and a table of their runs, one a row: both
+        pointers in item 0, the bytes to the next entry of both, and bytes `[5, R]`.
+        """
+        groups: list[_Group] = []
+        columns, stop = [np.empty((5, 0), np.int64)], 0
+        for shape, base in self._shapes:
+            sizes, rows = shape.sizes, []
+            if layers is not None:
+                inside, sizes = shape.within(layers)
+                base = base[:, inside]
+            pairs = base.shape[1]
+            for runs in shape.kinds:
+                start, few = stop, 0 < pairs * runs.size <= FEW_ROWS
+                if few:
+                    pointers = (base[:, :, None] + runs.start[:, None]).reshape(2, -1)
+                    others = np.vstack((runs.step, runs.nbytes))
+                    columns.append(np.concatenate((pointers, np.tile(others, pairs))))
+                    stop += pairs * runs.size
+                rows.append(range(start, stop))
+            if pairs:
+                groups.append(_Group(shape, base, sizes, rows))
+        return groups, np.concatenate(columns, axis=1)
 
 
-class _Block(NamedTuple):
-    """Runs of one record pair, and how many pairs of which routes begin at `base` `[2, B]`."""
-
-    routes: Sequence[Route]
-    sizes: Sequence[int]
-    base: Ints
-    runs: BoundRuns
-
-
-def _batch(blocks: Sequence[_Block]) -> CopyBatch:
-    """Runs at each record pair of routes of one shape, `[B, A, F]`, one block after the other."""
-    size = sum(base.shape[1] * runs.nbytes.size for _, _, base, runs in blocks)
-    lengths = {runs.nbytes.item(0) for _, _, _, runs in blocks}
-    alike = len(lengths) == 1 and all((runs.nbytes == [*lengths]).all() for *_, runs in blocks)
+def _batch(found: Sequence[tuple[_Group, BoundRuns | Piece]], table: Ints) -> CopyBatch:
+    """Runs at each record pair: those of pieces, and then others `[B, A, F]`."""
+    blocks: list[tuple[_Group, BoundRuns]] = []
+    rows: list[int] = []
+    pieces: list[int] = []
+    places: list[tuple[int, ...]] = []
+    shares: dict[int, tuple[Route, int, int]] = {}
+    for group, runs in found:
+        shape = group.shape
+        number, total = shape.size(runs)
+        for route, pairs in zip(shape.routes, group.sizes):
+            if pairs:
+                _, count, bound = shares.get(id(route), (route, 0, 0))
+                shares[id(route)] = route, count + pairs * number, bound + pairs * total
+        if isinstance(runs, BoundRuns):
+            blocks.append((group, runs))
+        elif own := group.rows[runs.kind]:
+            (src, dst), step, length = runs.stretch
+            rows.extend(own)
+            pieces.extend([len(places)] * len(own))
+            places.append((src * shape.strides[0], dst * shape.strides[1], *step, length - 1))
+        else:
+            blocks.append((group, shape.at(runs)))
+    start, size = (
+        len(rows),
+        len(rows) + sum(g.base.shape[1] * r.offset.size // 2 for g, r in blocks),
+    )
+    lengths = [runs.nbytes for _, runs in blocks]
+    if rows:
+        which = np.array((rows, pieces))
+        row, place = table.take(which[0], axis=1), np.array(places).T.take(which[1], axis=1)
+        lengths.append(row[4] + place[4] * row[3])
+    first = {nbytes.item(0) for nbytes in lengths}
+    alike = len(first) == 1 and all((nbytes == [*first]).all() for nbytes in lengths)
     # one allocation: of several, glibc gives the memory back at once, and takes page faults again
     columns = np.empty((2 if alike else 3, size), dtype=np.int64)
     pointers, nbytes = columns[:2], columns[-1]
     if alike:  # one number for all runs: a third less memory to write
-        nbytes = np.ndarray(size, np.int64, _LENGTH.pack(lengths.pop()), 0, (0,))
-    shares: dict[int, tuple[Route, int, int]] = {}
-    start = 0
-    for routes, sizes, base, runs in blocks:
-        shape, number = (base.shape[1], *runs.nbytes.shape), runs.nbytes.size
-        stop = start + base.shape[1] * number
-        out = pointers[:, start:stop].reshape((2, *shape))
-        np.add(base[:, :, None, None], runs.offset, out=out)
+        nbytes = np.ndarray(size, np.int64, _LENGTH.pack(first.pop()), 0, (0,))
+    if rows:
+        np.add(row[:2], place[:2], out=pointers[:, :start])
+        pointers[:, :start] += place[2:4] * row[2:4]
         if not alike:
-            nbytes[start:stop].reshape(shape)[...] = runs.nbytes
+            nbytes[:start] = lengths[-1]
+    for group, runs in blocks:
+        block = group.base.shape[1], *runs.offset.shape[2:]
+        stop = start + block[0] * block[1] * block[2]
+        out = pointers[:, start:stop].reshape((2, *block))
+        np.add(group.base[:, :, None, None], runs.offset, out=out)
+        if not alike:
+            nbytes[start:stop].reshape(block)[...] = runs.nbytes
         start = stop
-        bound = int(np.add.reduce(runs.nbytes, axis=None)) if number > 1 else runs.nbytes.item()
-        for route, pairs in zip(routes, sizes):
-            if pairs:
-                _, count, total = shares.get(id(route), (route, 0, 0))
-                shares[id(route)] = route, count + pairs * number, total + pairs * bound
     return CopyBatch(pointers[0], pointers[1], nbytes, tuple(shares.values()))
 
 
@@ -307,8 +249,13 @@ def _moved(route: Route, tokens: range, count: Count) -> range | None:
     return range(tokens.start, full) if unknown else range(max(tokens.start, full), tokens.stop)
 
 
-def cost(route: Route, pairs: EntryPairs) -> tuple[int, int]:
-    """Runs and bytes that a route moves for these pairs of entries, all of a request."""
-    lengths = [runs.nbytes for runs in _Shape([route]).runs(pairs, ends=True)]
+def cost(route: Route, tokens: int) -> tuple[int, int]:
+    """Runs and bytes that a route moves of a request of so many tokens, if no two of its items are
+    adjacent.
+    """
+    src, dst, shape = route.src.space, route.dst.space, Shape([route])
+    spaces = SpacePair(src, dst, packed=route.packed)
+    paired = spaces.pair(Apart(src, tokens), Apart(dst, tokens), range(tokens))
+    sizes = [shape.size(runs) for runs in shape.runs(paired, ends=True)]
     records = len(route.src.buffers)
-    return records * sum(n.size for n in lengths), records * sum(int(n.sum()) for n in lengths)
+    return records * sum(number for number, _ in sizes), records * sum(n for _, n in sizes)

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from disagg.plan.bind import cost
-from disagg.plan.positions import scattered
 from disagg.plan.runs import Route
 from kvpool.layout import Key, PoolLayout, Region
 from kvpool.layout.sentences import held_words, ranges, steps
@@ -95,8 +94,7 @@ def explain_routes(
         roles = tuple(dict.fromkeys(role for _, _, role in route.keys))
         row = route.owner, roles, *_how(sources[route.source], dest, route)
         layers, runs, nbytes = rows.get(row, (set[int](), 0, 0))
-        pairs = scattered(route.src.space, route.dst.space, tokens, packed=route.packed)
-        more_runs, more_bytes = cost(route, pairs)
+        more_runs, more_bytes = cost(route, tokens)
         layers |= {layer for _, layer, _ in route.keys}
         rows[row] = layers, runs + more_runs, nbytes + more_bytes
     for how, keys in skipped.items():

@@ -7,7 +7,8 @@ broadcast over the layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -52,29 +53,61 @@ class EntryPairs:
 
 
 class Stretch(NamedTuple):
-    """One stretch of entries in one item of each side: ids and first steps, the source's and the
-    destination's, and how many entries. Slots, rings and short prompts have no more, and bind
-    several times as fast as numbers than as arrays of one.
+    """Entries that follow each other in one item of each side: ids and first steps, the source's
+    and the destination's, and how many entries. A few bind several times as fast as numbers than as
+    arrays.
     """
 
     item: tuple[int, int]
     step: tuple[int, int]
     length: int
 
-    def pairs(self) -> EntryPairs:
-        item, step = np.array((self.item, self.step))[:, :, None]
-        return EntryPairs(item=item, step=step, count=np.array([self.length]))
+
+class Items:
+    """Entries in items of both sides that hold `entries` each: ids `[2, F]`, the source's and the
+    destination's. Of the first item they are those from step `first` on, of the last those below
+    step `stop`, of others all.
+    """
+
+    def __init__(self, item: Ints, entries: int, first: int, stop: int) -> None:
+        self.item, self.entries, self.first, self.stop = item, entries, first, stop
+
+    @cached_property
+    def joined(self) -> tuple[Ints, Ints | None, Ints | int]:
+        """First items, first steps (None: 0) and counts of the same entries, joined where they
+        continue in the next item on both sides.
+        """
+        apart = (self.item[:, 1:] - self.item[:, :-1]) != 1
+        breaks = apart[0] | apart[1]
+        item, step, count = self.item, None, np.array([self.entries])
+        if not breaks.all():
+            begins = np.flatnonzero(np.append(True, breaks))
+            item = self.item[:, begins]
+            count = np.diff(np.append(begins, self.item.shape[1])) * self.entries
+        if self.first or self.stop < self.entries:
+            count = count + np.zeros(item.shape[1], np.int64)
+            count[0] -= self.first
+            count[-1] -= self.entries - self.stop
+        if self.first:
+            step = np.zeros_like(item)
+            step[:, 0] = self.first
+        return item, step, count
+
+    def inner(self, start: int, stop: int) -> Items:
+        """Some of them, whole."""
+        if stop - start == self.item.shape[1]:
+            return self
+        return Items(self.item[:, start:stop], self.entries, 0, self.entries)
+
+    def stretch(self, index: int, step: int, stop: int) -> Stretch:
+        """Entries of one of them."""
+        first, second = self.item[:, index].tolist()
+        return Stretch((first, second), (step, step), stop - step)
 
 
-NOTHING = EntryPairs(
-    item=np.empty((2, 0), np.int64), step=np.empty((2, 0), np.int64), count=np.empty(0, np.int64)
-)
-
-
-def scattered(src: Space, dst: Space, tokens: int, *, packed: bool) -> EntryPairs:
-    """The pairs of a request in the worst case: no two items adjacent. Packed items move whole."""
-    pairs = _pair_by_number(src, dst, _needed(dst, range(tokens), tokens, packed), packed)
-    return replace(pairs, item=2 * pairs.item)
+Paired: TypeAlias = list[Stretch] | Items | EntryPairs
+"""What two sides hold of the same positions: a few stretches, or more."""
+FEW_ITEMS = 4
 
 
 class BlockLookup:
@@ -138,6 +171,19 @@ class BlockLookup:
         return f"{space.held.number(first * size) * per} to {(last + 1) * per - 1}"
 
 
+class Apart(BlockLookup):
+    """Ids of a request of so many tokens in the worst case: no two items adjacent."""
+
+    def __init__(self, space: Space, tokens: int) -> None:
+        self.space, self.address = space, RequestAddress(tokens, {})
+
+    def ids(self, numbers: Ints) -> Ints:
+        return 2 * numbers
+
+    def part(self, first: int, stop: int) -> Ints:
+        return 2 * np.arange(first, stop)
+
+
 def id_clash(layout: PoolLayout, address: RequestAddress) -> str | None:
     """Why a block table cannot be one of this layout: it lists items of one block of a block pool
     for two of its spaces. None if it does not. Reserved blocks are nobody's, and may be listed for
@@ -174,42 +220,61 @@ def id_clash(layout: PoolLayout, address: RequestAddress) -> str | None:
     return None
 
 
-def pair_entries(
-    src: BlockLookup, dst: BlockLookup, tokens: range, *, packed: bool
-) -> EntryPairs | Stretch:
-    """Pairs the entries of `tokens` that the destination keeps alive and both sides hold; of packed
-    regions the items that move whole with `tokens`, each as one stretch of one entry.
-    """
-    space, total = dst.space, dst.address.num_tokens
-    needed = _needed(space, tokens, total, packed)
-    entries = space.traits.entries_of(space, needed, total) if packed else needed
-    _check_offered(src, entries, tokens, total)
-    if not needed:
-        return NOTHING
-    if stretch := _one_stretch(src.space, space, needed, packed):
-        first, second = stretch.item
-        return stretch._replace(item=(src.id(first), dst.id(second)))
-    pairs = _pair_by_number(src.space, space, needed, packed)
-    if not pairs.count.size:
+class SpacePair:
+    """The spaces of a route's two sides. `packed`: of packed regions, whose items move whole."""
+
+    def __init__(self, src: Space, dst: Space, *, packed: bool) -> None:
+        self.src, self.dst, self._packed = src, dst, packed
+        self._held = dst.held if src.held == dst.held else None
+        """Which entries of a request either holds, if they are the same."""
+        self._alike = src.steps == dst.steps and not (src.wraps or dst.wraps)
+        """Whether entries are at the same step of the same item of a request."""
+
+    def pair(self, src: BlockLookup, dst: BlockLookup, tokens: range) -> Paired:
+        """Pairs the entries of `tokens` that the destination keeps alive and both sides hold; of
+        packed regions the items that move whole with `tokens`, each as one stretch of one entry.
+        """
+        space, total, packed = self.dst, dst.address.num_tokens, self._packed
+        needed = _needed(space, tokens, total, packed)
+        if not needed:
+            return []
+        entries = space.traits.entries_of(space, needed, total) if packed else needed
+        _check_offered(src, entries, tokens, total)
+        if packed:
+            return _items(src, dst, needed, 1)
+        if self._held is not None:
+            held = self._held.part(needed)
+            if not held:
+                return []
+            first, last, size, other = held[0], held[-1], self.src.steps, space.steps
+            if first // size == last // size and first // other == last // other:
+                item, step = self.src.place(first)
+                dst_item, dst_step = space.place(first)
+                ids = src.id(item), dst.id(dst_item)
+                return [Stretch(ids, (step, dst_step), len(held))]
+            if self._alike:
+                return _items(src, dst, held, size)
+        pairs = _pair_by_number(self.src, space, needed)
+        if not pairs.count.size:
+            return []
+        for side, numbers in zip((src, dst), pairs.item):
+            numbers[:] = side.ids(numbers)
         return pairs
-    for side, items in zip((src, dst), pairs.item):
-        items[:] = side.ids(items)
+
+
+def _items(src: BlockLookup, dst: BlockLookup, held: range, size: int) -> list[Stretch] | Items:
+    """Pairs the entries `held`, of which items of both sides have `size` each."""
+    first, last = held.start // size, (held.stop - 1) // size
+    ids = [side.part(first, last + 1) for side in (src, dst)]
+    step, stop = held.start - first * size, held.stop - last * size
+    if last - first >= FEW_ITEMS:
+        return Items(np.stack(ids), size, step, stop)
+    pairs = [Stretch(item, (0, 0), size) for item in zip(*[side.tolist() for side in ids])]
+    pairs[-1] = Stretch(pairs[-1].item, (0, 0), stop)
+    if step:
+        item, _, length = pairs[0]
+        pairs[0] = Stretch(item, (step, step), length - step)
     return pairs
-
-
-def _one_stretch(src: Space, dst: Space, needed: range, packed: bool) -> Stretch | None:
-    """What `_pair_by_number` says where that is one stretch, as far as numbers say so at once."""
-    if packed:
-        return Stretch((needed.start,) * 2, (0, 0), 1) if len(needed) == 1 else None
-    sizes = src.steps, dst.steps
-    if len(needed) > min(sizes) * src.held.ranks or src.held != dst.held:
-        return None
-    entries = src.held.part(needed)
-    first, last = entries.start, entries.stop - 1
-    if last < first or [first // size for size in sizes] != [last // size for size in sizes]:
-        return None
-    item, step = zip(src.place(first), dst.place(first))
-    return Stretch(item, step, len(entries))
 
 
 def _needed(space: Space, tokens: range, total: int, packed: bool) -> range:
@@ -243,18 +308,14 @@ def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -
             )
 
 
-def _pair_by_number(src: Space, dst: Space, needed: range, packed: bool) -> EntryPairs:
-    """Pairs those of the request's entries `needed` (`packed`: items) that both spaces hold; `item`
-    has numbers of items of the request.
+def _pair_by_number(src: Space, dst: Space, needed: range) -> EntryPairs:
+    """Pairs those of the request's entries `needed` that both spaces hold; `item` has numbers of
+    items of the request.
 
     Entries 2 to 13 of pages of 4 and pages of 6 are five stretches, which begin at 2, 4, 6, 8 and
     12: items 0, 1, 1, 2, 3 of the source from steps 2, 0, 2, 0, 0 on, items 0, 0, 1, 1, 2 of the
     destination from steps 2, 4, 0, 2, 0 on.
     """
-    if packed:
-        items = np.arange(needed.start, needed.stop, dtype=np.int64)
-        item = np.stack((items, items))
-        return EntryPairs(item=item, step=np.zeros_like(item), count=np.ones_like(items))
     if src.held is dst.held or src.held == dst.held:
         src_first, count = _stretches(src.held.part(needed), src.steps, dst.steps)
         dst_first = src_first

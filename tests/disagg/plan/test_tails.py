@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from disagg.plan import plan
-from disagg.plan.bind import BYTES_PER_RUN
+from disagg.plan.shapes import BYTES_PER_RUN
 from kvpool.describe import describe, describe_buffer
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from tests.oracle import assert_holds, blank, fill, hand_off, move, over, place, staged

@@ -1,0 +1,179 @@
+"""The runs of one record pair, at the entries of a request that both sides hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from disagg.plan.positions import EntryPairs, Items, Paired, Stretch
+from disagg.plan.runs import Route
+from kvpool.layout.grid import Ints
+
+CHAINS, SINGLES, WHOLE = range(3)
+"""Kinds of runs: see ItemRuns."""
+BYTES_PER_RUN = 4096
+"""Dead bytes of a last page that may travel for each run saved; at least half must be saved."""
+
+
+class Piece(NamedTuple):
+    """Runs of one kind, at one stretch of entries; whole items count as one entry each."""
+
+    kind: int
+    stretch: Stretch
+
+
+class BoundRuns(NamedTuple):
+    """A runs at F stretches: their offsets in both buffers of a record pair `[2, 1, A, F]`, and
+    bytes `[A, F]`, or `[A, 1]` where each stretch has the same.
+    """
+
+    offset: Ints
+    nbytes: Ints
+
+
+class Shape:
+    """Routes of one shape, such as those of keys and of values, which have the same runs. `sizes`
+    are their numbers of record pairs, `kinds` their runs by kind.
+    """
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self.routes, self.route = routes, routes[0]
+        self.sizes = [len(route.src.buffers) for route in routes]
+        self._layers = np.concatenate([route.layers for route in routes])
+        src, dst = self.route.src, self.route.dst
+        self.spaces = src.space.name, dst.space.name, self.route.packed
+        self.strides, self._entries = (src.stride, dst.stride), (src.entries, dst.entries)
+        # the same for arrays of pairs
+        self._columns = np.array((self.strides, self._entries))[:, :, None]
+        chains, singles, whole, *_ = self.route.runs
+        self.kinds = [chains, singles] if whole is None else [chains, singles, whole]
+        self._bytes = [(int(runs.nbytes.sum()), int(runs.step[1].sum())) for runs in self.kinds]
+        """Of the runs of each kind: at one entry, and at each more of a stretch."""
+        # of a ring the entries behind the last may be alive
+        self._whole_tails = not dst.space.wraps and src.space.held == dst.space.held
+
+    def within(self, layers: range) -> tuple[Ints, list[int]]:
+        """Which record pairs are of a range of layers, and how many of each route."""
+        inside = (self._layers >= layers.start) & (self._layers < layers.stop)
+        of_routes = np.split(inside, np.cumsum(self.sizes)[:-1])
+        return np.flatnonzero(inside), [int(part.sum()) for part in of_routes]
+
+    def runs(self, paired: Paired, ends: bool) -> Iterator[BoundRuns | Piece]:
+        """The runs of one record pair. `ends`: the last entries are those of the last positions."""
+        if isinstance(paired, list):
+            return self._of_stretches(paired, ends)
+        if isinstance(paired, Items):
+            return self._of_items(paired, ends)
+        return self._of_pairs(paired)
+
+    def size(self, runs: BoundRuns | Piece) -> tuple[int, int]:
+        """How many runs they are, and their bytes."""
+        if isinstance(runs, BoundRuns):
+            number = runs.offset.size // 2
+            return number, int(np.add.reduce(runs.nbytes, None)) * (number // runs.nbytes.size)
+        first, more = self._bytes[runs.kind]
+        return self.kinds[runs.kind].size, first + (runs.stretch.length - 1) * more
+
+    def at(self, piece: Piece) -> BoundRuns:
+        """The runs of a piece as arrays."""
+        item, step, length = piece.stretch
+        places = np.array((item, step))[:, :, None]
+        return self._bound(piece.kind, places[0], places[1], length)
+
+    def _of_stretches(
+        self, stretches: Sequence[Stretch], ends: bool
+    ) -> Iterator[BoundRuns | Piece]:
+        _, _, _, linear, dense = self.route.runs
+        if linear:
+            for stretch in _joined(stretches, self._entries):
+                yield Piece(CHAINS, stretch)
+            return
+        whole: list[Stretch] = []
+        for stretch in stretches:
+            last = ends and stretch is stretches[-1]
+            if not any(stretch.step) and self._moves_whole(stretch.length, last):
+                whole.append(Stretch(stretch.item, stretch.step, 1))
+            else:
+                yield from self._of_part(stretch)
+        for stretch in _joined(whole, (1, 1)) if dense else whole:
+            yield Piece(WHOLE, stretch)
+
+    def _of_part(self, stretch: Stretch) -> Iterator[BoundRuns | Piece]:
+        """The runs of some entries of an item."""
+        if self.kinds[CHAINS].size:
+            yield Piece(CHAINS, stretch)
+        if self.kinds[SINGLES].size and stretch.length == 1:
+            yield Piece(SINGLES, stretch)
+        elif self.kinds[SINGLES].size:
+            places = np.array((stretch.item, stretch.step))[:, :, None]
+            yield self._bound(SINGLES, places[0], places[1] + np.arange(stretch.length))
+
+    def _of_items(self, items: Items, ends: bool) -> Iterator[BoundRuns | Piece]:
+        _, _, _, linear, dense = self.route.runs
+        if linear:
+            yield self._bound(CHAINS, *items.joined)
+            return
+        number = items.item.shape[1]
+        start, stop = int(items.first > 0), number - (not self._moves_whole(items.stop, ends))
+        whole = items.inner(start, stop)
+        item, _, count = whole.joined if dense else (whole.item, None, items.entries)
+        yield self._bound(WHOLE, item, count=-(-count // items.entries))
+        if start:
+            yield from self._of_part(items.stretch(0, items.first, items.entries))
+        if stop < number:
+            yield from self._of_part(items.stretch(-1, 0, items.stop))
+
+    def _of_pairs(self, pairs: EntryPairs) -> Iterator[BoundRuns]:
+        if self.route.runs.linear:
+            pairs = pairs.coalesced(self._columns[1])
+        if self.kinds[CHAINS].size:
+            yield self._bound(CHAINS, pairs.item, pairs.step, pairs.count)
+        if self.kinds[SINGLES].size:
+            entries = pairs.entries()
+            yield self._bound(SINGLES, entries.item, entries.step)
+
+    def _bound(
+        self, kind: int, item: Ints, step: Ints | None = None, count: Ints | int = 1
+    ) -> BoundRuns:
+        """Runs at stretches of `count` entries from `step` of `item` on, `[2, F]`."""
+        runs = self.kinds[kind]
+        offset = runs.start[:, None, :, None] + (item * self._columns[0])[:, None, None]
+        if step is not None:
+            offset = offset + step[:, None, None] * runs.step[:, None, :, None]
+        return BoundRuns(offset, runs.nbytes[:, None] + (count - 1) * runs.step[1, :, None])
+
+    def _moves_whole(self, count: int, ends: bool) -> bool:
+        """Whether an item of which `count` entries are needed, from the first on, moves with all
+        that it has. With `ends` it is the request's last.
+
+        Then that is allowed: it is the request's last page on the destination, so the entries that
+        follow are the request's own and dead.
+        """
+        chains, singles, whole, *_ = self.route.runs
+        if whole is None or count == self._entries[0] or not (ends and self._whole_tails):
+            return whole is not None and count == self._entries[0]
+        runs = chains.size + count * singles.size
+        needed = sum(first + (count - 1) * more for first, more in self._bytes[:WHOLE])
+        dead = self._bytes[WHOLE][0] - needed
+        return 2 * whole.size <= runs and dead <= (runs - whole.size) * BYTES_PER_RUN
+
+
+def _joined(stretches: Sequence[Stretch], entries: tuple[int, int]) -> Sequence[Stretch]:
+    """The same entries, joined where they continue in the next item on both sides, whose items hold
+    so many.
+    """
+    if len(stretches) < 2:
+        return stretches
+    found: list[Stretch] = []
+    ends = None
+    for stretch in stretches:
+        item, step, length = stretch
+        begins = item[0] * entries[0] + step[0], item[1] * entries[1] + step[1]
+        if begins == ends:
+            first = found.pop()
+            stretch = Stretch(first.item, first.step, first.length + length)
+        found.append(stretch)
+        ends = begins[0] + length, begins[1] + length
+    return found
