@@ -20,6 +20,7 @@ from kvpool.layout.grid import Ints, ragged
 _LENGTH = struct.Struct("q")
 FEW_ROWS = 1024
 """Runs of one kind that are kept as rows of a table, at all record pairs of a shape, at most."""
+NOTHING = np.empty((2, 0), np.int64), np.empty(0, np.int64)
 TABLES = 32
 """Ranges of layers for which a table is kept."""
 
@@ -139,7 +140,8 @@ class Binder:
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
         by_spaces: dict[object, Paired] = {}
-        found: list[tuple[_Group, BoundRuns | Piece]] = []
+        pieces: list[tuple[_Group, Piece]] = []
+        blocks: list[tuple[_Group, BoundRuns]] = []
         groups, table = self._table(layers)
         for group in groups:
             shape, route = group.shape, group.shape.route
@@ -154,8 +156,13 @@ class Binder:
                     moved,
                 )
             for runs in shape.runs(paired, ends=tokens.stop == total):
-                found.append((group, runs))
-        return _batch(found, table)
+                if isinstance(runs, BoundRuns):
+                    blocks.append((group, runs))
+                elif group.rows[runs.kind]:
+                    pieces.append((group, runs))
+                else:
+                    blocks.append((group, shape.at(runs)))
+        return _batch(pieces, blocks, table)
 
     def _tabulate(self, layers: range | None) -> tuple[list[_Group], Ints]:
         """Groups of the record pairs of some layers, and a table of their runs, one a row: both
@@ -182,59 +189,71 @@ class Binder:
         return groups, np.concatenate(columns, axis=1)
 
 
-def _batch(found: Sequence[tuple[_Group, BoundRuns | Piece]], table: Ints) -> CopyBatch:
-    """Runs at each record pair: those of pieces, and then others `[B, A, F]`."""
-    blocks: list[tuple[_Group, BoundRuns]] = []
-    rows: list[int] = []
-    pieces: list[int] = []
-    places: list[tuple[int, ...]] = []
-    shares: dict[int, tuple[Route, int, int]] = {}
-    for group, runs in found:
-        shape = group.shape
-        number, total = shape.size(runs)
-        for route, pairs in zip(shape.routes, group.sizes):
-            if pairs:
-                _, count, bound = shares.get(id(route), (route, 0, 0))
-                shares[id(route)] = route, count + pairs * number, bound + pairs * total
-        if isinstance(runs, BoundRuns):
-            blocks.append((group, runs))
-        elif own := group.rows[runs.kind]:
-            (src, dst), step, length = runs.stretch
-            rows.extend(own)
-            pieces.extend([len(places)] * len(own))
-            places.append((src * shape.strides[0], dst * shape.strides[1], *step, length - 1))
-        else:
-            blocks.append((group, shape.at(runs)))
-    start, size = (
-        len(rows),
-        len(rows) + sum(g.base.shape[1] * r.offset.size // 2 for g, r in blocks),
-    )
-    lengths = [runs.nbytes for _, runs in blocks]
-    if rows:
-        which = np.array((rows, pieces))
-        row, place = table.take(which[0], axis=1), np.array(places).T.take(which[1], axis=1)
-        lengths.append(row[4] + place[4] * row[3])
-    first = {nbytes.item(0) for nbytes in lengths}
-    alike = len(first) == 1 and all((nbytes == [*first]).all() for nbytes in lengths)
+def _batch(
+    pieces: Sequence[tuple[_Group, Piece]],
+    blocks: Sequence[tuple[_Group, BoundRuns]],
+    table: Ints,
+) -> CopyBatch:
+    """Runs at each record pair: those of pieces, and then those of blocks `[B, A, F]`."""
+    shares = _shares([*pieces, *blocks])
+    pointers, nbytes = _bound_pieces(pieces, table)
+    if not blocks:
+        return CopyBatch(pointers[0], pointers[1], nbytes, shares)
+    start = nbytes.size
+    size = start + sum(group.base.shape[1] * runs.size for group, runs in blocks)
+    lengths = [runs.nbytes for _, runs in blocks] + ([nbytes] if start else [])
+    length = lengths[0].item(0)
+    alike = all((nbytes == length).all() for nbytes in lengths)
     # one allocation: of several, glibc gives the memory back at once, and takes page faults again
     columns = np.empty((2 if alike else 3, size), dtype=np.int64)
-    pointers, nbytes = columns[:2], columns[-1]
-    if alike:  # one number for all runs: a third less memory to write
-        nbytes = np.ndarray(size, np.int64, _LENGTH.pack(first.pop()), 0, (0,))
-    if rows:
-        np.add(row[:2], place[:2], out=pointers[:, :start])
-        pointers[:, :start] += place[2:4] * row[2:4]
-        if not alike:
-            nbytes[:start] = lengths[-1]
+    columns[:2, :start] = pointers
+    if not alike:
+        columns[2, :start] = nbytes
     for group, runs in blocks:
         block = group.base.shape[1], *runs.offset.shape[2:]
-        stop = start + block[0] * block[1] * block[2]
-        out = pointers[:, start:stop].reshape((2, *block))
-        np.add(group.base[:, :, None, None], runs.offset, out=out)
+        stop = start + block[0] * runs.size
+        out = columns[:, start:stop].reshape((-1, *block))
+        np.add(group.base[:, :, None, None], runs.offset, out=out[:2])
         if not alike:
-            nbytes[start:stop].reshape(block)[...] = runs.nbytes
+            out[2] = runs.nbytes
         start = stop
-    return CopyBatch(pointers[0], pointers[1], nbytes, tuple(shares.values()))
+    src, dst, nbytes = columns[0], columns[1], columns[-1]
+    if alike:  # one number for all runs: a third less memory to write
+        nbytes = np.ndarray(size, np.int64, _LENGTH.pack(length), 0, (0,))
+    return CopyBatch(src, dst, nbytes, shares)
+
+
+def _bound_pieces(pieces: Sequence[tuple[_Group, Piece]], table: Ints) -> tuple[Ints, Ints]:
+    """Pointers `[2, N]` and lengths `[N]`."""
+    rows: list[int] = []
+    whose: list[int] = []
+    places: list[tuple[int, ...]] = []
+    for group, (kind, ((src, dst), step, length)) in pieces:
+        strides, own = group.shape.strides, group.rows[kind]
+        rows.extend(own)
+        whose.extend([len(places)] * len(own))
+        places.append((src * strides[0], dst * strides[1], *step, length - 1))
+    if not rows:
+        return NOTHING
+    which = np.array((rows, whose))
+    row, place = table.take(which[0], axis=1), np.array(places).T.take(which[1], axis=1)
+    pointers = row[:2] + place[:2]
+    pointers += place[2:4] * row[2:4]
+    return pointers, row[4] + place[4] * row[3]
+
+
+def _shares(
+    found: Sequence[tuple[_Group, BoundRuns | Piece]],
+) -> tuple[tuple[Route, int, int], ...]:
+    """Runs and bytes of each route."""
+    shares: dict[int, tuple[Route, int, int]] = {}
+    for group, runs in found:
+        number, total = group.shape.size(runs)
+        for route, pairs in zip(group.shape.routes, group.sizes):
+            if pairs:
+                _, count, nbytes = shares.get(id(route), (route, 0, 0))
+                shares[id(route)] = route, count + pairs * number, nbytes + pairs * total
+    return tuple(shares.values())
 
 
 def _moved(route: Route, tokens: range, count: Count) -> range | None:

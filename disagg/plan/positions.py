@@ -73,17 +73,26 @@ class Items:
         self.item, self.entries, self.first, self.stop = item, entries, first, stop
 
     @cached_property
-    def joined(self) -> tuple[Ints, Ints | None, Ints | int]:
-        """First items, first steps (None: 0) and counts of the same entries, joined where they
-        continue in the next item on both sides.
+    def joined(self) -> tuple[Ints, Ints | None]:
+        """Of items that follow each other on both sides the first `[2, J]`, and how many they are
+        `[J]`: None if no two do.
         """
         apart = (self.item[:, 1:] - self.item[:, :-1]) != 1
         breaks = apart[0] | apart[1]
-        item, step, count = self.item, None, np.array([self.entries])
-        if not breaks.all():
-            begins = np.flatnonzero(np.append(True, breaks))
-            item = self.item[:, begins]
-            count = np.diff(np.append(begins, self.item.shape[1])) * self.entries
+        if breaks.all():
+            return self.item, None
+        begins = np.flatnonzero(np.append(True, breaks))
+        return self.item[:, begins], np.diff(np.append(begins, self.item.shape[1]))
+
+    @property
+    def stretches(self) -> tuple[Ints, Ints | None, Ints]:
+        """Their entries, joined where they continue in the next item on both sides: first items,
+        first steps (None: 0), and counts (`[1]` if the same).
+        """
+        item, number = self.joined
+        step, count = None, np.array([self.entries])
+        if number is not None:
+            count = number * self.entries
         if self.first or self.stop < self.entries:
             count = count + np.zeros(item.shape[1], np.int64)
             count[0] -= self.first
@@ -268,7 +277,7 @@ def _items(src: BlockLookup, dst: BlockLookup, held: range, size: int) -> list[S
     ids = [side.part(first, last + 1) for side in (src, dst)]
     step, stop = held.start - first * size, held.stop - last * size
     if last - first >= FEW_ITEMS:
-        return Items(np.stack(ids), size, step, stop)
+        return Items(np.array(ids), size, step, stop)
     pairs = [Stretch(item, (0, 0), size) for item in zip(*[side.tolist() for side in ids])]
     pairs[-1] = Stretch(pairs[-1].item, (0, 0), stop)
     if step:

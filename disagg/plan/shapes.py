@@ -32,6 +32,10 @@ class BoundRuns(NamedTuple):
     offset: Ints
     nbytes: Ints
 
+    @property
+    def size(self) -> int:
+        return self.offset.size // 2
+
 
 class Shape:
     """Routes of one shape, such as those of keys and of values, which have the same runs. `sizes`
@@ -49,6 +53,7 @@ class Shape:
         self._columns = np.array((self.strides, self._entries))[:, :, None]
         chains, singles, whole, *_ = self.route.runs
         self.kinds = [chains, singles] if whole is None else [chains, singles, whole]
+        self._starts = [runs.start[:, None, :, None] for runs in self.kinds]
         self._bytes = [(int(runs.nbytes.sum()), int(runs.step[1].sum())) for runs in self.kinds]
         """Of the runs of each kind: at one entry, and at each more of a stretch."""
         # of a ring the entries behind the last may be alive
@@ -71,8 +76,8 @@ class Shape:
     def size(self, runs: BoundRuns | Piece) -> tuple[int, int]:
         """How many runs they are, and their bytes."""
         if isinstance(runs, BoundRuns):
-            number = runs.offset.size // 2
-            return number, int(np.add.reduce(runs.nbytes, None)) * (number // runs.nbytes.size)
+            each = int(np.add.reduce(runs.nbytes, None))
+            return runs.size, runs.size // runs.nbytes.size * each
         first, more = self._bytes[runs.kind]
         return self.kinds[runs.kind].size, first + (runs.stretch.length - 1) * more
 
@@ -80,7 +85,7 @@ class Shape:
         """The runs of a piece as arrays."""
         item, step, length = piece.stretch
         places = np.array((item, step))[:, :, None]
-        return self._bound(piece.kind, places[0], places[1], length)
+        return self._bound(piece.kind, places[0], places[1], np.array([length]))
 
     def _of_stretches(
         self, stretches: Sequence[Stretch], ends: bool
@@ -113,13 +118,13 @@ class Shape:
     def _of_items(self, items: Items, ends: bool) -> Iterator[BoundRuns | Piece]:
         _, _, _, linear, dense = self.route.runs
         if linear:
-            yield self._bound(CHAINS, *items.joined)
+            yield self._bound(CHAINS, *items.stretches)
             return
         number = items.item.shape[1]
         start, stop = int(items.first > 0), number - (not self._moves_whole(items.stop, ends))
         whole = items.inner(start, stop)
-        item, _, count = whole.joined if dense else (whole.item, None, items.entries)
-        yield self._bound(WHOLE, item, count=-(-count // items.entries))
+        item, number_each = whole.joined if dense else (whole.item, None)
+        yield self._bound(WHOLE, item, count=number_each)
         if start:
             yield from self._of_part(items.stretch(0, items.first, items.entries))
         if stop < number:
@@ -135,14 +140,17 @@ class Shape:
             yield self._bound(SINGLES, entries.item, entries.step)
 
     def _bound(
-        self, kind: int, item: Ints, step: Ints | None = None, count: Ints | int = 1
+        self, kind: int, item: Ints, step: Ints | None = None, count: Ints | None = None
     ) -> BoundRuns:
-        """Runs at stretches of `count` entries from `step` of `item` on, `[2, F]`."""
+        """Runs at stretches of `count` entries (None: 1) from `step` of `item` on, `[2, F]`."""
         runs = self.kinds[kind]
-        offset = runs.start[:, None, :, None] + (item * self._columns[0])[:, None, None]
+        offset, nbytes = (item * self._columns[0])[:, None, None], runs.nbytes[:, None]
+        offset = self._starts[kind] + offset
         if step is not None:
             offset = offset + step[:, None, None] * runs.step[:, None, :, None]
-        return BoundRuns(offset, runs.nbytes[:, None] + (count - 1) * runs.step[1, :, None])
+        if count is not None:
+            nbytes = nbytes + (count - 1) * runs.step[1, :, None]
+        return BoundRuns(offset, nbytes)
 
     def _moves_whole(self, count: int, ends: bool) -> bool:
         """Whether an item of which `count` entries are needed, from the first on, moves with all
