@@ -175,10 +175,15 @@ class ChunkReady(_OfRoom, frozen=True, kw_only=True, tag="chunk_ready"):
     """A msgpack map of names to values, see `codec`."""
     layers: LayerRange | None = None
 
-    def address(self) -> RequestAddress:
-        """The block table, validated."""
+    def address(self, earlier: ChunkReady | None, known: RequestAddress | None) -> RequestAddress:
+        """The block table, validated; `known` is that of the `earlier` chunk, and what both list is
+        taken from there.
+        """
         spans = {}
         for name, span in self.spans.items():
+            if earlier and known and earlier.spans.get(name) == span:
+                spans[name] = known.spans[name]
+                continue
             if len(span.ids) % 8:
                 raise WireError(f"ids of space {name}: {len(span.ids)} bytes, not a multiple of 8.")
             spans[name] = Span(np.frombuffer(span.ids, dtype="<i8"), span.first_item)

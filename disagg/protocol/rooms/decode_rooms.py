@@ -46,6 +46,8 @@ class DecodeRoom(PhasedRoom):
     """By source rank that is asked, which positions and layers are ready."""
     seen: set[tuple[int, int, int, bool, LayerRange | None]] = field(default_factory=set)
     """Chunks by source rank, start, stop, last and layers."""
+    latest: dict[int, tuple[ChunkReady, RequestAddress]] = field(default_factory=dict)
+    """By source rank, the chunk that came last, and its block table."""
     reads: dict[Read, float | None] = field(default_factory=dict)
     """Those that have not ended, and when each has had its turn."""
     checks: dict[int, Verification] = field(default_factory=dict)
@@ -186,7 +188,8 @@ class DecodeRoom(PhasedRoom):
             raise ValueError(problem)
         if not self.declined and (problem := self._misfit(ready)):
             raise ValueError(problem)
-        address, aux = ready.address(), unpack_aux(ready.aux)
+        address = ready.address(*self.latest.get(source, (None, None)))
+        aux = unpack_aux(ready.aux)
         plan = self.link.plan
         if plan and (problem := id_clash(plan.sources[source], address)):
             raise ValueError(problem)
@@ -201,6 +204,7 @@ class DecodeRoom(PhasedRoom):
         if clash:
             raise ValueError(f"ranks send different values of aux {', '.join(sorted(clash))}.")
         self.seen.add(chunk)
+        self.latest[source] = ready, address
         offered.take(tokens, some, last)
         if last and (self.at_most or self.declined):
             self.address = replace(self.address, num_tokens=ready.stop)
