@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -44,14 +44,14 @@ class Count(Enum):
 class CopyBatch:
     """Source pointers, destination pointers and lengths in bytes, int64 `[N]` each.
 
-    Equal lengths are one number, broadcast and read-only. `shares` are the runs and bytes of each
-    route that has any, of a batch that `bind` returned; its parts have none.
+    Equal lengths may be one number, broadcast and read-only. `shares` are runs and bytes of routes,
+    of a batch that `bind` returned; its parts have none.
     """
 
     src: Ints
     dst: Ints
     nbytes: Ints
-    shares: tuple[tuple[Route, int, int], ...] = ()
+    shares: Iterable[tuple[Route, int, int]] = ()
 
     def __iter__(self) -> Iterator[Ints]:
         return iter((self.src, self.dst, self.nbytes))
@@ -101,6 +101,22 @@ class _Group(NamedTuple):
     base: Ints
     sizes: Sequence[int]
     rows: Sequence[range]
+
+
+class _Shares:
+    """What each route has of runs that were bound: counted when it is asked for, which is after the
+    read has begun.
+    """
+
+    def __init__(self, bound: Sequence[tuple[_Group, BoundRuns | Piece]]) -> None:
+        self._bound = bound
+
+    def __iter__(self) -> Iterator[tuple[Route, int, int]]:
+        for group, runs in self._bound:
+            number, nbytes = group.shape.size(runs)
+            for route, pairs in zip(group.shape.routes, group.sizes):
+                if pairs:
+                    yield route, pairs * number, pairs * nbytes
 
 
 class Binder:
@@ -195,7 +211,7 @@ def _batch(
     table: Ints,
 ) -> CopyBatch:
     """Runs at each record pair: those of pieces, and then those of blocks `[B, A, F]`."""
-    shares = _shares([*pieces, *blocks])
+    shares = _Shares([*pieces, *blocks])
     pointers, nbytes = _bound_pieces(pieces, table)
     if not blocks:
         return CopyBatch(pointers[0], pointers[1], nbytes, shares)
@@ -240,20 +256,6 @@ def _bound_pieces(pieces: Sequence[tuple[_Group, Piece]], table: Ints) -> tuple[
     pointers = row[:2] + place[:2]
     pointers += place[2:4] * row[2:4]
     return pointers, row[4] + place[4] * row[3]
-
-
-def _shares(
-    found: Sequence[tuple[_Group, BoundRuns | Piece]],
-) -> tuple[tuple[Route, int, int], ...]:
-    """Runs and bytes of each route."""
-    shares: dict[int, tuple[Route, int, int]] = {}
-    for group, runs in found:
-        number, total = group.shape.size(runs)
-        for route, pairs in zip(group.shape.routes, group.sizes):
-            if pairs:
-                _, count, nbytes = shares.get(id(route), (route, 0, 0))
-                shares[id(route)] = route, count + pairs * number, nbytes + pairs * total
-    return tuple(shares.values())
 
 
 def _moved(route: Route, tokens: range, count: Count) -> range | None:

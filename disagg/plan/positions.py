@@ -135,6 +135,12 @@ class BlockLookup:
 
     def id(self, number: int) -> int:
         """The id of one of the request's items. Raises as `part` does."""
+        space, span = self.space, self.span
+        index = number if span is None or space.per_request else number - span.first_item
+        if span is not None and 0 <= index < span.ids.size:
+            found = span.ids.item(index)
+            if space.reserved <= found < self._items:
+                return found
         return int(self.part(number, number + 1)[0])
 
     def part(self, first: int, stop: int) -> Ints:
@@ -184,7 +190,7 @@ class Apart(BlockLookup):
     """Ids of a request of so many tokens in the worst case: no two items adjacent."""
 
     def __init__(self, space: Space, tokens: int) -> None:
-        self.space, self.address = space, RequestAddress(tokens, {})
+        self.space, self.address, self.span = space, RequestAddress(tokens, {}), None
 
     def ids(self, numbers: Ints) -> Ints:
         return 2 * numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -19,8 +19,8 @@ from kvpool.layout.types import MAX_REASON
 
 PHASES = ("plan", "bind", "wait", "wire", "verify", "total")
 
-Shares = Sequence[tuple[Route, int, int]]
-"""The routes of a batch (`CopyBatch.shares`), each with its runs and bytes."""
+Shares = Iterable[tuple[Route, int, int]]
+"""Runs and bytes of routes (`CopyBatch.shares`)."""
 Roles = tuple[str, str]
 """An owner, and the roles that share runs: `("target", "latent, rope")`."""
 

@@ -243,17 +243,18 @@ class Waiters:
         ended, and of anything else once a turn.
         """
         waiter = _Waiter(holds, room)
-        waiters = self.others if room is None else self.for_rooms
+        waiters, woken = self.others if room is None else self.for_rooms, False
         try:
             with deferred_signals, self._lock:
                 if (result := holds()) or self._closed:
                     return result
                 waiter.gate.acquire()
                 waiters[waiter] = None
-            waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+            woken = waiter.gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
         finally:
-            with deferred_signals, self._lock:
-                waiters.pop(waiter, None)  # the time is over, or a signal's handler has raised
+            if not woken:  # the time is over, or a signal's handler has raised
+                with deferred_signals, self._lock:
+                    waiters.pop(waiter, None)
         with self._lock:
             return waiter.held_once or holds()
 

@@ -42,7 +42,7 @@ class Span:
     def __post_init__(self) -> None:
         ids = np.array(_flat(self.ids), dtype=np.int64)  # a copy: the caller may change its list
         if ids.size:
-            ordered = np.sort(ids)
+            ordered = np.sort(ids) if ids.size > 1 else ids
             object.__setattr__(self, "low", int(ordered[0]))
             object.__setattr__(self, "high", int(ordered[-1]))
             if self.low < 0:
