@@ -22,7 +22,7 @@ from .plan import (
     TransferPlan as TransferPlan,
 )
 from .plan.bind import CopyBatch as CopyBatch
-from .plan.positions import IncompleteTransfer as IncompleteTransfer
+from .plan.lookup import IncompleteTransfer as IncompleteTransfer
 from .protocol.metrics import (
     ReadTimes as ReadTimes,
     RoomMetrics as RoomMetrics,

@@ -16,8 +16,8 @@ from msgspec import Meta, Struct
 
 from disagg.digest.cell_hash import CELL, Hashes, ReadCells, cells_of, read_memory, sums
 from disagg.plan import TransferPlan
+from disagg.plan.lookup import BlockLookup
 from disagg.plan.pairing import cut
-from disagg.plan.positions import BlockLookup
 from disagg.plan.runs import Box, volume
 from kvpool.layout import Axis, Interleave, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
@@ -310,6 +310,6 @@ def _rows(
         raise ValueError(f"{region}: a piece has no entries that all of {piece.held} hold.")
     indices = space.held.index(numbers)
     items, steps = (indices, np.zeros_like(indices)) if packed else space.place(indices)
-    ids = BlockLookup(space, layout, address, str(region)).ids(items)
+    ids = BlockLookup(space, layout, str(region)).ids(address, items)
     starts = ids * buffer.item_stride + region.offset + steps * (axis.stride if axis else 0)
     return starts, numbers

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from disagg.plan.positions import Apart, BlockLookup, Paired, SpacePair
+from disagg.plan.lookup import Apart, BlockLookup
+from disagg.plan.positions import Paired, SpacePair
 from disagg.plan.runs import Route
 from disagg.plan.shapes import BoundRuns, Piece, Shape
 from kvpool.layout import PoolLayout, RequestAddress
@@ -123,7 +124,6 @@ class Binder:
     """The routes of a plan from one source rank, for any number of requests."""
 
     def __init__(self, routes: Sequence[Route], source: PoolLayout, dest: PoolLayout) -> None:
-        self._source, self._dest = source, dest
         by_shape: dict[object, list[Route]] = {}
         for route in routes:
             by_shape.setdefault(route.shape, []).append(route)
@@ -138,8 +138,9 @@ class Binder:
             shape, route = Shape(alike), alike[0]
             self._shapes.append((shape, np.array(base, np.int64)))
             if shape.spaces not in self._spaces:
-                spaces = SpacePair(route.src.space, route.dst.space, packed=route.packed)
-                self._spaces[shape.spaces] = spaces
+                src = BlockLookup(route.src.space, source, "source")
+                dst = BlockLookup(route.dst.space, dest, "destination")
+                self._spaces[shape.spaces] = SpacePair(src, dst, packed=route.packed)
         self._table = lru_cache(TABLES)(self._tabulate)
 
     def bind(
@@ -166,11 +167,9 @@ class Binder:
                 continue
             paired = by_spaces.get(shape.spaces)
             if paired is None:
-                paired = by_spaces[shape.spaces] = self._spaces[shape.spaces].pair(
-                    BlockLookup(route.src.space, self._source, source_address, "source"),
-                    BlockLookup(route.dst.space, self._dest, dest_address, "destination"),
-                    moved,
-                )
+                spaces = self._spaces[shape.spaces]
+                paired = spaces.pair(source_address, dest_address, moved)
+                by_spaces[shape.spaces] = paired
             for runs in shape.runs(paired, ends=tokens.stop == total):
                 if isinstance(runs, BoundRuns):
                     blocks.append((group, runs))
@@ -274,9 +273,9 @@ def cost(route: Route, tokens: int) -> tuple[int, int]:
     """Runs and bytes that a route moves of a request of so many tokens, if no two of its items are
     adjacent.
     """
-    src, dst, shape = route.src.space, route.dst.space, Shape([route])
-    spaces = SpacePair(src, dst, packed=route.packed)
-    paired = spaces.pair(Apart(src, tokens), Apart(dst, tokens), range(tokens))
+    shape, request = Shape([route]), RequestAddress(tokens, {})
+    src, dst = Apart(route.src.space), Apart(route.dst.space)
+    paired = SpacePair(src, dst, packed=route.packed).pair(request, request, range(tokens))
     sizes = [shape.size(runs) for runs in shape.runs(paired, ends=True)]
     records = len(route.src.buffers)
     return records * sum(number for number, _ in sizes), records * sum(n for _, n in sizes)

@@ -15,9 +15,9 @@ from functools import cached_property
 from disagg.errors import PeerError
 from disagg.plan.bind import Binder, CopyBatch, Count
 from disagg.plan.explain import Explanation, explain_routes
+from disagg.plan.lookup import id_clash
 from disagg.plan.match import Group, Part, absent, elect, mismatches, named_pairs, share_out, tile
 from disagg.plan.pairing import Pairing, pair
-from disagg.plan.positions import id_clash
 from disagg.plan.proof import prove
 from disagg.plan.routes import records_of, routes_of
 from disagg.plan.runs import Route

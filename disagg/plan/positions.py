@@ -12,12 +12,9 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvpool.layout import PoolLayout, RequestAddress, Space, Span
+from disagg.plan.lookup import BlockLookup, IncompleteTransfer
+from kvpool.layout import RequestAddress, Space
 from kvpool.layout.grid import Ints, ragged, rows_of
-
-
-class IncompleteTransfer(ValueError):
-    """A source does not hold all positions that the destination needs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -119,186 +116,83 @@ Paired: TypeAlias = list[Stretch] | Items | EntryPairs
 FEW_ITEMS = 4
 
 
-class BlockLookup:
-    """A request's item ids in one space, checked against its buffers. `who` names the side."""
-
-    def __init__(self, space: Space, layout: PoolLayout, address: RequestAddress, who: str) -> None:
-        self.space, self.address, self._who = space, address, who
-        self._items = layout.items_by_space[space.name]
-        self.span: Span | None = address.spans.get(space.id_list)
-
-    def ids(self, numbers: Ints) -> Ints:
-        """Ids of the request's items `numbers`, which ascend. Raises as `part` does."""
-        first = int(numbers[0])
-        ids = self._listed(first, int(numbers[-1]) + 1)
-        return self._inside(ids if numbers.size == 1 else ids[numbers - first])
-
-    def id(self, number: int) -> int:
-        """The id of one of the request's items. Raises as `part` does."""
-        space, span = self.space, self.span
-        index = number if span is None or space.per_request else number - span.first_item
-        if span is not None and 0 <= index < span.ids.size:
-            found = span.ids.item(index)
-            if space.reserved <= found < self._items:
-                return found
-        return int(self.part(number, number + 1)[0])
-
-    def part(self, first: int, stop: int) -> Ints:
-        """Ids of the request's items `first` to `stop`. Raises IncompleteTransfer for items that
-        are not listed, ValueError for ids outside the buffer.
-        """
-        return self._inside(self._listed(first, stop))
-
-    def _listed(self, first: int, stop: int) -> Ints:
-        span, space = self.span, self.space
-        if span is None:
-            raise ValueError(
-                f"{self._who}: its block table has no ids for space {space.id_list!r}."
-            )
-        start = 0 if space.per_request else span.first_item
-        if first < start or stop > start + span.ids.size:
-            wanted = self._positions(first, stop)
-            listed = self._positions(start, start + span.ids.size)
-            raise IncompleteTransfer(
-                f"{self._who}: space {space.name} needs items for positions {wanted}, its block "
-                f"table covers {listed}. List the items of all of them."
-            )
-        return span.ids[first - start : stop - start]
-
-    def _inside(self, ids: Ints) -> Ints:
-        span, reserved, stop = self.span, self.space.reserved, self._items
-        if span is not None and (span.low < reserved or span.high >= stop):
-            outside = ids[(ids < reserved) | (ids >= stop)]
-            if outside.size:
-                raise ValueError(
-                    f"{self._who}: item {outside[0]} of space {self.space.name} lies outside "
-                    f"{reserved} to {stop - 1}."
-                )
-        return ids
-
-    def _positions(self, first: int, stop: int) -> str:
-        """First and last position that items `first` to `stop` hold."""
-        space = self.space
-        if first == stop:
-            return "none"
-        size, per = space.entries_per_item, space.tokens_per_entry
-        last = space.held.number(stop * size - 1)
-        return f"{space.held.number(first * size) * per} to {(last + 1) * per - 1}"
-
-
-class Apart(BlockLookup):
-    """Ids of a request of so many tokens in the worst case: no two items adjacent."""
-
-    def __init__(self, space: Space, tokens: int) -> None:
-        self.space, self.address, self.span = space, RequestAddress(tokens, {}), None
-
-    def ids(self, numbers: Ints) -> Ints:
-        return 2 * numbers
-
-    def part(self, first: int, stop: int) -> Ints:
-        return 2 * np.arange(first, stop)
-
-
-def id_clash(layout: PoolLayout, address: RequestAddress) -> str | None:
-    """Why a block table cannot be one of this layout: it lists items of one block of a block pool
-    for two of its spaces. None if it does not. Reserved blocks are nobody's, and may be listed for
-    any.
-    """
-    for pool, lists in layout.block_pools.items():
-        items = {name: address.spans[name].ids for name in lists if name in address.spans}
-        if len(items) < 2:
-            continue
-        sizes = {name: layout.space_by_name[name].items_per_block for name in lists}
-        # a block's items in one space are no clash: each block once a space
-        blocks = np.concatenate(
-            [
-                ids if sizes[name] == 1 else np.unique(ids // sizes[name])
-                for name, ids in items.items()
-            ]
-        )
-        blocks.sort()
-        reserved = layout.space_by_name[lists[0]].reserved // sizes[lists[0]]
-        twice = (blocks[1:] == blocks[:-1]) & (blocks[1:] >= reserved)
-        if twice.any():
-            block = int(blocks[twice.argmax()])
-            listed = [
-                f"{name} (item {ids[ids // sizes[name] == block][0]})"
-                for name, ids in items.items()
-                if (ids // sizes[name] == block).any()
-            ]
-            return (
-                f"block {block} of block pool {pool} is listed in spaces "
-                f"{' and '.join(listed[:2])}, but it can be in use by one of them only. Give each "
-                "space blocks of its own, and leave out those that a window has freed "
-                "(Span.first_item)."
-            )
-    return None
-
-
 class SpacePair:
     """The spaces of a route's two sides. `packed`: of packed regions, whose items move whole."""
 
-    def __init__(self, src: Space, dst: Space, *, packed: bool) -> None:
-        self.src, self.dst, self._packed = src, dst, packed
-        self._held = dst.held if src.held == dst.held else None
+    def __init__(self, src: BlockLookup, dst: BlockLookup, *, packed: bool) -> None:
+        self._src, self._dst, self._packed = src, dst, packed
+        ours, theirs = dst.space, src.space
+        self._kind, self._sizes = ours.traits, (theirs.steps, ours.steps)
+        self._held = ours.held if theirs.held == ours.held else None
         """Which entries of a request either holds, if they are the same."""
-        self._alike = src.steps == dst.steps and not (src.wraps or dst.wraps)
+        self._alike = theirs.steps == ours.steps and not (theirs.wraps or ours.wraps)
         """Whether entries are at the same step of the same item of a request."""
 
-    def pair(self, src: BlockLookup, dst: BlockLookup, tokens: range) -> Paired:
+    def pair(self, source: RequestAddress, dest: RequestAddress, tokens: range) -> Paired:
         """Pairs the entries of `tokens` that the destination keeps alive and both sides hold; of
         packed regions the items that move whole with `tokens`, each as one stretch of one entry.
         """
-        space, total, packed = self.dst, dst.address.num_tokens, self._packed
-        needed = _needed(space, tokens, total, packed)
+        space, total = self._dst.space, dest.num_tokens
+        if self._packed:
+            items = self._kind.needed_items(space, tokens, total)
+            if not items:
+                return []
+            entries = self._kind.entries_of(space, items, total)
+            _check_offered(self._src.space, source, entries, tokens, total)
+            return self._items(source, dest, items, 1)
+        needed = self._kind.needed_entries(space, tokens, total)
         if not needed:
             return []
-        entries = space.traits.entries_of(space, needed, total) if packed else needed
-        _check_offered(src, entries, tokens, total)
-        if packed:
-            return _items(src, dst, needed, 1)
-        if self._held is not None:
-            held = self._held.part(needed)
-            if not held:
-                return []
-            first, last, size, other = held[0], held[-1], self.src.steps, space.steps
-            if first // size == last // size and first // other == last // other:
-                item, step = self.src.place(first)
-                dst_item, dst_step = space.place(first)
-                ids = src.id(item), dst.id(dst_item)
-                return [Stretch(ids, (step, dst_step), len(held))]
-            if self._alike:
-                return _items(src, dst, held, size)
-        pairs = _pair_by_number(self.src, space, needed)
+        _check_offered(self._src.space, source, needed, tokens, total)
+        if self._held is None:
+            return self._any(source, dest, needed)
+        held, (size, other) = self._held.part(needed), self._sizes
+        if not held:
+            return []
+        first, last = held.start, held.stop - 1
+        if first // size == last // size and first // other == last // other:
+            item, step = self._src.space.place(first)
+            dst_item, dst_step = (item, step) if self._alike else space.place(first)
+            ids = self._src.id(source, item), self._dst.id(dest, dst_item)
+            return [Stretch(ids, (step, dst_step), len(held))]
+        return (
+            self._items(source, dest, held, size)
+            if self._alike
+            else self._any(source, dest, needed)
+        )
+
+    def _items(
+        self, source: RequestAddress, dest: RequestAddress, held: range, size: int
+    ) -> list[Stretch] | Items:
+        """Pairs the entries `held`, of which items of both sides have `size` each."""
+        first, last = held.start // size, (held.stop - 1) // size
+        ids = self._src.part(source, first, last + 1), self._dst.part(dest, first, last + 1)
+        step, stop = held.start - first * size, held.stop - last * size
+        if last - first >= FEW_ITEMS:
+            return Items(np.array(ids), size, step, stop)
+        pairs = [Stretch(item, (0, 0), size) for item in zip(ids[0].tolist(), ids[1].tolist())]
+        pairs[-1] = Stretch(pairs[-1].item, (0, 0), stop)
+        if step:
+            item, _, length = pairs[0]
+            pairs[0] = Stretch(item, (step, step), length - step)
+        return pairs
+
+    def _any(
+        self, source: RequestAddress, dest: RequestAddress, needed: range
+    ) -> EntryPairs | list[Stretch]:
+        pairs = _pair_by_number(self._src.space, self._dst.space, needed)
         if not pairs.count.size:
             return []
-        for side, numbers in zip((src, dst), pairs.item):
-            numbers[:] = side.ids(numbers)
+        pairs.item[0] = self._src.ids(source, pairs.item[0])
+        pairs.item[1] = self._dst.ids(dest, pairs.item[1])
         return pairs
 
 
-def _items(src: BlockLookup, dst: BlockLookup, held: range, size: int) -> list[Stretch] | Items:
-    """Pairs the entries `held`, of which items of both sides have `size` each."""
-    first, last = held.start // size, (held.stop - 1) // size
-    ids = [side.part(first, last + 1) for side in (src, dst)]
-    step, stop = held.start - first * size, held.stop - last * size
-    if last - first >= FEW_ITEMS:
-        return Items(np.array(ids), size, step, stop)
-    pairs = [Stretch(item, (0, 0), size) for item in zip(*[side.tolist() for side in ids])]
-    pairs[-1] = Stretch(pairs[-1].item, (0, 0), stop)
-    if step:
-        item, _, length = pairs[0]
-        pairs[0] = Stretch(item, (step, step), length - step)
-    return pairs
-
-
-def _needed(space: Space, tokens: range, total: int, packed: bool) -> range:
-    return space.needed_items(tokens, total) if packed else space.needed_entries(tokens, total)
-
-
-def _check_offered(src: BlockLookup, needed: range, tokens: range, total: int) -> None:
+def _check_offered(
+    space: Space, source: RequestAddress, needed: range, tokens: range, total: int
+) -> None:
     """Raises IncompleteTransfer unless the source still has the entries `needed`."""
-    space, computed = src.space, src.address.num_tokens
+    computed = source.num_tokens
     if not needed:
         return
     if computed < tokens.stop:

@@ -41,17 +41,20 @@ class Span:
 
     def __post_init__(self) -> None:
         ids = np.array(_flat(self.ids), dtype=np.int64)  # a copy: the caller may change its list
-        if ids.size:
-            ordered = np.sort(ids) if ids.size > 1 else ids
-            object.__setattr__(self, "low", int(ordered[0]))
-            object.__setattr__(self, "high", int(ordered[-1]))
-            if self.low < 0:
-                raise ValueError(f"span ids: {self.low} is negative.")
-            if ids.size > 1 and (same := ordered[1:] == ordered[:-1]).any():
-                raise ValueError(f"span ids: item {int(ordered[same.argmax()])} is listed twice.")
-        object.__setattr__(self, "first_item", _count(self.first_item, "span first_item"))
-        ids.flags.writeable = False
-        object.__setattr__(self, "ids", ids)
+        low, high = 0, -1
+        if ids.size == 1:
+            low = high = ids.item()
+        elif ids.size:
+            ordered = np.sort(ids)
+            low, high = ordered.item(0), ordered.item(-1)
+            if (same := ordered[1:] == ordered[:-1]).any():
+                raise ValueError(f"span ids: item {ordered.item(same.argmax())} is listed twice.")
+        if low < 0:
+            raise ValueError(f"span ids: {low} is negative.")
+        ids.setflags(write=False)
+        setters = {"ids": ids, "first_item": _count(self.first_item, "span first_item")}
+        for name, value in {**setters, "low": low, "high": high}.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_blocks(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from disagg.errors import RoomError
-from disagg.plan.positions import BlockLookup, id_clash
+from disagg.plan.lookup import BlockLookup, id_clash
 from disagg.protocol.messages import Room
 from kvpool.layout import PoolLayout, RequestAddress, Space
 from kvpool.layout.grid import Ints
@@ -33,7 +33,7 @@ class BlockTables:
             if region.owner not in allow_missing and region.role not in allow_missing
         }
         spaces = map(layout.space_by_name.__getitem__, layout.items_by_space)
-        self._spaces = [(space, space.name in needed) for space in spaces]
+        self._lookups = [(BlockLookup(space, layout), space.name in needed) for space in spaces]
 
     def check(
         self,
@@ -55,9 +55,9 @@ class BlockTables:
         who = f"room {room!r}"
         if clash := id_clash(self._layout, address):
             raise RoomError(f"{who}: {clash}")
-        for space, needed in self._spaces:
-            lookup = BlockLookup(space, self._layout, address, who)
-            if lookup.span is None and not (needed and (last or space.grows)):
+        for lookup, needed in self._lookups:
+            space = lookup.space
+            if space.id_list not in address.spans and not (needed and (last or space.grows)):
                 continue
             if at_most and space.window is not None and not space.per_request:
                 continue
@@ -65,11 +65,11 @@ class BlockTables:
             size = space.entries_per_item
             try:
                 if entries and space.per_request:
-                    lookup.part(0, 1)
+                    lookup.id(address, 0)
                 elif entries:
-                    lookup.part(entries.start // size, (entries.stop - 1) // size + 1)
+                    lookup.part(address, entries.start // size, (entries.stop - 1) // size + 1)
             except ValueError as error:
-                raise RoomError(str(error)) from None
+                raise RoomError(f"{who}: {error}") from None
 
 
 class WrittenItems:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from disagg.errors import RoomError
 from disagg.plan.bind import Count
-from disagg.plan.positions import id_clash
+from disagg.plan.lookup import id_clash
 from disagg.protocol.codec import Aux, pack_aux, unpack_aux
 from disagg.protocol.messages import ChunkReady, OfRoom, Room
 from disagg.protocol.metrics import ReadTimes, RoomMetrics

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from disagg.plan import plan
-from disagg.plan.positions import id_clash
+from disagg.plan.lookup import id_clash
 from disagg.plan.proof import prove
 from disagg.plan.routes import records_of
 from kvpool import Shard
