@@ -82,22 +82,13 @@ class Items:
         return self.item[:, begins], np.diff(np.append(begins, self.item.shape[1]))
 
     @property
-    def stretches(self) -> tuple[Ints, Ints | None, Ints]:
-        """Their entries, joined where they continue in the next item on both sides: first items,
-        first steps (None: 0), and counts (`[1]` if the same).
-        """
-        item, number = self.joined
-        step, count = None, np.array([self.entries])
-        if number is not None:
-            count = number * self.entries
-        if self.first or self.stop < self.entries:
-            count = count + np.zeros(item.shape[1], np.int64)
-            count[0] -= self.first
-            count[-1] -= self.entries - self.stop
-        if self.first:
-            step = np.zeros_like(item)
-            step[:, 0] = self.first
-        return item, step, count
+    def pairs(self) -> EntryPairs:
+        """One stretch an item."""
+        step, count = np.zeros_like(self.item), np.full(self.item.shape[1], self.entries)
+        step[:, 0] = self.first
+        count[0] -= self.first
+        count[-1] -= self.entries - self.stop
+        return EntryPairs(item=self.item, step=step, count=count)
 
     def inner(self, start: int, stop: int) -> Items:
         """Some of them, whole."""

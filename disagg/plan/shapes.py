@@ -45,7 +45,6 @@ class Shape:
     def __init__(self, routes: Sequence[Route]) -> None:
         self.routes, self.route = routes, routes[0]
         self.sizes = [len(route.src.buffers) for route in routes]
-        self._layers = np.concatenate([route.layers for route in routes])
         src, dst = self.route.src, self.route.dst
         self.spaces = src.space.name, dst.space.name, self.route.packed
         self.strides, self._entries = (src.stride, dst.stride), (src.entries, dst.entries)
@@ -61,9 +60,8 @@ class Shape:
 
     def within(self, layers: range) -> tuple[Ints, list[int]]:
         """Which record pairs are of a range of layers, and how many of each route."""
-        inside = (self._layers >= layers.start) & (self._layers < layers.stop)
-        of_routes = np.split(inside, np.cumsum(self.sizes)[:-1])
-        return np.flatnonzero(inside), [int(part.sum()) for part in of_routes]
+        inside = [route.within(layers) for route in self.routes]
+        return np.flatnonzero(np.concatenate(inside)), [int(part.sum()) for part in inside]
 
     def runs(self, paired: Paired, ends: bool) -> Iterator[BoundRuns | Piece]:
         """The runs of one record pair. `ends`: the last entries are those of the last positions."""
@@ -92,8 +90,7 @@ class Shape:
     ) -> Iterator[BoundRuns | Piece]:
         _, _, _, linear, dense = self.route.runs
         if linear:
-            for stretch in _joined(stretches, self._entries):
-                yield Piece(CHAINS, stretch)
+            yield from [Piece(CHAINS, joined) for joined in _joined(stretches, self._entries)]
             return
         whole: list[Stretch] = []
         for stretch in stretches:
@@ -102,8 +99,9 @@ class Shape:
                 whole.append(Stretch(stretch.item, stretch.step, 1))
             else:
                 yield from self._of_part(stretch)
-        for stretch in _joined(whole, (1, 1)) if dense else whole:
-            yield Piece(WHOLE, stretch)
+        yield from [
+            Piece(WHOLE, stretch) for stretch in (_joined(whole, (1, 1)) if dense else whole)
+        ]
 
     def _of_part(self, stretch: Stretch) -> Iterator[BoundRuns | Piece]:
         """The runs of some entries of an item."""
@@ -116,15 +114,14 @@ class Shape:
             yield self._bound(SINGLES, places[0], places[1] + np.arange(stretch.length))
 
     def _of_items(self, items: Items, ends: bool) -> Iterator[BoundRuns | Piece]:
-        _, _, _, linear, dense = self.route.runs
-        if linear:
-            yield self._bound(CHAINS, *items.stretches)
+        if self.route.runs.linear:
+            yield from self._of_pairs(items.pairs)
             return
         number = items.item.shape[1]
         start, stop = int(items.first > 0), number - (not self._moves_whole(items.stop, ends))
         whole = items.inner(start, stop)
-        item, number_each = whole.joined if dense else (whole.item, None)
-        yield self._bound(WHOLE, item, count=number_each)
+        item, count = whole.joined if self.route.runs.dense else (whole.item, None)
+        yield self._bound(WHOLE, item, count=count)
         if start:
             yield from self._of_part(items.stretch(0, items.first, items.entries))
         if stop < number:
@@ -144,8 +141,8 @@ class Shape:
     ) -> BoundRuns:
         """Runs at stretches of `count` entries (None: 1) from `step` of `item` on, `[2, F]`."""
         runs = self.kinds[kind]
-        offset, nbytes = (item * self._columns[0])[:, None, None], runs.nbytes[:, None]
-        offset = self._starts[kind] + offset
+        offset = self._starts[kind] + (item * self._columns[0])[:, None, None]
+        nbytes = runs.nbytes[:, None]
         if step is not None:
             offset = offset + step[:, None, None] * runs.step[:, None, :, None]
         if count is not None:
