@@ -267,6 +267,15 @@ def test_unequal_padding_is_not_moved():
     hand_off([dest], source, 30)
 
 
+@pytest.mark.parametrize("tokens", [1, 40, 64, 65, 384])
+def test_one_page_of_thousands_of_runs_is_byte_exact(tokens):
+    sizes = {"num_kv_heads": 8, "head_dim": 4, "dtype": "bf16", "page_size": 64, "num_pages": 8}
+    source, dest = (MHAPool(layers=range(3), order=order, **sizes) for order in ("nhd", "hnd"))
+    transfer, _ = hand_off([source], dest, tokens)
+    runs = 6 * 8 * tokens
+    assert transfer.bind(0, place(source, tokens), place(dest, tokens)).runs == runs
+
+
 def test_a_batch_splits_without_losing_a_run():
     batch = plan([mla().layout], mla().layout).bind(0, pages(2, 9, 4), pages(7, 3, 5))
     parts = list(batch.split(max_bytes=200, max_runs=5))
