@@ -175,13 +175,15 @@ class ChunkReady(_OfRoom, frozen=True, kw_only=True, tag="chunk_ready"):
     """A msgpack map of names to values, see `codec`."""
     layers: LayerRange | None = None
 
-    def address(self, earlier: ChunkReady | None, known: RequestAddress | None) -> RequestAddress:
-        """The block table, validated; `known` is that of the `earlier` chunk, and what both list is
+    def address(
+        self, earlier: ChunkReady | None = None, known: RequestAddress | None = None
+    ) -> RequestAddress:
+        """The block table, validated. `known` is that of an `earlier` chunk: what both list is
         taken from there.
         """
         spans = {}
         for name, span in self.spans.items():
-            if earlier and known and earlier.spans.get(name) == span:
+            if known and earlier and earlier.spans.get(name) == span:
                 spans[name] = known.spans[name]
                 continue
             if len(span.ids) % 8:
