@@ -14,16 +14,18 @@ import numpy as np
 from disagg.plan.lookup import Apart, BlockLookup
 from disagg.plan.positions import Paired, SpacePair
 from disagg.plan.runs import Route
-from disagg.plan.shapes import BoundRuns, Piece, Shape
+from disagg.plan.shapes import BoundRuns, StretchRuns, Shape
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged
 
 _LENGTH = struct.Struct("q")
 FEW_ROWS = 1024
-"""Runs of one kind that are kept as rows of a table, at all record pairs of a shape, at most."""
-NOTHING = np.empty((2, 0), np.int64), np.empty(0, np.int64)
+"""Runs of a kind at all record pairs of a shape: so many or fewer are rows of a table, from which
+those of all shapes are bound at once.
+"""
 TABLES = 32
 """Ranges of layers for which a table is kept."""
+NOTHING = np.empty((2, 0), np.int64), np.empty(0, np.int64)
 
 
 class Count(Enum):
@@ -109,7 +111,7 @@ class _Shares:
     read has begun.
     """
 
-    def __init__(self, bound: Sequence[tuple[_Group, BoundRuns | Piece]]) -> None:
+    def __init__(self, bound: Sequence[tuple[_Group, BoundRuns | StretchRuns]]) -> None:
         self._bound = bound
 
     def __iter__(self) -> Iterator[tuple[Route, int, int]]:
@@ -157,7 +159,7 @@ class Binder:
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
         by_spaces: dict[object, Paired] = {}
-        pieces: list[tuple[_Group, Piece]] = []
+        few: list[tuple[_Group, StretchRuns]] = []
         blocks: list[tuple[_Group, BoundRuns]] = []
         groups, table = self._table(layers)
         for group in groups:
@@ -174,10 +176,10 @@ class Binder:
                 if isinstance(runs, BoundRuns):
                     blocks.append((group, runs))
                 elif group.rows[runs.kind]:
-                    pieces.append((group, runs))
+                    few.append((group, runs))
                 else:
                     blocks.append((group, shape.at(runs)))
-        return _batch(pieces, blocks, table)
+        return _batch(few, blocks, table)
 
     def _tabulate(self, layers: range | None) -> tuple[list[_Group], Ints]:
         """Groups of the record pairs of some layers, and a table of their runs, one a row: both
@@ -205,13 +207,13 @@ class Binder:
 
 
 def _batch(
-    pieces: Sequence[tuple[_Group, Piece]],
+    few: Sequence[tuple[_Group, StretchRuns]],
     blocks: Sequence[tuple[_Group, BoundRuns]],
     table: Ints,
 ) -> CopyBatch:
-    """Runs at each record pair: those of pieces, and then those of blocks `[B, A, F]`."""
-    shares = _Shares([*pieces, *blocks])
-    pointers, nbytes = _bound_pieces(pieces, table)
+    """Runs at each record pair: `few` at a time, and then blocks of `[B, A, F]`."""
+    shares = _Shares([*few, *blocks])
+    pointers, nbytes = _bound_few(few, table)
     if not blocks:
         return CopyBatch(pointers[0], pointers[1], nbytes, shares)
     start = nbytes.size
@@ -238,20 +240,20 @@ def _batch(
     return CopyBatch(src, dst, nbytes, shares)
 
 
-def _bound_pieces(pieces: Sequence[tuple[_Group, Piece]], table: Ints) -> tuple[Ints, Ints]:
-    """Pointers `[2, N]` and lengths `[N]`."""
+def _bound_few(few: Sequence[tuple[_Group, StretchRuns]], table: Ints) -> tuple[Ints, Ints]:
+    """Their pointers `[2, N]` and lengths `[N]`."""
     rows: list[int] = []
-    whose: list[int] = []
+    numbers: list[int] = []  # of each row, to which of `few` it belongs
     places: list[tuple[int, ...]] = []
-    for group, (kind, ((src, dst), step, length)) in pieces:
-        strides, own = group.shape.strides, group.rows[kind]
-        rows.extend(own)
-        whose.extend([len(places)] * len(own))
+    for number, (group, (kind, ((src, dst), step, length))) in enumerate(few):
+        strides, group_rows = group.shape.strides, group.rows[kind]
+        rows.extend(group_rows)
+        numbers.extend([number] * len(group_rows))
         places.append((src * strides[0], dst * strides[1], *step, length - 1))
     if not rows:
         return NOTHING
-    which = np.array((rows, whose))
-    row, place = table.take(which[0], axis=1), np.array(places).T.take(which[1], axis=1)
+    indices = np.array((rows, numbers))
+    row, place = table.take(indices[0], axis=1), np.array(places).T.take(indices[1], axis=1)
     pointers = row[:2] + place[:2]
     pointers += place[2:4] * row[2:4]
     return pointers, row[4] + place[4] * row[3]

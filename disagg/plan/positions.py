@@ -143,14 +143,12 @@ class SpacePair:
         first, last = held.start, held.stop - 1
         if first // size == last // size and first // other == last // other:
             item, step = self._src.space.place(first)
-            dst_item, dst_step = (item, step) if self._alike else space.place(first)
-            ids = self._src.id(source, item), self._dst.id(dest, dst_item)
-            return [Stretch(ids, (step, dst_step), len(held))]
-        return (
-            self._items(source, dest, held, size)
-            if self._alike
-            else self._any(source, dest, needed)
-        )
+            dest_item, dest_step = (item, step) if self._alike else space.place(first)
+            ids = self._src.id(source, item), self._dst.id(dest, dest_item)
+            return [Stretch(ids, (step, dest_step), len(held))]
+        if not self._alike:
+            return self._any(source, dest, needed)
+        return self._items(source, dest, held, size)
 
     def _items(
         self, source: RequestAddress, dest: RequestAddress, held: range, size: int

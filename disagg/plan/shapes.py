@@ -17,8 +17,8 @@ BYTES_PER_RUN = 4096
 """Dead bytes of a last page that may travel for each run saved; at least half must be saved."""
 
 
-class Piece(NamedTuple):
-    """Runs of one kind, at one stretch of entries; whole items count as one entry each."""
+class StretchRuns(NamedTuple):
+    """Runs of one kind at one stretch of entries; of whole items, each counts as one entry."""
 
     kind: int
     stretch: Stretch
@@ -63,7 +63,7 @@ class Shape:
         inside = [route.within(layers) for route in self.routes]
         return np.flatnonzero(np.concatenate(inside)), [int(part.sum()) for part in inside]
 
-    def runs(self, paired: Paired, ends: bool) -> Iterator[BoundRuns | Piece]:
+    def runs(self, paired: Paired, ends: bool) -> Iterator[BoundRuns | StretchRuns]:
         """The runs of one record pair. `ends`: the last entries are those of the last positions."""
         if isinstance(paired, list):
             return self._of_stretches(paired, ends)
@@ -71,26 +71,26 @@ class Shape:
             return self._of_items(paired, ends)
         return self._of_pairs(paired)
 
-    def size(self, runs: BoundRuns | Piece) -> tuple[int, int]:
+    def size(self, runs: BoundRuns | StretchRuns) -> tuple[int, int]:
         """How many runs they are, and their bytes."""
         if isinstance(runs, BoundRuns):
-            each = int(np.add.reduce(runs.nbytes, None))
-            return runs.size, runs.size // runs.nbytes.size * each
+            nbytes = int(np.add.reduce(runs.nbytes, None))
+            return runs.size, runs.size // runs.nbytes.size * nbytes
         first, more = self._bytes[runs.kind]
         return self.kinds[runs.kind].size, first + (runs.stretch.length - 1) * more
 
-    def at(self, piece: Piece) -> BoundRuns:
-        """The runs of a piece as arrays."""
-        item, step, length = piece.stretch
+    def at(self, runs: StretchRuns) -> BoundRuns:
+        """The same as arrays."""
+        item, step, length = runs.stretch
         places = np.array((item, step))[:, :, None]
-        return self._bound(piece.kind, places[0], places[1], np.array([length]))
+        return self._bound(runs.kind, places[0], places[1], np.array([length]))
 
     def _of_stretches(
         self, stretches: Sequence[Stretch], ends: bool
-    ) -> Iterator[BoundRuns | Piece]:
+    ) -> Iterator[BoundRuns | StretchRuns]:
         _, _, _, linear, dense = self.route.runs
         if linear:
-            yield from [Piece(CHAINS, joined) for joined in _joined(stretches, self._entries)]
+            yield from [StretchRuns(CHAINS, joined) for joined in _joined(stretches, self._entries)]
             return
         whole: list[Stretch] = []
         for stretch in stretches:
@@ -100,20 +100,20 @@ class Shape:
             else:
                 yield from self._of_part(stretch)
         yield from [
-            Piece(WHOLE, stretch) for stretch in (_joined(whole, (1, 1)) if dense else whole)
+            StretchRuns(WHOLE, stretch) for stretch in (_joined(whole, (1, 1)) if dense else whole)
         ]
 
-    def _of_part(self, stretch: Stretch) -> Iterator[BoundRuns | Piece]:
+    def _of_part(self, stretch: Stretch) -> Iterator[BoundRuns | StretchRuns]:
         """The runs of some entries of an item."""
         if self.kinds[CHAINS].size:
-            yield Piece(CHAINS, stretch)
+            yield StretchRuns(CHAINS, stretch)
         if self.kinds[SINGLES].size and stretch.length == 1:
-            yield Piece(SINGLES, stretch)
+            yield StretchRuns(SINGLES, stretch)
         elif self.kinds[SINGLES].size:
             places = np.array((stretch.item, stretch.step))[:, :, None]
             yield self._bound(SINGLES, places[0], places[1] + np.arange(stretch.length))
 
-    def _of_items(self, items: Items, ends: bool) -> Iterator[BoundRuns | Piece]:
+    def _of_items(self, items: Items, ends: bool) -> Iterator[BoundRuns | StretchRuns]:
         if self.route.runs.linear:
             yield from self._of_pairs(items.pairs)
             return
@@ -171,14 +171,14 @@ def _joined(stretches: Sequence[Stretch], entries: tuple[int, int]) -> Sequence[
     """
     if len(stretches) < 2:
         return stretches
-    found: list[Stretch] = []
+    longer: list[Stretch] = []
     ends = None
     for stretch in stretches:
         item, step, length = stretch
         begins = item[0] * entries[0] + step[0], item[1] * entries[1] + step[1]
         if begins == ends:
-            first = found.pop()
+            first = longer.pop()
             stretch = Stretch(first.item, first.step, first.length + length)
-        found.append(stretch)
+        longer.append(stretch)
         ends = begins[0] + length, begins[1] + length
-    return found
+    return longer
