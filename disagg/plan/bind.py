@@ -14,7 +14,7 @@ import numpy as np
 from disagg.plan.lookup import Apart, BlockLookup
 from disagg.plan.positions import Paired, SpacePair
 from disagg.plan.runs import Route
-from disagg.plan.shapes import BoundRuns, StretchRuns, Shape
+from disagg.plan.shapes import BoundRuns, Shape, StretchRuns
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged
 
