@@ -107,11 +107,13 @@ def described(layout: PoolLayout, address: RequestAddress) -> tuple[Ints, Ints]:
             continue
         bases = buffer.base + ids.ids[ids.ids < buffer.items] * buffer.item_stride
         runs = inside.get(buffer.name, [])
-        if buffer.padding:
-            runs = [(np.zeros(1, dtype=np.int64), buffer.item_bytes)]
-        for offsets, width in runs:
-            starts.append((bases[:, None] + offsets).ravel())
-            ends.append(starts[-1] + width)
+        if buffer.padding or not runs:
+            runs = [(np.zeros(int(buffer.padding), np.int64), buffer.item_bytes)]
+        # joined before they are repeated for each item: there may be 100,000 of a small document
+        low = np.concatenate([offsets for offsets, _ in runs])
+        high = np.concatenate([offsets + width for offsets, width in runs])
+        for edges, offsets in zip((starts, ends), merge_intervals(low, high)):
+            edges.append((bases[:, None] + offsets).ravel())
     return merge_intervals(np.concatenate(starts), np.concatenate(ends))
 
 
