@@ -19,9 +19,9 @@ from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, ragged
 
 _LENGTH = struct.Struct("q")
-FEW_ROWS = 1024
+FEW_ROWS, TABLE_ROWS = 1 << 10, 1 << 14
 """Runs of a kind at all record pairs of a shape: so many or fewer are rows of a table, from which
-those of all shapes are bound at once.
+those of all shapes are bound at once; and of how many the table is full.
 """
 TABLES = 32
 """Ranges of layers for which a table is kept."""
@@ -194,8 +194,8 @@ class Binder:
                 base = base[:, inside]
             pairs = base.shape[1]
             for runs in shape.kinds:
-                start, few = stop, 0 < pairs * runs.size <= FEW_ROWS
-                if few:
+                start = stop
+                if 0 < pairs * runs.size <= FEW_ROWS and stop < TABLE_ROWS:
                     pointers = (base[:, :, None] + runs.start[:, None]).reshape(2, -1)
                     others = np.vstack((runs.step, runs.nbytes))
                     columns.append(np.concatenate((pointers, np.tile(others, pairs))))
