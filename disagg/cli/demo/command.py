@@ -118,8 +118,7 @@ def _played(settings: DemoSettings, as_json: bool, timeline: Path | None) -> boo
     prompts: list[DecodedPrompt] = []
     try:
         get_device(settings.device)
-        reason = engine_class(settings.engine).availability()
-        if reason is not None:
+        if (reason := engine_class(settings.engine).availability()) is not None:
             raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")
         with OtherProcess(PrefillSide, name="prefill") as process:
             for prompt in decoded_prompts(process, settings, console, timeline):
