@@ -106,9 +106,7 @@ def _sections(hand_off: HandOff, colours: Colours) -> Iterator[str]:
 
 def _rank(layout: PoolLayout, travels: Travels, colours: Colours) -> Iterator[str]:
     for item in _items(layout, travels):
-        paint: dict[str, str] = {}
-        parts: list[Region] = []
-        words = []
+        paint, parts, words = dict[str, str](), list[Region](), list[str]()
         for region in item.regions:
             for part, moves in pieces(region, travels.get(region.key, ())):
                 # of another name, so that it has another colour

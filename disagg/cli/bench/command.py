@@ -14,13 +14,8 @@ from disagg.cli.common import device_to_measure, need_known, origin, progress_ba
 from disagg.engines.base import engine_names
 from kvpool.cli import check_output
 
-_Engine = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Of transfers (default: all), hand-offs (default: local); repeatable.",
-        autocompletion=engine_names,
-    ),
-]
+_ENGINES = "Of transfers (default: all), hand-offs (default: local); repeatable."
+_Engine = Annotated[list[str] | None, typer.Option(help=_ENGINES, autocompletion=engine_names)]
 _Quick = Annotated[
     bool, typer.Option("--quick", help="Small sizes, a few seconds: shows what runs, not how fast.")
 ]

@@ -29,12 +29,8 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16")
 _Model = Annotated[
     str, typer.Option(help=f"Model family: {', '.join(MODELS)}.", autocompletion=lambda: [*MODELS])
 ]
-_Engine = Annotated[
-    str,
-    typer.Option(
-        help=f"Transfer engine: {', '.join(engine_names())}.", autocompletion=engine_names
-    ),
-]
+_ENGINES = f"Transfer engine: {', '.join(engine_names())}."
+_Engine = Annotated[str, typer.Option(help=_ENGINES, autocompletion=engine_names)]
 _PromptTokens = Annotated[list[int], typer.Option(min=1, help="Length of a prompt; repeatable.")]
 _NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to decode.")]
 _ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per prefill chunk.")]
