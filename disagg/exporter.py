@@ -95,19 +95,16 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         """All families: of each endpoint that answers, of each allocator and its prefix cache."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        up = GaugeMetricFamily("kvpool_up", "Whether the endpoint answers.", labels=["endpoint"])
-        snapshots: dict[str, Snapshot] = {}
-        for name, endpoint in list(self.endpoints.items()):
+        endpoints, snapshots = dict(self.endpoints), dict[str, Snapshot]()
+        for name, endpoint in endpoints.items():
             try:
                 snapshots[name] = endpoint.snapshot()
             except Exception as error:  # one endpoint must not hide the others
                 log.warning("endpoint %r has no metrics: %s", name, error)
-            up.add_metric([name], float(name in snapshots))
         usages = {name: source.usage() for name, source in list(self.allocators.items())}
         caches = {name: usage.prefix for name, usage in usages.items() if usage.prefix is not None}
-        yield up
+        up = {name: float(name in snapshots) for name in endpoints}
+        yield from _families("endpoint", up, UP)
         yield from _families("endpoint", snapshots, ENDPOINT)
         yield from _families("allocator", usages, ALLOCATOR)
         yield from _families("allocator", caches, PREFIX)
@@ -135,6 +132,7 @@ def _by_roles(snapshot: Snapshot, number: str) -> Numbers:
     return {roles: getattr(runs, number) for roles, runs in snapshot.totals.by_role.items()}
 
 
+UP: tuple[Series[float], ...] = (("kvpool_up", "", float, "Whether the endpoint answers."),)
 ALLOCATOR: tuple[Series[Usage], ...] = (
     ("kvpool_free_items", "ids", lambda u: u.free, "Items that no request holds."),
     ("kvpool_used_items", "ids", lambda u: u.used, "Items that requests hold."),
@@ -142,25 +140,14 @@ ALLOCATOR: tuple[Series[Usage], ...] = (
 )
 PREFIX: tuple[Series[PrefixStats], ...] = (
     ("kvpool_kept_items", "ids", lambda s: s.kept, "Items of prefixes."),
-    (
-        "kvpool_prefix_lookups_total",
-        "outcome",
-        lambda s: {"hit": s.hits, "miss": s.lookups - s.hits},
-        "Requests that began with tokens.",
-    ),
-    (
-        "kvpool_prefix_tokens_total",
-        "tokens",
-        lambda s: {"asked": s.asked_tokens, "found": s.found_tokens},
-        "Tokens with which requests began, and those of them that were there.",
-    ),
-    (
-        "kvpool_prefix_items_total",
-        "change",
-        lambda s: {"stored": s.stored, "removed": s.removed},
-        "Items that became a prefix's, and were taken again.",
-    ),
-)
+    ("kvpool_prefix_lookups_total", "outcome",
+     lambda s: {"hit": s.hits, "miss": s.lookups - s.hits}, "Requests that began with tokens."),
+    ("kvpool_prefix_tokens_total", "tokens",
+     lambda s: {"asked": s.asked_tokens, "found": s.found_tokens},
+     "Tokens with which requests began, and those of them that were there."),
+    ("kvpool_prefix_items_total", "change", lambda s: {"stored": s.stored, "removed": s.removed},
+     "Items that became a prefix's, and were taken again."),
+)  # fmt: skip
 ENDPOINT: tuple[Series[Snapshot], ...] = (
     ("kvpool_rooms_total", "outcome", lambda s: s.totals.rooms, "Rooms that have ended."),
     ("kvpool_failures_total", "side kind", lambda s: s.totals.failures, "Rooms that failed."),
@@ -173,16 +160,9 @@ ENDPOINT: tuple[Series[Snapshot], ...] = (
     ("kvpool_open_rooms", "", lambda s: s.open_rooms, "Rooms that have not ended."),
     ("kvpool_alive_peers", "", lambda s: s.peers, "Peers that answer."),
     ("kvpool_leased_items", "space", lambda s: s.leases.leased, "Items of open rooms."),
-    (
-        "kvpool_quarantined_items",
-        "space",
-        lambda s: s.leases.quarantined,
-        "Items of ended rooms that may still be written.",
-    ),
-    (
-        "kvpool_engine",
-        "engine counter",
-        lambda s: {(s.engine, name): number for name, number in s.telemetry.items()},
-        "The engine's own counters, in its units.",
-    ),
-)
+    ("kvpool_quarantined_items", "space", lambda s: s.leases.quarantined,
+     "Items of ended rooms that may still be written."),
+    ("kvpool_engine", "engine counter",
+     lambda s: {(s.engine, name): number for name, number in s.telemetry.items()},
+     "The engine's own counters, in its units."),
+)  # fmt: skip

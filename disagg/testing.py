@@ -63,16 +63,14 @@ class TransferSide:
         """Declared padding in the request's items, and the dead entries of its last pages: a
         transfer may copy or leave them.
         """
-        layout, free = self.layout, np.zeros(self.memory.bytes.shape, dtype=bool)
-        ids = {
-            b.name: self.address.spans[layout.space_by_name[b.space].id_list].ids
-            for b in layout.buffers
-        }
+        layout, spans = self.layout, self.address.spans
+        free = np.zeros(self.memory.bytes.shape, dtype=bool)
+        ids = {s.name: spans[s.id_list].ids for s in layout.spaces if s.id_list in spans}
         for buffer in layout.buffers:
-            free[self.memory.items(buffer, ids[buffer.name])] = buffer.padding
+            free[self.memory.items(buffer, ids[buffer.space])] = buffer.padding
         for region in layout.regions:
-            mine, space = ids[region.buffer], layout.space_of(region)
-            locations = mine[:, None] * space.steps + np.arange(space.steps)
+            space = layout.space_of(region)
+            locations = ids[space.name][:, None] * space.steps + np.arange(space.steps)
             free[self.memory.cells(region, locations.ravel())] = False
             entries = space.entries_per_item
             filled, live = divmod(self.address.num_tokens // space.tokens_per_entry, entries)

@@ -48,13 +48,13 @@ def device_to_measure(name: str) -> Device:
 
 
 @contextmanager
-def progress_bar(console: Console, total: int) -> Iterator[Callable[..., Any]]:
-    """Yields `tell(what)`, which shows what runs; with `advance=1` one of `total` has ended."""
+def progress_bar(console: Console, total: int) -> Iterator[Callable[[str, int], None]]:
+    """Yields `tell(what, done)`, which shows what runs, and that `done` of `total` have ended."""
     from rich.progress import Progress
 
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
-        yield lambda what, advance=0: progress.update(task, description=what, advance=advance)
+        yield lambda what, done: progress.update(task, description=what, completed=done)
 
 
 def origin(device: Device) -> dict[str, Any]:

@@ -15,20 +15,10 @@ from kvpool import _native
 from kvpool.cli import absent, offered_by
 
 PACKAGES = (
-    "kvpool",
-    "torch",
-    "numpy",
-    "cryptography",
-    "triton",
-    "torch-npu",
-    "nixl-cu12",
-    "nixl-cu13",
-    "mooncake-transfer-engine",
-    "mooncake-transfer-engine-cuda13",
-    "mooncake-transfer-engine-non-cuda",
-    "amd-mori",
-    "transformers",
-)
+    "kvpool", "torch", "numpy", "cryptography", "triton", "torch-npu", "nixl-cu12", "nixl-cu13",
+    "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-non-cuda", "amd-mori", "transformers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +111,8 @@ def _print(offers: Sequence[Availability], packages: dict[str, str]) -> None:
         state = Text("works", "green") if offer.problem is None else Text("not here")
         if offer.broken:
             state = Text("broken", "red")
-        table.add_row(
-            offer.kind, escape(offer.name), state, escape(package + (offer.problem or ""))
-        )
+        why_not = escape(package + (offer.problem or ""))
+        table.add_row(offer.kind, escape(offer.name), state, why_not)
     console = Console()
     console.print(table, crop=False)
     installed = " ".join(f"{name}=={number}" for name, number in packages.items() if number != "-")

@@ -16,16 +16,11 @@ if TYPE_CHECKING:
     from disagg.cli.hand_off import HandOff
 
 BOTH = "one value, or PREFILL:DECODE."
-
-
-_What = Annotated[
-    list[str],
-    typer.Argument(
-        help="Prefill's layout files or model configs, then decode's one; or one model config "
-        "for both sides.",
-        autocompletion=model_names,
-    ),
-]
+_WHAT = (
+    "Prefill's layout files or model configs, then decode's one; "
+    "or one model config for both sides."
+)
+_What = Annotated[list[str], typer.Argument(help=_WHAT, autocompletion=model_names)]
 _Tp = Annotated[str | None, typer.Option(help=f"Shards of each layer: {BOTH} Default: 1.")]
 _Pp = Annotated[str | None, typer.Option(help=f"Pipeline stages: {BOTH} Default: 1.")]
 _PageSize = Annotated[str | None, typer.Option(help=f"Tokens a page: {BOTH} Default: the model's.")]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from os.path import isfile
 from typing import Any
 
@@ -213,10 +214,7 @@ def _of_model(config: str, geometry: Geometry) -> list[SideRank]:
     common |= {**dict.fromkeys(ITEM_COUNTS, ITEMS), **storage(geometry.packing or "bf16")}
     drafted = draft_of(config) if geometry.draft else None
     shards = [stage_pools(target, drafted, pp, shard=Shard(n, tp), **common) for n in range(tp)]
-    layouts = [
-        PoolLayout.merge(*(pool.layout for pool in pools))
-        for stage in zip(*shards)
-        for pools in stage
-    ]
+    stages = chain(*zip(*shards))
+    layouts = [PoolLayout.merge(*(pool.layout for pool in pools)) for pools in stages]
     numbers = range(len(layouts)) if len(layouts) > 1 else [None]
     return [SideRank(config, number, layout) for number, layout in zip(numbers, layouts)]

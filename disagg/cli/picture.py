@@ -24,25 +24,16 @@ Colours = dict[tuple[str, str], str]  # by owner and role
 
 def page(hand_off: HandOff) -> str:
     """Of decode ranks that are filled alike the first, and prefill ranks that it reads from."""
-    names = dict.fromkeys(
-        (owner, role)
-        for plan in hand_off.plans.values()
-        for part in plan.parts
-        for owner, _, role in part.keys
-    )
+    parts = (part for plan in hand_off.plans.values() for part in plan.parts)
+    names = dict.fromkeys((owner, role) for part in parts for owner, _, role in part.keys)
     colours = {name: SHADES[n % len(SHADES)] for n, name in enumerate(names)}
-    sections = [
-        line
-        for numbers, explanation in hand_off.explained
-        for line in _section(hand_off, numbers, explanation.nbytes, colours)
-    ]
     keys = [(colour, " ".join(name)) for name, colour in colours.items()]
     return frame(
         f"{hand_off.prefill.words()} to {hand_off.decode.words()}",
         "<p>One item of each kind, in rows of equal length. Bytes that travel have the colour of "
         "their role, the same on both sides.</p>",
         legend([*keys, (STAYS, "stays")]),
-        *sections,
+        *_sections(hand_off, colours),
         style=asset("map.css"),
     )
 
@@ -95,29 +86,27 @@ def _steps(region: Region, axis: Axis, low: int, high: int) -> Region:
     return replace(region, offset=offset, axes=tuple(axes))
 
 
-def _section(
-    hand_off: HandOff, numbers: Sequence[int], nbytes: int, colours: Colours
-) -> Iterator[str]:
-    plan = hand_off.plans[numbers[0]]
-    alike = f" Filled alike: {hand_off.decode.words(numbers[1:])}." if numbers[1:] else ""
-    yield f"<h2>{escape(hand_off.decode.words(numbers[:1]))}</h2>"
-    yield f"<p>{nbytes:,} bytes of a request of {hand_off.tokens:,} tokens.{escape(alike)}</p>"
-    sources = plan.contributors()
-    for source in sources[:MOST_SOURCES]:
-        yield f"<h3>{escape(hand_off.prefill.words([source]))}</h3>"
-        yield from _rank(plan.sources[source], travelling(plan, source), colours)
-    if sources[MOST_SOURCES:]:
-        more = hand_off.prefill.words(sources[MOST_SOURCES:])
-        yield f"<p>And {escape(more)}, which are not drawn.</p>"
-    yield f"<h3>{escape(hand_off.decode.words(numbers[:1]))}</h3>"
-    yield from _rank(plan.dest, travelling(plan), colours)
+def _sections(hand_off: HandOff, colours: Colours) -> Iterator[str]:
+    for (first, *others), explanation in hand_off.explained:
+        plan, name = hand_off.plans[first], escape(hand_off.decode.words([first]))
+        alike = f" Filled alike: {hand_off.decode.words(others)}." if others else ""
+        extent = f"{explanation.nbytes:,} bytes of a request of {hand_off.tokens:,} tokens."
+        yield f"<h2>{name}</h2>"
+        yield f"<p>{extent}{escape(alike)}</p>"
+        sources = plan.contributors()
+        for source in sources[:MOST_SOURCES]:
+            yield f"<h3>{escape(hand_off.prefill.words([source]))}</h3>"
+            yield from _rank(plan.sources[source], travelling(plan, source), colours)
+        if sources[MOST_SOURCES:]:
+            more = hand_off.prefill.words(sources[MOST_SOURCES:])
+            yield f"<p>And {escape(more)}, which are not drawn.</p>"
+        yield f"<h3>{name}</h3>"
+        yield from _rank(plan.dest, travelling(plan), colours)
 
 
 def _rank(layout: PoolLayout, travels: Travels, colours: Colours) -> Iterator[str]:
     for item in _items(layout, travels):
-        paint: dict[str, str] = {}
-        parts: list[Region] = []
-        words = []
+        paint, parts, words = dict[str, str](), list[Region](), list[str]()
         for region in item.regions:
             for part, moves in pieces(region, travels.get(region.key, ())):
                 # of another name, so that it has another colour

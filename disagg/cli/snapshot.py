@@ -11,6 +11,8 @@ import typer
 
 from disagg.snapshot import Header, SnapshotRefused, check, inspect
 
+_ACTIONS = "show: what the header says. check: and whether all data are as saved."
+
 
 class Action(str, Enum):
     """What to do with a file."""
@@ -20,12 +22,7 @@ class Action(str, Enum):
 
 
 def snapshot(
-    action: Annotated[
-        Action,
-        typer.Argument(
-            help="show: what the header says. check: and whether all data are as saved."
-        ),
-    ],
+    action: Annotated[Action, typer.Argument(help=_ACTIONS)],
     files: Annotated[list[Path], typer.Argument(help="Files of disagg.snapshot.save.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:

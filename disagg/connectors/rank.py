@@ -167,15 +167,9 @@ class Rank:
         if after is None and self._device is not None:
             after = self._device.record()
         owner, number = layer or ("target", 0)
+        only = None if layer is None else range(number, number + 1)
         prefill.send(
-            room,
-            address,
-            tokens=tokens,
-            last=last,
-            aux=aux,
-            after=after,
-            owner=owner,
-            layers=None if layer is None else range(number, number + 1),
+            room, address, tokens=tokens, last=last, aux=aux, after=after, owner=owner, layers=only
         )
 
     def not_sent(self, request: str, room: Room, why: Exception) -> None:

@@ -93,7 +93,7 @@ class LayerTensor:
             dims = ("item", *map(str, range(1, self.view.dim())))
             name = f"{self.owner}.{self.number}.{self.prefix}{first.role}"
             buffer = describe_buffer(self.view, dims, name=name, space=space)
-            parts = [
+            return Described.join(
                 describe_items(
                     self.view if part.step is None else self.view[:, part.step],
                     part.dims,
@@ -105,8 +105,7 @@ class LayerTensor:
                     buffer=buffer,
                 )
                 for part in self.parts
-            ]
-            return Described((buffer,), tuple(region for part in parts for region in part.regions))
+            )
 
     def folded(self, ratio: int) -> LayerTensor | None:
         """Each `ratio` kernel blocks as one, if tokens are known and one stride apart in them."""

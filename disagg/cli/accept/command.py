@@ -97,12 +97,11 @@ def _run(
         return report
 
     with suppress(KeyboardInterrupt), progress_bar(console, len(chosen)) as tell:
-        scope = Scope(device, quick, lambda what: tell(f"{running}: {what}"))
+        scope = Scope(device, quick, lambda what: tell(f"{running}: {what}", len(results)))
         for section in chosen:
             running = section.name
             written()
             results.append(section.result(scope))
-            tell("", advance=1)
             for line in results[-1].lines():
                 console.print(Text(line), soft_wrap=True)
         running = None

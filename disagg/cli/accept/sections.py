@@ -147,8 +147,7 @@ def engine_rows(scope: Scope) -> list[Row]:
     """A row for each engine that does not work here, and for each hand-off of the others."""
     rows, cases = list[Row](), list[BenchCase]()
     for engine in engine_names():
-        reason = engine_class(engine).availability()
-        if reason is not None:
+        if (reason := engine_class(engine).availability()) is not None:
             rows.append(Row(engine, NOT_HERE, reason))
         else:
             cases += trial_cases(engine, TRIAL_TOKENS[scope.small])
@@ -174,16 +173,11 @@ def model_rows(scope: Scope) -> list[Row]:
 def _played(scope: Scope, prefill: OtherProcess, model: str, packing: str) -> str:
     from disagg.cli.demo.sides import decoded_prompts
 
-    tokens, chunk, steps = (20, 12, 2) if scope.small else (300, 100, 8)
-    settings = DemoSettings(
-        model=model,
-        prompts=(tokens,),
-        chunk_tokens=chunk,
-        new_tokens=steps,
-        dtype=DTYPE,
-        packing=packing,
-        device=scope.device.name,
-    )
+    sizes: dict[str, Any] = {"prompts": (300,), "chunk_tokens": 100, "new_tokens": 8}
+    if scope.small:
+        sizes = {"prompts": (20,), "chunk_tokens": 12, "new_tokens": 2}
+    device = scope.device.name
+    settings = DemoSettings(model=model, dtype=DTYPE, packing=packing, device=device, **sizes)
     (prompt,) = decoded_prompts(prefill.revived(), settings, Console(file=StringIO()))
     if wrong := [check.found for check in prompt.checks if not check.passed]:
         fail("; ".join(wrong))
@@ -193,7 +187,7 @@ def _played(scope: Scope, prefill: OtherProcess, model: str, packing: str) -> st
 def bench_rows(scope: Scope) -> list[Row]:
     """A row for each case; if `small`, each is checked and none is timed."""
     sizes = sizes_for(scope.device, scope.quick)
-    cases = all_cases(sizes, engine_names())
+    cases = all_cases(sizes)
     if scope.quick:
         cases = [case for case in cases if case.row.group not in OTHER_PROCESSES]
     return case_rows(scope, cases, sizes, timed=not scope.small)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,20 +14,10 @@ from disagg.cli.common import device_to_measure, need_known, origin, progress_ba
 from disagg.engines.base import engine_names
 from kvpool.cli import check_output
 
-if TYPE_CHECKING:
-    from disagg.cli.bench.report import BenchReport
-
-
-_Engine = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Of transfers (default: all), hand-offs (default: local); repeatable.",
-        autocompletion=engine_names,
-    ),
-]
+_ENGINES = "Of transfers (default: all), hand-offs (default: local); repeatable."
+_Engine = Annotated[list[str] | None, typer.Option(help=_ENGINES, autocompletion=engine_names)]
 _Quick = Annotated[
-    bool,
-    typer.Option("--quick", help="Small sizes, a few seconds: shows what runs, not how fast."),
+    bool, typer.Option("--quick", help="Small sizes, a few seconds: shows what runs, not how fast.")
 ]
 _AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object; the table on stderr.")
@@ -71,14 +60,23 @@ def bench(
     """
     from rich.console import Console
 
-    from disagg.cli.bench.report import GROUPS
+    from disagg.cli.bench.case import QUICK, Measurement, measured, sizes_for
+    from disagg.cli.bench.peer import BenchContext
+    from disagg.cli.bench.report import GROUPS, BenchReport, all_cases
     from kvpool.render.chart import SUFFIXES, write_chart
 
-    groups = only or GROUPS
-    need_known("--only", groups, GROUPS)
+    need_known("--only", only or (), GROUPS)
     need_known("--engine", engine or (), engine_names())
     check_output("--chart", chart, SUFFIXES)
-    report = _report(device, groups, engine, quick)
+    timed, rows = device_to_measure(device), list[Measurement]()
+    sizes, facts = sizes_for(timed, quick), origin(timed)
+    cases = [case for case in all_cases(sizes, engine or ()) if case.row.group in (only or GROUPS)]
+    bar = progress_bar(Console(stderr=True), len(cases))
+    with closing(BenchContext(timed)) as context, bar as tell:
+        for case in cases:
+            tell(case.row.title, len(rows))
+            rows.append(measured(case, context, sizes))
+    report = BenchReport(quick=sizes is QUICK, rows=rows, **facts)
     report.print(Console(stderr=as_json))
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=1))
@@ -87,27 +85,3 @@ def bench(
         typer.echo(f"wrote {chart}", err=True)
     if any(row.failed for row in report.rows):
         raise typer.Exit(1)
-
-
-def _report(
-    device_name: str, groups: Sequence[str], engines: Sequence[str] | None, quick: bool
-) -> BenchReport:
-    """Runs the cases. Raises typer.BadParameter for a wrong device."""
-    from rich.console import Console
-
-    from disagg.cli.bench.case import QUICK, measured, sizes_for
-    from disagg.cli.bench.peer import BenchContext
-    from disagg.cli.bench.report import HANDOFF_ENGINES, BenchReport, all_cases
-
-    device = device_to_measure(device_name)
-    sizes = sizes_for(device, quick)
-    every = all_cases(sizes, engines or engine_names(), engines or HANDOFF_ENGINES)
-    cases = [case for case in every if case.row.group in groups]
-    facts, rows = origin(device), []
-    console = Console(stderr=True)
-    with closing(BenchContext(device)) as context, progress_bar(console, len(cases)) as tell:
-        for case in cases:
-            tell(case.row.title)
-            rows.append(measured(case, context, sizes))
-            tell("", advance=1)
-    return BenchReport(quick=sizes is QUICK, rows=rows, **facts)

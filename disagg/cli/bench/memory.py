@@ -57,17 +57,13 @@ def memory_cases(sizes: Sizes) -> Iterator[BenchCase]:
     for placement in ("layer", "page"):
         for ids in ("device", "host"):
             nbytes, name = sizes.pages * LAYERS * MLA_PAGE_BYTES, f"MLA by {placement}, {ids} ids"
-            yield BenchCase(
-                row=Measurement(group="move", case=name, bytes=nbytes, target=MOVE_TARGET),
-                open=partial(open_move, sizes.pages, placement, ids),
-            )
+            row = Measurement(group="move", case=name, bytes=nbytes, target=MOVE_TARGET)
+            yield BenchCase(row=row, open=partial(open_move, sizes.pages, placement, ids))
     for group in ("gather", "scatter"):
         for name, width in RUN_WIDTHS.items():
             count = sizes.run_bytes // width
-            yield BenchCase(
-                row=Measurement(group=group, case=name, bytes=count * width, target=RUNS_TARGET),
-                open=partial(open_runs, group, count, width),
-            )
+            row = Measurement(group=group, case=name, bytes=count * width, target=RUNS_TARGET)
+            yield BenchCase(row=row, open=partial(open_runs, group, count, width))
 
 
 def entry_cases(group: str, copied: int) -> Iterator[BenchCase]:
@@ -78,10 +74,8 @@ def entry_cases(group: str, copied: int) -> Iterator[BenchCase]:
         tokens = max(1, 2 * copied // moved // WINDOW_PAGE) * WINDOW_PAGE
         nbytes = tokens * moved // 2
         target = STORE_TARGETS[rows.arguments["packing"]] if group == "store" else None
-        yield BenchCase(
-            row=Measurement(group=group, case=name, bytes=nbytes, target=target),
-            open=partial(open_entries, group, rows, tokens, nbytes),
-        )
+        row = Measurement(group=group, case=name, bytes=nbytes, target=target)
+        yield BenchCase(row=row, open=partial(open_entries, group, rows, tokens, nbytes))
 
 
 def open_entries(
@@ -139,9 +133,7 @@ def _stored(pool: KVPool, values: Mapping[str, torch.Tensor]) -> dict[str, torch
         entries[role], scales = floats.cpu(), scale_role(role)
         if (pool.owner, 0, scales) in pool.layout.region_by_key:
             kind, view = pool.view(role, 0).dtype, pool.view(scales, 0)
-            entries[role], entries[scales] = quantise(
-                floats.cpu(), view.shape[-1], view.dtype, kind
-            )
+            entries |= zip((role, scales), quantise(floats.cpu(), view.shape[-1], view.dtype, kind))
     return entries
 
 

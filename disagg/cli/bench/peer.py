@@ -39,7 +39,7 @@ FAMILIES = {
     "DSv4": ("deepseek_v4", "fp8", 1),
 }
 HEADS_APART = "heads apart"  # no family: each head of each token is a run of 128 bytes
-HANDOFF_LAYERS = 8
+FEW_LAYERS = range(8)  # of a model, in the pools of its hand-offs
 
 
 class BenchContext:
@@ -170,13 +170,9 @@ def pool_of(family: str, tokens: int, device: str, *, decode: bool = False) -> K
         )
     config, packing, ranks = FAMILIES[family]
     model = declare(config)
+    pages, shard = 1 + -(-tokens // model.page_size), Shard(0, ranks)
     return model.build(
-        layers=range(HANDOFF_LAYERS),
-        packing=packing,
-        num_pages=1 + -(-tokens // model.page_size),
-        requests=1,
-        shard=Shard(0, ranks),
-        device=device,
+        layers=FEW_LAYERS, packing=packing, num_pages=pages, requests=1, shard=shard, device=device
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from disagg.cli.bench.case import BenchCase, Measurement, Sizes
 from disagg.cli.bench.memory import memory_cases
 from disagg.cli.bench.transfers import handoff_cases, transfer_cases
+from disagg.engines.base import engine_names
 from kvpool.render.chart import COLOURS, Chart, ChartRow, Mark, Panel, log_axis
 from kvpool.render.text import human
 
@@ -27,12 +28,10 @@ CAPTION = (
 WORST = 0.001  # where the chart's axis begins; of worse ratios at their power of ten
 
 
-def all_cases(
-    sizes: Sizes, engines: Sequence[str], handoff_engines: Sequence[str] = HANDOFF_ENGINES
-) -> list[BenchCase]:
-    """Every case, whether it can run here or not."""
-    cases = [*memory_cases(sizes), *transfer_cases(sizes, engines)]
-    return [*cases, *handoff_cases(sizes, handoff_engines)]
+def all_cases(sizes: Sizes, engines: Sequence[str] = ()) -> list[BenchCase]:
+    """Every case, of `engines` where any is named, whether it can run here or not."""
+    cases = [*memory_cases(sizes), *transfer_cases(sizes, engines or engine_names())]
+    return [*cases, *handoff_cases(sizes, engines or HANDOFF_ENGINES)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

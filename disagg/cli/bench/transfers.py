@@ -51,10 +51,9 @@ def transfer_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
     for engine in engines:
         for name, width in {**READ_WIDTHS, "one run": sizes.transfer_bytes}.items():
             count, case = sizes.transfer_bytes // width, f"{engine}, {name}"
-            yield BenchCase(
-                row=Measurement(group="transfer", case=case, engine=engine, bytes=count * width),
-                open=partial(open_transfer, engine, 2 * sizes.transfer_bytes, count, width),
-            )
+            row = Measurement(group="transfer", case=case, engine=engine, bytes=count * width)
+            opened = partial(open_transfer, engine, 2 * sizes.transfer_bytes, count, width)
+            yield BenchCase(row=row, open=opened)
 
 
 def open_transfer(
@@ -138,15 +137,14 @@ class HandOffSetup:
         last = range((tokens - 1) // chunk * chunk, tokens)
         source_table = block_table(source, tokens)
         dest_table = block_table(dest, tokens, decode=True)
-        runs = plan([source], dest).bind(0, source_table, dest_table, tokens=last)
+        nbytes = plan([source], dest).bind(0, source_table, dest_table, tokens=last).total
 
         def opened(context: BenchContext) -> Work:
             hand_offs: OpenHandOffs = context.opened(OpenHandOffs, self)
             return hand_offs.work(tokens, chunk)
 
-        row = Measurement(
-            group="handoff", case=name, engine=self.engine, bytes=runs.total, bound=BARE
-        )
+        engine = self.engine
+        row = Measurement(group="handoff", case=name, engine=engine, bytes=nbytes, bound=BARE)
         return BenchCase(row=row, open=opened, calls=1)
 
     def endpoint(self, layout: PoolLayout) -> DecodeEndpoint:
@@ -173,18 +171,13 @@ def handoff_cases(sizes: Sizes, engines: Sequence[str]) -> Iterator[BenchCase]:
 
 def trial_cases(engine: str, tokens: int) -> Iterator[BenchCase]:
     """Hand-offs to be checked and not timed; of small runs, also through staging buffers."""
-    for runs, family, staging in (
+    most = tokens + SPARE_TOKENS
+    for runs, family, size in (
         ("large runs", "MLA", 0),
         ("small runs", HEADS_APART, 0),
         ("small runs, staged", HEADS_APART, STAGING_BYTES),
     ):
-        setup = HandOffSetup(
-            engine=engine,
-            family=family,
-            tokens=tokens + SPARE_TOKENS,
-            staging=staging,
-            checked=True,
-        )
+        setup = HandOffSetup(engine=engine, family=family, tokens=most, staging=size, checked=True)
         yield setup.case(f"{engine}, {runs}", tokens, tokens)
 
 

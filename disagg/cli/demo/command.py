@@ -29,12 +29,8 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16")
 _Model = Annotated[
     str, typer.Option(help=f"Model family: {', '.join(MODELS)}.", autocompletion=lambda: [*MODELS])
 ]
-_Engine = Annotated[
-    str,
-    typer.Option(
-        help=f"Transfer engine: {', '.join(engine_names())}.", autocompletion=engine_names
-    ),
-]
+_ENGINES = f"Transfer engine: {', '.join(engine_names())}."
+_Engine = Annotated[str, typer.Option(help=_ENGINES, autocompletion=engine_names)]
 _PromptTokens = Annotated[list[int], typer.Option(min=1, help="Length of a prompt; repeatable.")]
 _NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to decode.")]
 _ChunkTokens = Annotated[int, typer.Option(min=1, help="Tokens per prefill chunk.")]
@@ -118,8 +114,7 @@ def _played(settings: DemoSettings, as_json: bool, timeline: Path | None) -> boo
     prompts: list[DecodedPrompt] = []
     try:
         get_device(settings.device)
-        reason = engine_class(settings.engine).availability()
-        if reason is not None:
+        if (reason := engine_class(settings.engine).availability()) is not None:
             raise EngineUnavailable(f"engine {settings.engine!r}: {reason}")
         with OtherProcess(PrefillSide, name="prefill") as process:
             for prompt in decoded_prompts(process, settings, console, timeline):

@@ -101,13 +101,10 @@ def decoded_prompts(
         if link.plan is None:
             raise RuntimeError("prefill: the handshake has ended without a plan.")
         console.print(link.plan.explain(max(settings.prompts)).table(), crop=False)
-        for room in range(len(settings.prompts)):
-            yield side.decode(room)
+        yield from map(side.decode, range(len(settings.prompts)))
         if drawing is not None:
-            rooms = {
-                f"{tokens:,} tokens": side.endpoint.metrics(str(room))
-                for room, tokens in enumerate(settings.prompts)
-            }
+            names = (f"{tokens:,} tokens" for tokens in settings.prompts)
+            rooms = {name: side.endpoint.metrics(str(room)) for room, name in enumerate(names)}
             title = f"{settings.model} over {settings.engine}"
             write_chart(timeline(rooms, title), drawing)
             console.print(f"wrote {drawing}", markup=False, soft_wrap=True)
@@ -119,9 +116,8 @@ class DecodeSide:
     def __init__(self, other: OtherProcess, settings: DemoSettings, console: Console) -> None:
         self._other, self._settings, self._console = other, settings, console
         self._model, self._prompt = settings.build()
-        self._pool, self._single = (
-            settings.pool(self._model, settings.decode_page) for _ in range(2)
-        )
+        page = settings.decode_page
+        self._pool, self._single = (settings.pool(self._model, page) for _ in range(2))
         layout = self._pool.layout
         table = layout_table(layout, f"{settings.model}: layout of the decode pool")
         console.print(table, crop=False)
@@ -182,9 +178,7 @@ class DecodeSide:
         received, chunks = request.address(), settings.chunks(request.num_tokens)
         single = PoolCache.new(self._single, Allocator(self._single))
         own: Any = DynamicCache(config=model.config)
-        same_first = [
-            first == prefill(model, self._prompt, cache, chunks) for cache in (single, own)
-        ]
+        firsts = [prefill(model, self._prompt, cache, chunks) for cache in (single, own)]
         live = same_as_pool(self._pool, received, self._single, single.requests[0].address())
         tokens, logits = [first], list[torch.Tensor]()
         cache = PoolCache(self._pool, allocator, [request])
@@ -197,18 +191,18 @@ class DecodeSide:
         allocator.free(request)
         single.allocator.free(single.requests[0])
 
-        def equal_logits(others: list[torch.Tensor], same_first: bool, cache: str) -> Comparison:
+        def equal_logits(others: list[torch.Tensor], other_first: int, cache: str) -> Comparison:
             equal = sum(map(torch.equal, logits, others))
             words = f"logits of {equal} of {len(others)} decoded steps bit-equal to one process"
-            return Comparison(same_first and equal == len(others), f"{words}, {cache}")
+            return Comparison(first == other_first and equal == len(others), f"{words}, {cache}")
 
         right = f"{live.checked - live.wrong:,} of {live.checked:,}"
         checks = [
-            equal_logits(again, same_first[0], "same pool"),
+            equal_logits(again, firsts[0], "same pool"),
             Comparison(not live.wrong, f"{right} live bytes of the pool equal"),
         ]
         if settings.exact:
-            checks.append(equal_logits(truth, same_first[1], "transformers' own cache"))
+            checks.append(equal_logits(truth, firsts[1], "transformers' own cache"))
         else:
             error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, truth))
             words = f"largest logit error of {settings.packing}: {error:.2%} of the largest"

@@ -161,17 +161,13 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._vllm_config
-        described = engine_layout(config, self._kv_cache_config, kv_caches)
+        layout = engine_layout(config, self._kv_cache_config, kv_caches)
+        said = engine_conventions(config)
         parallel = config.parallel_config
         readers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         readers *= parallel.prefill_context_parallel_size
         rank = Rank(
-            self._settings,
-            described.layout,
-            **self._roles,
-            readers=readers,
-            log=log,
-            conventions=engine_conventions(config),
+            self._settings, layout.layout, **self._roles, readers=readers, log=log, conventions=said
         )
         cleared = []
         if self._kv_cache_config.needs_kv_cache_zeroing and self._roles["consumes"]:
@@ -179,7 +175,7 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 views = [kv_caches[name] for name in group.layer_names if name in kv_caches]
                 blocks = self._kv_cache_config.num_blocks
                 cleared.append([view.view(blocks, -1, *view.shape[1:]) for view in views])
-        self._worker = ConnectorWorker(rank, described.groups, described.layers, cleared)
+        self._worker = ConnectorWorker(rank, layout.groups, layout.layers, cleared)
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         return Handshake(self._worker.rank.prefill.address) if self._roles["produces"] else None

@@ -26,13 +26,7 @@ from disagg.connectors.tensors import (
 from disagg.connectors.vllm.registered import OPEN_WINDOWS, RegisteredLayer
 from kvpool.item import Cell, Repeat, Seq, Template
 from kvpool.layout.dtypes import dtype_name
-from kvpool.layout.formats import (
-    fp8_latent_row,
-    index_key_page,
-    latent_row,
-    scaled,
-    v4_latent_page,
-)
+from kvpool.layout.formats import fp8_latent_row, index_key_page, latent_row, scaled, v4_latent_page
 
 Parts = list[TensorPart]
 HERE = "add it to disagg/connectors/vllm/layers.py"
@@ -53,17 +47,11 @@ MODES = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", 
 
 def read_layer(layer: RegisteredLayer) -> LayerTensor:
     """Raises UnknownFormat, which names the layer and its backend."""
-    name = f"{layer.name} ({layer.owner} layer {layer.number}), {layer.backend}"
+    number, owner, prefix = layer.number, layer.owner, layer.prefix
+    name = f"{layer.name} ({owner} layer {number}), {layer.backend}"
     with naming(name):
         view, parts = read_linear(layer) if layer.is_linear else read_attention(layer)
-    return LayerTensor(
-        name=name,
-        number=layer.number,
-        view=view,
-        parts=parts,
-        owner=layer.owner,
-        prefix=layer.prefix,
-    )
+    return LayerTensor(name=name, number=number, view=view, parts=parts, owner=owner, prefix=prefix)
 
 
 def read_linear(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:

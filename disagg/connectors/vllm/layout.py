@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -118,10 +119,8 @@ def engine_layout(
         tokens = spec.block_size * space.held.ranks
         groups.append(BlockGroup(space.name, blocks, tokens, state))
         lists.append(space)
-        placed += [
-            (compressed(space_of(number, layer, blocks), layer), tensor)
-            for layer, tensor in zip(layers, tensors)
-        ]
+        spaces = (compressed(space_of(number, layer, blocks), layer) for layer in layers)
+        placed += zip(spaces, tensors)
     model = vllm_config.model_config
     layout = layout_of(placed, model.get_total_num_hidden_layers(), model.model, *lists)
     return VllmLayout(layout, tuple(groups), names)
@@ -134,6 +133,7 @@ def registered_layers(
     modules = config.compilation_config.static_forward_context
     # vLLM loads the target first
     target = next(stem(name) for name in modules if name in views)
+    registered = partial(RegisteredLayer, config=config, target=target, platform=platform)
     own_specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
     layers = []
     for name in group.layer_names:
@@ -146,15 +146,7 @@ def registered_layers(
                 f"{name}: a {kind} is not known (known: {', '.join(SPECS)}). Use another model, or "
                 f"{HERE}."
             )
-        layer = RegisteredLayer(
-            config=config,
-            name=name,
-            target=target,
-            module=module,
-            spec=spec,
-            view=views[name],
-            platform=platform,
-        )
+        layer = registered(name=name, module=module, spec=spec, view=views[name])
         version = getattr(spec, "model_version", None)
         if (layer.ratio != 1 or version) and layer.backend not in V4:
             raise UnknownFormat(

@@ -232,13 +232,9 @@ class ConnectorScheduler:
             if not self.waits:
                 self._receiving.add(name)
             stop = self._handed_over(request, source)
+            start, ids = stop - external, self._transferred(blocks.get_block_ids())
             receive = ReceiveTask(
-                request=name,
-                source=source,
-                blocks=self._transferred(blocks.get_block_ids()),
-                start=stop - external,
-                stop=stop,
-                waits=self.waits,
+                request=name, source=source, blocks=ids, start=start, stop=stop, waits=self.waits
             )
             self._step.receives.append(receive)
 
