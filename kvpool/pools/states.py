@@ -26,6 +26,7 @@ from kvpool.layout.formats import (
     Kind,
     LinearState,
     Order,
+    PerRequest,
     Shard,
     StateType,
 )
@@ -36,9 +37,9 @@ from kvpool.pools.base import Common, KVPool
 @dataclass(frozen=True, slots=True)
 class State:
     """A kind of state that a layer keeps: of every token, or with `window` of that many tokens
-    before the current one. A linear state is kept once a request, its convolution in `dtype`
-    (empty: the pool's). Where a layer has several, roles of the later begin with their
-    number: `linear1.conv.x`.
+    before the current one. A `PerRequest` state, such as a linear one, is kept once a request, its
+    convolution in `dtype` (empty: the pool's). Where a layer has several, roles of the later begin
+    with their number: `linear1.conv.x`.
     """
 
     kind: Kind
@@ -46,10 +47,11 @@ class State:
     dtype: str = ""
 
     def __post_init__(self) -> None:
-        if self.window is not None and (isinstance(self.kind, LinearState) or self.window < 1):
+        if self.window is not None and (isinstance(self.kind, PerRequest) or self.window < 1):
             name = type(self.kind).__name__
             raise ValueError(
-                f"{name}: a window of {self.window}. Give 1 or more, and none for a linear state."
+                f"{name}: a window of {self.window}. Give 1 or more, and none for a state that a "
+                "request has once."
             )
 
 
@@ -124,11 +126,11 @@ class UnionPool(KVPool):
         dtype: str = "",
         number: int = 0,
     ) -> tuple[Kind, At]:
-        """A kind of state where these pools have it: linear states in slots, `number` counting
+        """A kind of state where these pools have it: those of a request in slots, `number` counting
         those of a layer, windows in spaces of their own, all others in pages of tokens.
         """
         packing, component = None, None
-        if isinstance(kind, LinearState):
+        if isinstance(kind, PerRequest):
             packing, component = dtype or self.conv_dtype or self.dtype, StateType.MAMBA
             prefix = f"linear{number}." if number else ""
             site = self.at(layers, "state", 1, packing=packing, prefix=prefix, state=component)
@@ -287,11 +289,11 @@ class LayeredPool(UnionPool):
     def states(self) -> Iterator[tuple[Kind, At]]:
         layers: dict[tuple[int, State], list[int]] = {}
         for layer, kept in self.by_layer.items():
-            linear = 0
+            number = 0
             for state in kept:
-                is_linear = isinstance(state.kind, LinearState)
-                layers.setdefault((linear * is_linear, state), []).append(layer)
-                linear += is_linear
+                in_slot = isinstance(state.kind, PerRequest)
+                layers.setdefault((number * in_slot, state), []).append(layer)
+                number += in_slot
         for number, state in sorted(layers, key=itemgetter(0)):
             kind, window, dtype = state.kind, state.window, state.dtype
             yield self.place(kind, layers[number, state], window=window, dtype=dtype, number=number)

@@ -23,6 +23,7 @@ from kvpool.layout.formats.kind import (
     BufferSpec as BufferSpec,
     Heads as Heads,
     Kind as Kind,
+    PerRequest as PerRequest,
     Shard as Shard,
     StateType as StateType,
     scale_role as scale_role,

@@ -189,3 +189,9 @@ class Attention:
 
     __slots__ = ()
     shared_kv = False
+
+
+class PerRequest:
+    """A kind that a request has once: pools place it in slots, and it has no window."""
+
+    __slots__ = ()

@@ -12,7 +12,7 @@ from math import prod
 from typing import Literal, NamedTuple, get_args
 
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
-from kvpool.layout.formats.kind import At, BufferSpec, Heads, Shard
+from kvpool.layout.formats.kind import At, BufferSpec, Heads, PerRequest, Shard
 from kvpool.layout.template import Cell, Repeat, Seq, Skip, Template
 
 ConvLayout = Literal["channels_first", "taps_first"]
@@ -68,7 +68,7 @@ def temporal_state(heads: Heads, shape: Sequence[int], dtype: str, axis: str = "
 
 
 @dataclass(frozen=True, slots=True)
-class LinearState:
+class LinearState(PerRequest):
     """The state of a linear-attention layer, per request: the last `taps` inputs of its
     convolution, and the temporal state of every head; without `taps` or `heads` only the other.
 

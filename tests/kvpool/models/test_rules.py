@@ -182,7 +182,7 @@ def test_a_layer_may_keep_several_kinds():
 
 @pytest.mark.parametrize("state", [(mamba2(4, 3, 2, 5, 4), 6), (MHA(2, 16), 0)])
 def test_a_window_that_cannot_be_is_refused(state):
-    with pytest.raises(ValueError, match="Give 1 or more, and none for a linear state"):
+    with pytest.raises(ValueError, match="Give 1 or more, and none for a state that a req"):
         State(*state)
 
 
