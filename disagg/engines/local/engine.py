@@ -178,15 +178,9 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         if not small:  # the caller may use its columns again; one number for all never changes
             dst = dst.copy()
             nbytes = nbytes if nbytes.strides == (0,) else np.array(nbytes, dtype=np.int64)
-        return self._worker.post(
-            src,
-            dst,
-            nbytes,
-            pid=peer.pid if by_kernel else 0,
-            peer=peer.link.fileno() if by_kernel else -1,
-            keep=(*peer.mappings, peer.link),
-            at_once=small,
-        )
+        pid, link = (peer.pid, peer.link.fileno()) if by_kernel else (0, -1)
+        keep = (*peer.mappings, peer.link)
+        return self._worker.post(src, dst, nbytes, pid=pid, peer=link, keep=keep, at_once=small)
 
     def poll(self, transfer: LocalTransfer) -> bool:
         """Whether every copy has finished."""

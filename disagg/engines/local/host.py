@@ -88,9 +88,7 @@ def map_files(segments: Sequence[Segment], files: Sequence[int]) -> tuple[list[i
     Returns for each segment its `pointer here - pointer there` (0: PRIVATE), and the mappings.
     """
     if {segment.file for segment in segments} - {PRIVATE} != {*range(len(files))}:
-        raise TransferError(
-            f"malformed offer: {len(files)} files came, and the segments name others."
-        )
+        raise TransferError(f"malformed offer: {len(files)} files came, but segments name others.")
     sizes = [sealed_size(handle) for handle in files]
     for segment in segments:
         low, high = segment.offset, segment.offset + segment.nbytes
