@@ -34,8 +34,7 @@ MAX_POSITION_RANGES = 16
 
 
 class Piece(NamedTuple):
-    """Part of region `key`: steps `box` of its axes, and those of `entries` that each of `held`
-    holds.
+    """Part of region `key`: steps `box` of its axes, and of `entries` those that all `held` hold.
 
     Steps count in the whole model, entries in the whole request. A slot is one entry, and so is an
     item of a packed region.
@@ -113,17 +112,13 @@ def digests(
     yield np.concatenate(ready)
 
 
-def differing(
-    pieces: Sequence[Piece], own: Hashes, theirs: Hashes, layout: PoolLayout
-) -> list[str]:
+def differing(pieces: Sequence[Piece], own: Hashes, other: Hashes, layout: PoolLayout) -> list[str]:
     """Sentences that name owner, layers, role and positions of entries whose digests differ: one
     digest for each entry of each piece, in order, as `digests` makes them with `each`.
     """
     edges = np.cumsum([piece.numbers().size for piece in pieces])[:-1]
-    wrong = zip(pieces, map(np.flatnonzero, np.split(own != theirs, edges)))
-    return by_layers(
-        (piece.key, _difference(layout, piece, entries)) for piece, entries in wrong if entries.size
-    )
+    wrong = zip(pieces, map(np.flatnonzero, np.split(own != other, edges)))
+    return by_layers((p.key, _difference(layout, p, which)) for p, which in wrong if which.size)
 
 
 class Digester:
@@ -204,14 +199,10 @@ def to_wire(pieces: Sequence[Piece]) -> bytes:
 
 
 def _shape(piece: Piece) -> _PieceShape:
-    return _PieceShape(
-        owner=piece.key[0],
-        role=piece.key[2],
-        box=piece.box,
-        start=piece.entries.start,
-        stop=piece.entries.stop,
-        held=tuple([(part.size, part.rank, part.ranks) for part in piece.held]),
-    )
+    owner, _, role = piece.key
+    start, stop = piece.entries.start, piece.entries.stop
+    held = tuple([(part.size, part.rank, part.ranks) for part in piece.held])
+    return _PieceShape(owner=owner, role=role, box=piece.box, start=start, stop=stop, held=held)
 
 
 def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:

@@ -47,12 +47,12 @@ class TransferError(PeerError, RuntimeError):
     """A read failed or would leave registered memory; none of its bytes may be relied on."""
 
 
-def decode_metadata(metadata: bytes, kind: type[MetadataT]) -> MetadataT:
-    """A peer's metadata (untrusted). Raises TransferError."""
+def decode_metadata(data: bytes, kind: type[MetadataT], what: str = "metadata") -> MetadataT:
+    """A peer's metadata, or what else it gives (untrusted). Raises TransferError."""
     try:
-        return msgspec.msgpack.decode(metadata, type=kind)
+        return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransferError(f"malformed metadata: {error}") from None
+        raise TransferError(f"malformed {what}: {error}") from None
 
 
 def one_memory(slabs: Sequence[Slab], registered: str = "") -> str:
@@ -84,9 +84,7 @@ class Engine(ABC, Generic[PeerT, TransferT]):
     `read` and `poll` never wait, and nothing is gained by polling without a pause.
     """
     run_overhead_bytes: ClassVar[int] = 0
-    """Fixed cost of a run, as the number of bytes moved in that time. If not 0, small runs are read
-    through `disagg.runtime.staging`.
-    """
+    """Fixed cost of a run, in bytes moved in that time; if any, small runs are read by staging."""
     progress_seconds: ClassVar[float] = 0.001
     """Interval at which `progress` is called while a peer may be reading."""
 
@@ -120,8 +118,7 @@ class Engine(ABC, Generic[PeerT, TransferT]):
 
     def notify(self, descriptor: int) -> None:
         """Names a non-blocking descriptor, once and before the first read: an engine whose
-        transfers end in other threads writes a byte to it whenever one may have ended. It keeps a
-        duplicate of its own.
+        transfers end in other threads writes a byte to a duplicate of it when one may have ended.
         """
 
     def progress(self) -> None:
@@ -132,8 +129,7 @@ class Engine(ABC, Generic[PeerT, TransferT]):
         """Gives up a peer and its reads; True once no byte of them can land here.
 
         With a `timeout` in seconds (0: do not wait) it may return False; call it again then.
-        Without one it waits. Other peers' reads continue. Raises TransferError if it can never be
-        certain.
+        Without one it waits. Other peers' reads go on. Raises TransferError if it is never certain.
         """
 
     def telemetry(self) -> Mapping[str, float]:
@@ -164,10 +160,9 @@ def engine_class(name: str) -> type[Engine]:
     """
     entry = _entries().get(name)
     if entry is None:
-        names = engine_names()
-        raise EngineUnavailable(
-            f"engine {name!r} is unknown; known: {', '.join(names)}.{nearest(name, names)}"
-        )
+        known = engine_names()
+        alike = nearest(name, known)
+        raise EngineUnavailable(f"engine {name!r} is unknown; known: {', '.join(known)}.{alike}")
     try:
         engine: type[Engine] = entry.load()
     except Exception as error:  # of a package that is not ours

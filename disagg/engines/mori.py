@@ -7,8 +7,7 @@ MoRI has no cancellation, and a read that it calls failed may have parts in flig
 the `IOEngine` ends them: that destroys its queue pairs and registrations. So the `IOEngine` stays
 inside `MoriIO`, where nothing else refers to it.
 
-Written from MoRI's sources and the calls that SGLang and vLLM make of it; not yet run
-(docs/engines.md).
+Written from MoRI's sources and SGLang's and vLLM's calls of it; not yet run (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -210,9 +209,8 @@ class MoriIO:
         self.memory: dict[int, Any] = {}
         """`MemoryDesc`s of what is registered, by base."""
         self._statuses: list[Any] = []
-        self._io = api.IOEngine(
-            f"kvpool-{uuid.uuid4().hex}", api.IOEngineConfig(host=hostname, port=0)
-        )
+        name, place = f"kvpool-{uuid.uuid4().hex}", api.IOEngineConfig(host=hostname, port=0)
+        self._io = api.IOEngine(name, place)
         self._alive = weakref.ref(self._io)
         # SGLang's numbers of queue pairs, posts and threads. No notifications: peers need none, and
         # one that fails would fail its read

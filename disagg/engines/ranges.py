@@ -29,12 +29,10 @@ class Ranges:
         """From pointers and lengths in bytes. Raises ValueError if two overlap."""
         ordered = sorted(ranges)
         end = 0
-        for base, nbytes in ordered:
-            if base < end or nbytes < 1 or base + nbytes > MAX_INT:
-                raise ValueError(
-                    f"{nbytes} bytes at {base:#x} overlap another range or are invalid."
-                )
-            end = base + nbytes
+        for base, size in ordered:
+            if base < end or size < 1 or base + size > MAX_INT:
+                raise ValueError(f"{size} bytes at {base:#x} overlap another range or are invalid.")
+            end = base + size
         starts = np.array([base for base, _ in ordered], dtype=np.int64)
         ends = np.array([base + nbytes for base, nbytes in ordered], dtype=np.int64)
         gaps = np.zeros_like(starts)

@@ -105,10 +105,8 @@ class ThreadedPeer:
             self._changed.wait_for(lambda: self._silent is not None or not self._doubt, timeout)
             if self._silent is not False:
                 return self._silent or not self._doubt
-        reason = self._reader.undestroyed
-        raise TransferError(
-            f"{self._problem} Its bytes may still land until this process ends: {reason}"
-        )
+        reason = f"Its bytes may still land until this process ends: {self._reader.undestroyed}"
+        raise TransferError(f"{self._problem} {reason}")
 
     def join(self) -> None:
         """Waits until the thread has ended its reader."""

@@ -21,9 +21,7 @@ _sigaction = ctypes.PyDLL(None).sigaction
 _sigaction.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _ACTION_BYTES = 256
 """At least struct sigaction's size."""
-_NUMBERS = sorted(
-    {int(number) for number in signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP}
-)
+_NUMBERS = sorted(set(map(int, signal.valid_signals())) - {signal.SIGKILL, signal.SIGSTOP})
 
 
 class _DeferredSignals:

@@ -54,11 +54,10 @@ def _open(path: Path, name: str | Path, flags: int, folder: int | None, refused:
     except FileNotFoundError as error:
         raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
     except OSError as error:
+        reason = error.strerror
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and path.is_symlink():
-            raise ValueError(
-                f"{path}: a symbolic link is not followed. Name what it points to."
-            ) from None
-        raise ValueError(f"{path}: {error.strerror}.") from None
+            reason = "a symbolic link is not followed. Name what it points to"
+        raise ValueError(f"{path}: {reason}.") from None
     status, user = os.fstat(descriptor), os.geteuid()
     mode, reason = stat.S_IMODE(status.st_mode), ""
     if status.st_uid not in (user, 0):

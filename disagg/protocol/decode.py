@@ -17,7 +17,7 @@ from disagg.protocol.machine import Machine
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFailed, OfAsked
-from disagg.protocol.peers.link import Link, PrefillRank, Read
+from disagg.protocol.peers.link import Link, PrefillRank
 from disagg.protocol.rooms.decode_rooms import DecodeRoom, DecodeRooms
 from disagg.protocol.status import Failure, Phase, RoomEvent
 from disagg.protocol.verification import Comparisons, Verification
@@ -67,7 +67,11 @@ class DecodeMachine(Machine[DecodeRoom]):
             case events.ReadMoved(read, nbytes, seconds):
                 self.rooms.known(read.room).metrics.moved(nbytes, seconds)
             case events.ReadEnded(read, problem):
-                self._end_read(read, problem)
+                reading = self.rooms.end_read(read, now)
+                if reading and problem is not None:
+                    self._fail(reading, Failure("decode", problem, "read"))
+                elif reading:
+                    self._advance(reading)
             case events.ReadFailed(read, problem):
                 if reading := self.rooms.current(read.room, read.attempt):
                     self._fail(reading, Failure("decode", problem, "read"))
@@ -88,7 +92,8 @@ class DecodeMachine(Machine[DecodeRoom]):
                 rank.link.unconnected.discard(rank.source)
             case events.DigestComputed(Verification() as check, values, problem):
                 if not check.room.phase.poll.ended:
-                    failure = self._comparisons.computed(check, values, problem, now)
+                    check.own = values
+                    failure = self._comparisons.compare(check, "decode", problem, now)
                     self._compared(check.room, failure)
             case events.ConnectLink(link):
                 self.peers.connect(link, now)
@@ -161,13 +166,6 @@ class DecodeMachine(Machine[DecodeRoom]):
             case messages.Abort():
                 aborted = Failure("prefill", message.reason, "abort")
                 self._fail(room, aborted, except_rank=source)
-
-    def _end_read(self, read: Read, problem: str | None) -> None:
-        room = self.rooms.end_read(read, self._now)
-        if room is not None and problem is not None:
-            self._fail(room, Failure("decode", problem, "read"))
-        elif room is not None:
-            self._advance(room)
 
     def _link_changed(self, change: LinkChange | None) -> None:
         if isinstance(change, Link):

@@ -162,15 +162,14 @@ class WireSpan(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ChunkReady(_OfRoom, frozen=True, kw_only=True, tag="chunk_ready"):
-    """Prefill has computed positions `start` to `stop`, of `layers` or of all; `spans` is its block
-    table, `last` ends the room.
-    """
+    """Prefill has computed positions `start` to `stop`, of `layers` or all; `last` ends a room."""
 
     start: Position
     stop: Position
     last: bool
     num_tokens: Position
     spans: Annotated[dict[Name, WireSpan], Meta(max_length=MAX_PARTS)]
+    """Its block table."""
     aux: bytes
     """A msgpack map of names to values, see `codec`."""
     layers: LayerRange | None = None
@@ -283,10 +282,8 @@ def checked_conventions(conventions: Mapping[str, Convention]) -> dict[str, Conv
                 f"conventions: {name}={value!r}: a number, or a text of at most {MAX_CONVENTION} "
                 "printable characters."
             ) from None
-    if len(conventions) > MAX_CONVENTIONS:
-        raise ValueError(
-            f"conventions: {len(conventions)} names, at most {MAX_CONVENTIONS} are sent."
-        )
+    if (count := len(conventions)) > MAX_CONVENTIONS:
+        raise ValueError(f"conventions: {count} names, at most {MAX_CONVENTIONS} are sent.")
     return dict(conventions)
 
 

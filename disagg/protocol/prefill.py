@@ -14,7 +14,7 @@ from disagg.errors import RoomError
 from disagg.protocol import events, messages
 from disagg.protocol.codec import encode, pack_aux
 from disagg.protocol.machine import Machine
-from disagg.protocol.messages import Hello, Message, Room
+from disagg.protocol.messages import DigestRequest, Hello, Message, Room
 from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, Latest
 from disagg.protocol.peers.prefill_peers import OfServed, PrefillPeers
@@ -37,8 +37,7 @@ LONGEST_ATTEMPT = "x" * MAX_NAME
 
 class PrefillMachine(Machine[PrefillRoom]):
     """All rooms of one prefill endpoint. A peer that is silent for longer than the hello's timeout
-    is dead. A lease lasts `lease` seconds from the last chunk or request of a room (None: without
-    end).
+    is dead. A lease ends `lease` seconds after the last chunk or request of a room (None: never).
     """
 
     side = "prefill"
@@ -67,9 +66,7 @@ class PrefillMachine(Machine[PrefillRoom]):
                 self._drop(peer, Failure("prefill", f"decode: {reason}", "lost"))
             case events.Tick():
                 self._tick()
-            case events.DigestComputed(
-                (bytes(peer), messages.DigestRequest() as request), values, problem
-            ):
+            case events.DigestComputed((bytes(peer), DigestRequest() as request), values, problem):
                 self._digests.answer(peer, request, values or b"", problem)
             case events.OfferChunk():
                 self._offer(event)
@@ -152,7 +149,7 @@ class PrefillMachine(Machine[PrefillRoom]):
                 self._dropped(drop)
             case messages.ReadRequest() as request:
                 self._requested(peer, request)
-            case messages.DigestRequest() as request:
+            case DigestRequest() as request:
                 if problem := self._digests.asked(peer, request, self._room_of(peer, request)):
                     self._drop(peer, self.peers.refuse(peer, problem))
             case messages.ReadDone() as done:
@@ -237,9 +234,8 @@ class PrefillMachine(Machine[PrefillRoom]):
     def _fail(self, room: PrefillRoom, failure: Failure, except_peer: bytes | None = None) -> None:
         room.failure = failure
         room.move(RoomEvent.FAILED)
-        room.notice = FailureNotice(
-            reason=failure.reason, told={*room.generations[:MAX_TOLD]}, readers=room.readers
-        )
+        told = {*room.generations[:MAX_TOLD]}
+        room.notice = FailureNotice(reason=failure.reason, told=told, readers=room.readers)
         self._close(room)
         for peer, request in room.requests.items():
             if peer != except_peer:

@@ -1,5 +1,4 @@
-"""What callers see of a room, why rooms fail, the phases of a room, and what both sides' rooms have
-in common.
+"""What callers see of a room, why it fails, its phases, and what both sides' rooms have in common.
 
 A room is one request's hand-off: vLLM's and NIXL's request id, SGLang's bootstrap_room. Each side
 keeps a phase of its own. `TRANSITIONS` has every event that may happen to a room, by side and phase
@@ -159,9 +158,8 @@ class PhasedRoom(ABC):
         """Goes to the phase that follows. Raises ProtocolError if the event cannot happen now."""
         phase = TRANSITIONS[self.side].get((self.phase, event))
         if phase is None:
-            raise ProtocolError(
-                f"{event.name} cannot happen to a room of {self.side} in {self.phase.name}."
-            )
+            place = f"a room of {self.side} in {self.phase.name}"
+            raise ProtocolError(f"{event.name} cannot happen to {place}.")
         self.phase = phase
 
 

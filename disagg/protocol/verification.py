@@ -76,23 +76,14 @@ class Comparisons:
             rank = room.link.ranks[source]
             self._ask(Verification(room=room, rank=rank, pieces=parts, begun=now))
 
-    def answered(
-        self, room: DecodeRoom, source: int, message: Digests, now: float
-    ) -> Failure | None:
+    def answered(self, room: DecodeRoom, source: int, reply: Digests, now: float) -> Failure | None:
         """Takes a rank's digests; returns why the room fails, if it does."""
         check = room.checks.get(source)
-        if check is None or check.each != message.each or check.theirs is not None:
+        if check is None or check.each != reply.each or check.theirs is not None:
             return None  # a duplicate
-        check.theirs = message.values
-        problem = message.problem and f"{check.rank} gives no digests: {message.problem}"
-        return self._compare(check, "prefill", problem, now)
-
-    def computed(
-        self, check: Verification, values: bytes | None, problem: str, now: float
-    ) -> Failure | None:
-        """Takes this side's digests, or why there are none; returns why the room fails."""
-        check.own = values
-        return self._compare(check, "decode", problem, now)
+        check.theirs = reply.values
+        problem = reply.problem and f"{check.rank} gives no digests: {reply.problem}"
+        return self.compare(check, "prefill", problem, now)
 
     def _ask(self, check: Verification) -> None:
         room, rank = check.room, check.rank
@@ -104,8 +95,10 @@ class Comparisons:
         request = room.message(DigestRequest, generation, each=check.each, pieces=parts)
         self._effects.send(rank.number, request)
 
-    def _compare(self, check: Verification, side: Side, problem: str, now: float) -> Failure | None:
-        """Once both sides' digests are there: equal, asked again entry by entry, or a failure."""
+    def compare(self, check: Verification, side: Side, problem: str, now: float) -> Failure | None:
+        """Once both sides' digests are there: equal, asked again entry by entry, or a failure, as a
+        `problem` of one side is.
+        """
         room = check.room
         room.touched = now
         if problem:

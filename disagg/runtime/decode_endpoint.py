@@ -41,8 +41,7 @@ NOTHING = RequestAddress(0, {})
 
 
 class DecodeEndpoint(Endpoint[DecodeMachine]):
-    """Reads what one decode rank needs; `ranks` decode ranks read each room: how many, or their
-    Group.
+    """Reads what one decode rank needs. `ranks`: how many decode ranks read a room, or their Group.
 
     Without a group, every decode rank contacts every prefill rank. With one, it contacts the ranks
     that it reads from, and its share of those that no member reads from: four messages for each
@@ -228,9 +227,8 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         name = room_name(room)
         with deferred_signals, self._loop.lock:
             link = link or self._only_link(name)
-            self.driver.call(
-                RequestRoom(room=name, address=NOTHING, start=0, link=link, declined=True)
-            )
+            request = RequestRoom(room=name, address=NOTHING, start=0, link=link, declined=True)
+            self.driver.call(request)
 
     def layer_ready(self, room: Room, layer: int, *, owner: str = "target") -> bool:
         """Whether all that the room lacks of a layer was read, from every rank that has any of it.

@@ -25,7 +25,7 @@ from disagg.protocol import events
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT
 from disagg.protocol.prefill import PrefillMachine
-from disagg.runtime.event_loop import EventLoop, Waiters
+from disagg.runtime.event_loop import EventLoop, Holds, Waiters
 
 IDLE_SECONDS = 0.05
 READ_PAUSE_SECONDS = 0.001
@@ -130,9 +130,7 @@ class Driver:
                 with loop.lock:
                     self._wake_up()
 
-    def wait(
-        self, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
-    ) -> bool:
+    def wait(self, holds: Holds, timeout: float | None, room: Room | None = None) -> bool:
         """Waits until `holds()`; whether it does. Without a thread, turns the loop meanwhile. With
         one, `room` is the room that `holds()` is about, if it holds once that has ended.
         """

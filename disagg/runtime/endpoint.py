@@ -18,15 +18,7 @@ from typing_extensions import Self
 from disagg.digest.digest import Digester
 from disagg.engines.base import Engine
 from disagg.errors import UsageError
-from disagg.host.exits import (
-    ABANDONED_IN_CHILD,
-    CLOSED_AT_EXIT,
-    FORKED,
-    Abandons,
-    ForkedMachine,
-    close_aside,
-    keep_for_ever,
-)
+from disagg.host import exits
 from disagg.host.signals import deferred_signals
 from disagg.protocol import events
 from disagg.protocol.messages import PROTOCOL, Hello, Room, checked_conventions, room_name
@@ -102,13 +94,12 @@ class Endpoint(Generic[M]):
             clock=clock,
             telemetry=dict(engine.telemetry()),
         )
-        self.driver = Driver(
-            self._loop, threaded=options.get("threaded", True), peer_timeout=peer_timeout
-        )
+        threaded = options.get("threaded", True)
+        self.driver = Driver(self._loop, threaded=threaded, peer_timeout=peer_timeout)
         self._releasing, self._releases = threading.RLock(), False
-        ABANDONED_IN_CHILD.add(self)
+        exits.ABANDONED_IN_CHILD.add(self)
         self._released = False
-        CLOSED_AT_EXIT.add(self)
+        exits.CLOSED_AT_EXIT.add(self)
 
     @property
     def machine(self) -> M:
@@ -123,8 +114,7 @@ class Endpoint(Generic[M]):
 
     def wait(self, room: Room, timeout: float | None = None) -> KVPoll:
         """Blocks until the room has ended; returns its state. Raises EndpointClosed if the endpoint
-        is closed before, and after `timeout` seconds TimeoutError, which says what the room waits
-        for.
+        is closed before, and TimeoutError after `timeout` seconds, with what the room waits for.
         """
         name = room_name(room)
         return self._wait_in_room(name, lambda: self.machine.poll(name).ended, timeout, name)
@@ -197,7 +187,7 @@ class Endpoint(Generic[M]):
                 self._released = True
             finally:
                 self._releases = False
-        CLOSED_AT_EXIT.discard(self)
+        exits.CLOSED_AT_EXIT.discard(self)
 
     def drop(self) -> None:
         """Closes what its owner has left open. Over a transport of the caller's, which only one
@@ -212,11 +202,11 @@ class Endpoint(Generic[M]):
         the parent's. Every call then raises EndpointClosed.
         """
         self._releasing, self._released = threading.RLock(), True
-        keep_for_ever(self)
-        self.driver.abandon(FORKED)
-        self._loop.machine = cast(M, ForkedMachine())
+        exits.keep_for_ever(self)
+        self.driver.abandon(exits.FORKED)
+        self._loop.machine = cast(M, exits.ForkedMachine())
         self.engine.abandon()
-        if isinstance(self._loop.transport, Abandons):
+        if isinstance(self._loop.transport, exits.Abandons):
             self._loop.transport.abandon()
 
     def __del__(self) -> None:
@@ -229,7 +219,7 @@ class Endpoint(Generic[M]):
             stacklevel=2,
             source=self,
         )
-        close_aside(self)
+        exits.close_aside(self)
 
     def __enter__(self) -> Self:
         return self

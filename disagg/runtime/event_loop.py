@@ -33,13 +33,13 @@ from kvpool.layout.types import MAX_REASON
 TELEMETRY_SECONDS = 0.5
 
 M = TypeVar("M", bound=PrefillMachine | DecodeMachine)
+Holds = Callable[[], bool]
 
 
 @dataclass(eq=False, kw_only=True)
 class EventLoop(Generic[M]):
     """One thread at a time may be in `turn`. Any thread may `handle` events and `execute` what
-    follows while it holds `lock`; `execute` not during another thread's turn. `name` is for
-    the log.
+    follows while it holds `lock`; `execute` not in another thread's turn. `name` is for the log.
     """
 
     name: str
@@ -209,7 +209,7 @@ class EventLoop(Generic[M]):
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    holds: Callable[[], bool]
+    holds: Holds
     room: Room | None
     gate: threading.Lock = field(default_factory=threading.Lock)
     held_once: bool = False
@@ -226,8 +226,7 @@ class _Waiter:
 
 class Waiters:
     """Threads that wait for something of an endpoint. Each is woken for what it waits for, so that
-    a turn costs the same whether one waits or hundreds. All is used under `lock`, which a thread
-    that waits does not hold.
+    a turn costs the same for one and for hundreds. Used under `lock`, which no waiting thread has.
     """
 
     def __init__(self, lock: threading.RLock) -> None:
@@ -236,9 +235,7 @@ class Waiters:
         self.others: dict[_Waiter, None] = {}
         self._closed = False
 
-    def wait(
-        self, holds: Callable[[], bool], timeout: float | None, room: Room | None = None
-    ) -> bool:
+    def wait(self, holds: Holds, timeout: float | None, room: Room | None = None) -> bool:
         """Waits until `holds()`, or `close`; whether it held. Of a room it is asked once that has
         ended, and of anything else once a turn.
         """

@@ -131,7 +131,6 @@ def _certified(
         .not_valid_after(now + timedelta(days=days))
     )
     for extension in extensions:
-        builder = builder.add_extension(
-            extension, critical=isinstance(extension, x509.BasicConstraints)
-        )
+        critical = isinstance(extension, x509.BasicConstraints)
+        builder = builder.add_extension(extension, critical)
     return Authority(key, builder.sign(issuer.key if issuer else key, SHA256()))

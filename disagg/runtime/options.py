@@ -35,6 +35,7 @@ class Rule(NamedTuple):
 
 _Path = Annotated[str, Meta(min_length=1)]
 _Positive = Annotated[float, Meta(gt=0)]
+_Readers = Annotated[int, Meta(ge=1, le=MAX_READERS)]
 _BOUNDED = f"a number of seconds from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f}"
 _TRUTH = Rule(bool, "True or False")
 RULES: Mapping[str, Rule] = {
@@ -56,9 +57,7 @@ RULES: Mapping[str, Rule] = {
     "allow_missing": Rule(list[str], 'a list of owners or roles, such as ["draft"]'),
     "verify": Rule(Literal["checksum"] | None, "'checksum', or None"),
     "stream": Rule(Literal["chunks", "layers"] | None, "'chunks', 'layers', or None"),
-    "ranks": Rule(
-        Annotated[int, Meta(ge=1, le=MAX_READERS)], f"a number from 1 to {MAX_READERS}, or a Group"
-    ),
+    "ranks": Rule(_Readers, f"a number from 1 to {MAX_READERS}, or a Group"),
     "staging": Rule(
         Annotated[int, Meta(ge=0)],
         f"{MIN_STAGING:,} bytes or more, or 0 for none",

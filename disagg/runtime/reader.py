@@ -1,7 +1,6 @@
 """Decode's reads: bound, cut into parts, posted to the engine and polled. Ranks are read side by
 side, each in its lane, so that one failure stops no other rank. Reads of a lane begin in order;
-small ones that are ready in one step are posted together. Those that another's failure has stopped
-go on after it.
+small ones that are ready in one step are posted together. Reads that a failure stops go on later.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class Stuck(TransferError):
 class Reader:
     """Works through reads with one engine, in one thread; reports events, and changes nothing of
     the machine's. Every read ends with a ReadEnded, once none of its bytes can land any more; if
-    that takes time, a ReadFailed comes before it. A part that takes longer than `timeout` seconds
-    has failed.
+    that takes time, a ReadFailed comes before it. A part fails after `timeout` seconds.
     """
 
     def __init__(

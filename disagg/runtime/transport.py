@@ -51,6 +51,7 @@ class Transport(Protocol):
 
     def where(self, peer: Peer) -> str:
         """Where a peer is, in words, for a log; empty if that is not known (any more)."""
+        return ""
 
 
 @dataclass(eq=False, slots=True)
@@ -131,6 +132,3 @@ class MemoryTransport(Transport):
     def poll(self) -> Iterator[tuple[Peer, bytes]]:
         for _ in range(len(self.inbox)):
             yield self.inbox.popleft()
-
-    def where(self, peer: Peer) -> str:
-        return ""

@@ -66,8 +66,7 @@ class Header:
     in its data.
 
     `request` names the request of which the ranks' files are parts. `conventions` are those of the
-    engine (`disagg.connectors.conventions`). `digests` are those of all live bytes of each region
-    that has any.
+    engine (`disagg.connectors.conventions`). `digests` are of all live bytes of regions with any.
     """
 
     tokens: int

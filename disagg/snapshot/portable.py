@@ -30,7 +30,7 @@ def portable(layout: PoolLayout, tokens: int) -> PoolLayout:
     buffers: list[Buffer] = []
     regions: list[Region] = []
     end = 0
-    for region in sorted(layout.regions, key=_order):
+    for region in sorted(layout.regions, key=lambda region: (-ITEMSIZE[region.dtype], *region.key)):
         space = _space(layout.space_of(region), bool(region.packing), plain)
         spaces[space.name] = space
         compact = _compact(region, space)
@@ -76,10 +76,6 @@ def live_pieces(layout: PoolLayout, tokens: int) -> Iterator[Piece]:
         held = () if space.held == EVERY else (space.held,)
         box = tuple((axis.name, axis.start, axis.stop) for axis in region.inner_axes)
         yield Piece(region.key, box, live, held)
-
-
-def _order(region: Region) -> tuple[int, str, int, str]:
-    return -ITEMSIZE[region.dtype], *region.key
 
 
 def _space(space: Space, packed: bool, plain: set[str]) -> Space:

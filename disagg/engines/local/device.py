@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -69,9 +69,7 @@ def share(slab: Slab) -> DeviceSegment:
     return DeviceSegment(slab.base, slab.nbytes, slab.memory, handle)
 
 
-def attach(
-    segments: Sequence[DeviceSegment], memory: str, *, own: bool
-) -> tuple[Attached, list[int]]:
+def attach(segments: list[DeviceSegment], memory: str, *, own: bool) -> tuple[Attached, list[int]]:
     """Maps a peer's segments (untrusted) for the device of this side's `memory`; with the shift of
     each. `own`: they are of this process.
     """

@@ -19,23 +19,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from disagg.engines.base import (
-    Engine,
-    TransferError,
-    decode_metadata,
-    one_memory,
-    wait_until,
-)
+from disagg.engines.base import Engine, TransferError, decode_metadata, one_memory, wait_until
 from disagg.engines.local.device import DeviceSegment, attach, share
 from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
-from disagg.engines.local.offer import (
-    Offer,
-    OfferServer,
-    close_all,
-    dial,
-    read_offer,
-    receive_files,
-)
+from disagg.engines.local.offer import Offer, OfferServer, dial, read_offer, receive_files
 from disagg.engines.local.peer import BY_DEVICE, BY_KERNEL, BY_MAPPING, LocalPeer, finished
 from disagg.engines.ranges import NO_RANGES
 from disagg.host.brief import Waker
@@ -67,9 +54,7 @@ class LocalMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(eq=False)
 class LocalTransfer:
-    """A read; with a batch, if it starts when its peer's offer is here. `jobs` and `event` are the
-    copies that go on.
-    """
+    """A read; with a batch, if it awaits its peer's offer. `jobs` and `event`: copies going on."""
 
     peer: LocalPeer
     batch: CopyBatch | None = None
@@ -177,9 +162,7 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
     def _copy_host(
         self, peer: LocalPeer, runs: tuple[Ints, Ints, Ints], *, by_kernel: bool
     ) -> _native.Job | None:
-        """Copies runs from what is mapped of a peer's memory, or from its process; returns the job,
-        if that goes on.
-        """
+        """Copies runs from a peer's mapped memory, or its process; returns the job that goes on."""
         src, dst, nbytes = runs
         if not self._native:
             if by_kernel:
@@ -195,15 +178,9 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         if not small:  # the caller may use its columns again; one number for all never changes
             dst = dst.copy()
             nbytes = nbytes if nbytes.strides == (0,) else np.array(nbytes, dtype=np.int64)
-        return self._worker.post(
-            src,
-            dst,
-            nbytes,
-            pid=peer.pid if by_kernel else 0,
-            peer=peer.link.fileno() if by_kernel else -1,
-            keep=(*peer.mappings, peer.link),
-            at_once=small,
-        )
+        pid, link = (peer.pid, peer.link.fileno()) if by_kernel else (0, -1)
+        keep = (*peer.mappings, peer.link)
+        return self._worker.post(src, dst, nbytes, pid=pid, peer=link, keep=keep, at_once=small)
 
     def poll(self, transfer: LocalTransfer) -> bool:
         """Whether every copy has finished."""
@@ -271,7 +248,8 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
         try:
             self._map(peer, read_offer(files[0]), files[1:])
         finally:
-            close_all(files)
+            for file in files:
+                os.close(file)
         return True
 
     def _map(self, peer: LocalPeer, offer: Offer, files: Sequence[int]) -> None:

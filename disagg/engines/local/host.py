@@ -7,6 +7,7 @@ import mmap
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -20,9 +21,7 @@ PRIVATE = -1
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`nbytes` at `base` of the owner: bytes from `offset` of a file that is passed with it, by its
-    index, or `PRIVATE`.
-    """
+    """`nbytes` at `base` of the owner: from `offset` of passed file number `file`, or `PRIVATE`."""
 
     base: int
     nbytes: int
@@ -72,13 +71,10 @@ def sealed_size(handle: int) -> int:
     """Bytes of a file that a peer passed. Raises TransferError unless it is a regular file that
     cannot shrink: to read a mapping beyond its end raises SIGBUS.
     """
-    status = os.fstat(handle)
-    sealed = False
+    status, sealed = os.fstat(handle), False
     if stat.S_ISREG(status.st_mode):
-        try:
+        with suppress(OSError):  # a kind of file that has no seals
             sealed = bool(fcntl.fcntl(handle, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-        except OSError:  # this kind of file has no seals
-            sealed = False
     if not sealed:
         raise TransferError(
             "malformed offer: a file that is not a regular one, or is not sealed against shrinking."
@@ -92,9 +88,7 @@ def map_files(segments: Sequence[Segment], files: Sequence[int]) -> tuple[list[i
     Returns for each segment its `pointer here - pointer there` (0: PRIVATE), and the mappings.
     """
     if {segment.file for segment in segments} - {PRIVATE} != {*range(len(files))}:
-        raise TransferError(
-            f"malformed offer: {len(files)} files came, and the segments name others."
-        )
+        raise TransferError(f"malformed offer: {len(files)} files came, but segments name others.")
     sizes = [sealed_size(handle) for handle in files]
     for segment in segments:
         low, high = segment.offset, segment.offset + segment.nbytes

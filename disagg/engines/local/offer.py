@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import msgspec
 
-from disagg.engines.base import TransferError
+from disagg.engines.base import TransferError, decode_metadata
 from disagg.engines.local.device import DeviceSegment
 from disagg.engines.local.host import Segment, sealed_size
 from disagg.engines.ranges import MAX_REGIONS, Ranges
@@ -131,7 +131,8 @@ def receive_files(link: socket.socket, wait: float) -> list[int] | None:
     elif not files:
         problem = "malformed offer: no file came."
     if problem is not None:
-        close_all(files)
+        for file in files:
+            os.close(file)
         raise TransferError(problem)
     return files.tolist()
 
@@ -141,16 +142,7 @@ def read_offer(file: int) -> Offer:
     size = sealed_size(file)
     if size > MAX_BYTES:
         raise TransferError(f"malformed offer: {size} bytes, at most {MAX_BYTES} are read.")
-    try:
-        return msgspec.msgpack.decode(os.pread(file, size, 0), type=Offer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransferError(f"malformed offer: {error}") from None
-
-
-def close_all(files: Sequence[int]) -> None:
-    """Closes files."""
-    for file in files:
-        os.close(file)
+    return decode_metadata(os.pread(file, size, 0), Offer, "offer")
 
 
 class OfferServer:

@@ -37,9 +37,7 @@ class LocalPeer:
     jobs: list[_native.Job] = field(default_factory=list)
 
     def by_way(self, batch: CopyBatch) -> list[tuple[int, tuple[Ints, Ints, Ints]]]:
-        """Runs of pointers here, by how they are read. Raises TransferError for a run that does not
-        lie in one of the peer's segments.
-        """
+        """Runs of pointers here, by how they are read. TransferError for any outside a segment."""
         src, dst, nbytes = self.ranges.cut(batch, batch.src, "the peer")
         number = self.ranges.number(src) if self.ways.size > 1 else 0
         src, ways = src + self.shifts[number], self.ways[number]
@@ -56,9 +54,7 @@ class LocalPeer:
 
 
 def finished(job: _native.Job, pid: int) -> bool:
-    """Whether a job has copied everything. Raises TransferError if it ended before; `pid` is the
-    process that it read.
-    """
+    """Whether a job has copied all from process `pid`. Raises TransferError if it ended before."""
     if not job.ended:
         return False
     if job.done:

@@ -45,10 +45,7 @@ class AscendEngine(MooncakeEngine):
     @classmethod
     def availability(cls) -> str | None:
         """All that is missing; found without importing a vendor's package."""
-        parts = {
-            **ascend_parts(),
-            "a Mooncake that was built with USE_ASCEND_DIRECT": _transport(),
-        }
+        parts = {**ascend_parts(), "a Mooncake that was built with USE_ASCEND_DIRECT": _transport()}
         return absent(parts) or super().availability()
 
     def _check(self, slabs: Sequence[Slab]) -> None:

@@ -18,23 +18,9 @@ import msgspec
 import numpy as np
 
 from disagg.engines.base import EngineUnavailable, TransferError, decode_metadata
-from disagg.engines.mooncake.package import (
-    SWITCHES,
-    choose,
-    fetch,
-    hasten,
-    moves_cuda,
-    package,
-    register_ranges,
-    start,
-)
+from disagg.engines.mooncake import package as mooncake
 from disagg.engines.ranges import MAX_REGIONS, Ranges
-from disagg.engines.threaded import (
-    BlockingReader,
-    ThreadedEngine,
-    ThreadedPeer,
-    ThreadedTransfer,
-)
+from disagg.engines.threaded import BlockingReader, ThreadedEngine, ThreadedPeer, ThreadedTransfer
 from disagg.plan.bind import CopyBatch
 from kvpool.extras import install
 from kvpool.layout import Slab
@@ -44,9 +30,7 @@ from kvpool.layout.types import HOST, MAX_INT
 TCP_RUN_BYTES = 4 << 20
 """Longer runs are cut over TCP: 256 MiB in one run take 1.4 times as long as in these pieces."""
 CALL_RUNS = 1023
-"""Runs per call, and one to poll. More than 1024 would wait in a second queue, where waiting for a
-second is an error.
-"""
+"""Runs per call, and one to poll. More would queue again, where a second's wait is an error."""
 POLLED_BYTES = 1 << 20
 """Shorter reads end before a pause is worth it."""
 HOSTNAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]")
@@ -76,7 +60,7 @@ class MooncakeEngine(ThreadedEngine):
     ports = " to TCP ports 15000 to 17000"
     token_bytes: ClassVar[int] = 16
     max_regions: ClassVar[int] = MAX_REGIONS
-    protocols: ClassVar[tuple[str, ...]] = tuple(SWITCHES)
+    protocols: ClassVar[tuple[str, ...]] = tuple(mooncake.SWITCHES)
 
     def __init__(
         self,
@@ -92,8 +76,8 @@ class MooncakeEngine(ThreadedEngine):
             raise ValueError(f"hostname {hostname!r}: must be a host name, IPv4 address or [IPv6].")
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1 byte.")
-        package()
-        choose(protocol)
+        mooncake.package()
+        mooncake.choose(protocol)
         super().__init__(hostname)
         self._protocol, self._device, self._chunk = protocol, device, chunk
         self.over_tcp = protocol == "tcp"
@@ -104,7 +88,7 @@ class MooncakeEngine(ThreadedEngine):
     def availability(cls) -> str | None:
         """The package must be importable."""
         try:
-            package()
+            mooncake.package()
         except EngineUnavailable as reason:
             return str(reason)
         return None
@@ -124,7 +108,7 @@ class MooncakeEngine(ThreadedEngine):
             self._serving()
         if self._engine is not None:
             with self._scope():
-                register_ranges(self._engine, ranges)
+                mooncake.register_ranges(self._engine, ranges)
         self._ranges.extend(ranges)
 
     def metadata(self) -> bytes:
@@ -165,12 +149,12 @@ class MooncakeEngine(ThreadedEngine):
         super().close()
         if self._engine is not None:
             with self._scope():
-                hasten(self._engine)
+                mooncake.hasten(self._engine)
                 self._engine = None
 
     def _check(self, slabs: Sequence[Slab]) -> None:
         """Mooncake detects which memory a pointer is in; its non-CUDA build assumes the host's."""
-        moves = (HOST, "cuda") if moves_cuda() else (HOST,)
+        moves = (HOST, "cuda") if mooncake.moves_cuda() else (HOST,)
         for slab in slabs:
             if slab.memory.partition(":")[0] not in moves:
                 raise TransferError(
@@ -192,10 +176,10 @@ class MooncakeEngine(ThreadedEngine):
         """The `TransferEngine` that peers read from."""
         if self._engine is None:
             with self._scope():
-                engine = start(self._protocol, self._hostname, self._device)
+                engine = mooncake.start(self._protocol, self._hostname, self._device)
                 if self._token.size:
-                    register_ranges(engine, [(self._token.ctypes.data, self._token.size)])
-                register_ranges(engine, self._ranges)
+                    mooncake.register_ranges(engine, [(self._token.ctypes.data, self._token.size)])
+                mooncake.register_ranges(engine, self._ranges)
             self._engine = engine
             self._warn_exposed(engine.get_rpc_port())
         return self._engine
@@ -204,9 +188,9 @@ class MooncakeEngine(ThreadedEngine):
         """The `TransferEngine` for reads from one peer. Over TCP a new one registers no memory."""
         if self.shared:
             return self._serving()
-        engine = start(self._protocol, self._hostname, self._device)
+        engine = mooncake.start(self._protocol, self._hostname, self._device)
         if not self.over_tcp:
-            register_ranges(engine, self._ranges)
+            mooncake.register_ranges(engine, self._ranges)
             self._warn_exposed(engine.get_rpc_port())
         return engine
 
@@ -237,8 +221,8 @@ class MooncakeReader(BlockingReader):
             return
         self.scratch = np.zeros(len(self.owner.token), dtype=np.uint8)
         base, nbytes = self.scratch.ctypes.data, self.scratch.nbytes
-        register_ranges(self.engine, [(base, nbytes)])
-        if not fetch(self.engine, self.address, [[self.owner.token_at], [base], [nbytes]]):
+        mooncake.register_ranges(self.engine, [(base, nbytes)])
+        if not mooncake.fetch(self.engine, self.address, [[self.owner.token_at], [base], [nbytes]]):
             raise TransferError(
                 f"no answer at {self.address}. Check that the peer is alive, and that its "
                 "`hostname` can be reached from here."
@@ -258,7 +242,7 @@ class MooncakeReader(BlockingReader):
         """In one attempt."""
         # over TCP the core is left to others while Mooncake's threads read
         polled = self.own.over_tcp and bool(call[2].sum() >= POLLED_BYTES)
-        if not fetch(self.engine, self.address, call.tolist(), polled=polled):
+        if not mooncake.fetch(self.engine, self.address, call.tolist(), polled=polled):
             raise TransferError(
                 f"Mooncake cannot read {call.shape[1]} runs from {self.address}: the peer is dead, "
                 "stopped or out of reach. See Mooncake's log on stderr."
@@ -270,6 +254,6 @@ class MooncakeReader(BlockingReader):
             self.engine = None
             return False
         gone = weakref.ref(self.engine)
-        hasten(self.engine)
+        mooncake.hasten(self.engine)
         self.engine = None
         return gone() is None

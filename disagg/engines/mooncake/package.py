@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -92,9 +92,7 @@ def register_ranges(engine: Any, ranges: Iterable[tuple[int, int]]) -> None:
             )
 
 
-def fetch(
-    engine: Any, address: str, rows: Sequence[Sequence[int]], *, polled: bool = False
-) -> bool:
+def fetch(engine: Any, address: str, rows: list[list[int]], *, polled: bool = False) -> bool:
     """Reads runs (sources, destinations, lengths) in one attempt; whether all bytes arrived.
 
     The call that waits for the end of a batch keeps a core busy, which Mooncake's own threads need.

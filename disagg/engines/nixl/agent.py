@@ -20,7 +20,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from disagg.engines.base import TransferError
@@ -164,24 +163,22 @@ class Agent:
         raise TransferError(f"NIXL {action}: {reason}")
 
 
-def backend_options(
-    backend: str, options: dict[str, str], transports: str | None
-) -> dict[str, str]:
+def backend_options(backend: str, options: dict[str, str], transport: str | None) -> dict[str, str]:
     """The backend's options, with those that select one UCX transport."""
-    if transports is None:
+    if transport is None:
         return options
-    if backend != "UCX" or "," in transports:
+    if backend != "UCX" or "," in transport:
         raise ValueError(
-            f"transports={transports!r} with backend {backend!r}: `transports` names one transport "
+            f"transports={transport!r} with backend {backend!r}: `transports` names one transport "
             "of UCX. Set the variable UCX_TLS for several; other backends take their own options."
         )
-    forced = os.environ.get("UCX_TLS", transports)
-    if forced != transports:
+    forced = os.environ.get("UCX_TLS", transport)
+    if forced != transport:
         raise ValueError(
-            f"transports={transports!r} has no effect: the variable UCX_TLS={forced} overrides it."
+            f"transports={transport!r} has no effect: the variable UCX_TLS={forced} overrides it."
         )
-    config = ",".join(filter(None, [options.get("engine_config"), f"TLS={transports}"]))
-    handling = {"ucx_error_handling_mode": "none"} if transports in WITHOUT_ERRORS else {}
+    config = ",".join(filter(None, [options.get("engine_config"), f"TLS={transport}"]))
+    handling = {"ucx_error_handling_mode": "none"} if transport in WITHOUT_ERRORS else {}
     return {**handling, **options, "engine_config": config}
 
 
@@ -201,13 +198,6 @@ def nixl_api() -> Any:
         except ImportError as error:
             reason = error
     raise ImportError(f"none of {', '.join(WHEELS)} can be imported ({reason})")
-
-
-class NixlMetadata(msgspec.Struct, frozen=True):
-    """What a peer needs to read from this side: the memory's name, and the agent's metadata."""
-
-    memory: str
-    agent: bytes
 
 
 def memory_of(name: str) -> NixlMemory:

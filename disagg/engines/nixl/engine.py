@@ -14,14 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from disagg.engines.base import Engine, TransferError, decode_metadata, one_memory, wait_until
-from disagg.engines.nixl.agent import (
-    NEED_PROGRESS,
-    Agent,
-    NixlMetadata,
-    backend_options,
-    memory_of,
-    nixl_api,
-)
+from disagg.engines.nixl.agent import NEED_PROGRESS, Agent, backend_options, memory_of, nixl_api
 from disagg.plan.bind import CopyBatch
 from kvpool.extras import install
 from kvpool.layout import Slab
@@ -29,6 +22,13 @@ from kvpool.layout.types import HOST
 
 MAX_KEPT_AGENTS = 8
 """Retired agents that are kept undestroyed; beyond, the oldest is destroyed."""
+
+
+class NixlMetadata(msgspec.Struct, frozen=True):
+    """What a peer needs to read from this side: the memory's name, and the agent's metadata."""
+
+    memory: str
+    agent: bytes
 
 
 @dataclass(eq=False)

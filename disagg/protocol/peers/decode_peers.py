@@ -240,9 +240,8 @@ class DecodePeers:
     def _plan(self, link: Link, hellos: Sequence[Hello]) -> LinkChange:
         """Plans the transfer, now that every rank has answered."""
         before, own = self.plans.seconds, self.hello.conventions
-        problems = list(
-            dict.fromkeys(text for hello in hellos for text in differences(hello.conventions, own))
-        )
+        texts = (text for hello in hellos for text in differences(hello.conventions, own))
+        problems = list(dict.fromkeys(texts))
         try:
             layouts = [self._layout(rank, hello) for rank, hello in zip(link.ranks, hellos)]
             plan = self.plans.plan(layouts, self.layout, self._group)

@@ -44,9 +44,8 @@ class BlockTables:
         last: bool = True,
         at_most: bool = False,
     ) -> None:
-        """Raises RoomError for a block table that lacks items for live positions of `tokens`, that
-        lists an item outside the buffers or a reserved one for them, or a block for two spaces of
-        its pool.
+        """Raises RoomError for a block table that lacks items for live positions of `tokens`, lists
+        an item outside the buffers or a reserved one for them, or a block for two spaces of a pool.
 
         Slots and rings must be listed with the `last` chunk. With `at_most` the request may have
         fewer tokens, and which items of a window it needs is not known yet: one of at most 100

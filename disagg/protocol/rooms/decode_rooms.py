@@ -248,8 +248,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
 
     def add(self, room: DecodeRoom) -> None:
         """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
-        not have, if its block table cannot be right (see BlockTables), or if another room writes
-        some of its items.
+        not have, if its block table cannot be right (BlockTables), or if another writes its items.
         """
         name, total = room.name, room.address.num_tokens
         if name in self.by_name:

@@ -94,17 +94,16 @@ class Offered:
 
     def reaches(self, total: int, owner: str, layer: int) -> bool:
         """Whether all `total` positions of a layer that is held were offered."""
+        left = self._left
         if self.closed or 0 < total <= self.stop:
             return True
-        return (
-            self._left is not None and self.chunk.stop >= total and (owner, layer) not in self._left
-        )
+        return left is not None and self.chunk.stop >= total and (owner, layer) not in left
 
     def problem(self, tokens: range, layers: LayerRange | None, last: bool) -> str | None:
         """Why positions `tokens` of `layers` (None: of all) cannot be offered next, as `last`."""
         if self.closed:
             return "its last chunk was sent already."
-        left, chunk = self._left_of(tokens, layers), _span(tokens)
+        left, chunk, stop = self._left_of(tokens, layers), _span(tokens), self.stop
         if left is not None:
             if twice := self._meant(layers) - left:
                 return f"{self._names(twice)} of chunk {chunk} were sent already."
@@ -113,10 +112,8 @@ class Offered:
                 f"{self.awaited} were not sent yet, got chunk {chunk}. The next chunk follows when "
                 "a chunk was sent of all layers."
             )
-        elif tokens.start != self.stop or tokens.stop < tokens.start:
-            return (
-                f"positions up to {self.stop} were sent, the next chunk starts there, got {chunk}."
-            )
+        elif tokens.start != stop or tokens.stop < tokens.start:
+            return f"positions up to {stop} were sent, the next chunk starts there, got {chunk}."
         if last and layers is not None:
             every = self._meant(None) if left is None else left
             if missing := every - self._meant(layers):

@@ -1,6 +1,4 @@
-"""Connections from the dial to the end: tried again and again until somebody answers, encrypted a
-few steps a turn, and seen off.
-"""
+"""Connections: dialled until somebody answers, encrypted a few steps a turn, and seen off."""
 
 from __future__ import annotations
 

@@ -106,8 +106,7 @@ class TLSCredentials:
 
 class Session:
     """What is sent waits in `sealed` until the stream takes it; `incoming` is what came and was not
-    read yet. Methods raise ValueError, which says what is wrong with the peer; an alert for it is
-    in `sealed` then.
+    read yet. Methods raise ValueError with the peer's fault; an alert of it is in `sealed` then.
     """
 
     def __init__(self, credentials: TLSCredentials) -> None:
@@ -236,8 +235,7 @@ def _state(path: Path) -> tuple[int, ...] | None:
         status = os.stat(path)
     except OSError:
         return None
-    times = status.st_mtime_ns, status.st_ctime_ns
-    return (status.st_dev, status.st_ino, status.st_size, *times)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _context(side: Side, pem: PEM, *, verifies: bool = True) -> ssl.SSLContext:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from disagg.engines.base import EngineUnavailable, TransferError
-from disagg.engines.mooncake import ascend, engine as mooncake
+from disagg.engines.mooncake import ascend, package as mooncake
 from disagg.engines.mooncake.ascend import ALIGNMENT, AscendEngine
 from kvpool.extras import ascend_parts
 from kvpool.layout import Slab

@@ -17,7 +17,7 @@ import pytest
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine, engine as engines
 from disagg.engines.local.host import Segment
-from disagg.engines.local.offer import Offer, OfferServer, close_all, read_offer, receive_files
+from disagg.engines.local.offer import Offer, OfferServer, read_offer, receive_files
 from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import (
     SIZE,
@@ -192,7 +192,8 @@ def test_a_reader_that_takes_its_offer_late_delays_no_other():
             read(engine, peer, batch_of((4096, 0, 8)))
         received = receive_files(late, 20)
         assert read_offer(received[0]).segments == segments
-        close_all(received)
+        for file in received:
+            os.close(file)
     server.close()
 
 
