@@ -9,7 +9,7 @@ so that a program's tile is rows of equal size.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvpool.device.torch_ops import Views
 from kvpool.layout.grid import Ints, ragged
 from kvpool_cuda.launch import WIDEST, checked, on, power_of_two, upload, words_at
 
@@ -51,9 +52,7 @@ class Table(NamedTuple):
 _tables: dict[Geometry, Table] = {}
 
 
-def copy_items(
-    views: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor, disjoint: bool = False
-) -> None:
+def copy_items(views: Views, src: torch.Tensor, dst: torch.Tensor, disjoint: bool = False) -> None:
     """See Device.copy_items."""
     count = src.numel()
     if not views or not count:
@@ -218,13 +217,7 @@ def _copy(device: torch.device, unit: int, src: Ints, dst: Ints, nbytes: Ints) -
     with on(device):
         columns = upload([src, dst, nbytes], device)
         _runs[(-(-src.size // rows) * pieces,)](
-            columns.data_ptr(),
-            src.size,
-            pieces,
-            UNIT=unit,
-            WORD=min(unit, 8),
-            ROWS=rows,
-            SPAN=span,
+            columns.data_ptr(), src.size, pieces, UNIT=unit, WORD=min(unit, 8), ROWS=rows, SPAN=span
         )
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 
 from kvpool.device import Event, IpcHandle
-from kvpool.device.torch_ops import ReadRow, WriteRow
+from kvpool.device.torch_ops import ReadRow, Views, WriteRow
 from kvpool.extras import install
 from kvpool.layout.grid import Ints
 from kvpool_cuda import ipc
@@ -49,11 +49,7 @@ class KernelDevice:
         return load_rows(rows, locations)
 
     def copy_items(
-        self,
-        views: Sequence[torch.Tensor],
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        disjoint: bool = False,
+        self, views: Views, src: torch.Tensor, dst: torch.Tensor, disjoint: bool = False
     ) -> None:
         """See Device.copy_items."""
         from kvpool_cuda.copies import copy_items
@@ -122,9 +118,7 @@ class CUDADevice(KernelDevice):
         else:
             event.synchronize()
 
-    def share(self, base: int, nbytes: int) -> IpcHandle:
-        """See kvpool_cuda.ipc.share."""
-        return ipc.share(base, nbytes)
+    share = staticmethod(ipc.share)
 
     def attach(self, handle: IpcHandle) -> ipc.MappedAllocation:
         """See kvpool_cuda.ipc.attach."""

@@ -88,9 +88,8 @@ def share(base: int, nbytes: int) -> IpcHandle:
             _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(start))
     finally:
         _release(ordinal)
-    return msgspec.msgpack.encode(
-        CUDAIpcHandle(bytes(handle), base - start, nbytes, _uuid_of(ordinal))
-    )
+    shared = CUDAIpcHandle(bytes(handle), base - start, nbytes, _uuid_of(ordinal))
+    return msgspec.msgpack.encode(shared)
 
 
 def decode(handle: IpcHandle) -> CUDAIpcHandle:
@@ -108,13 +107,12 @@ def attach(handle: IpcHandle, ordinal: int) -> MappedAllocation:
     that is freed, of this process, or of a GPU without peer access).
     """
     shared = decode(handle)
-    allocation, opened = ctypes.c_uint64(), _DriverHandleBytes.from_buffer_copy(shared.handle)
+    allocation, theirs = ctypes.c_uint64(), _DriverHandleBytes.from_buffer_copy(shared.handle)
     context = _retain(ordinal)
     try:
         with _current(context):
-            _call(
-                "cuIpcOpenMemHandle_v2", ctypes.byref(allocation), opened, _LAZY_ENABLE_PEER_ACCESS
-            )
+            arguments = ctypes.byref(allocation), theirs, _LAZY_ENABLE_PEER_ACCESS
+            _call("cuIpcOpenMemHandle_v2", *arguments)
             _, size = _allocation_of(allocation.value)
     except DriverError as error:
         _release(ordinal)

@@ -19,7 +19,7 @@ import torch
 
 from kvpool.device import Event, torch_ops
 from kvpool.device.cpu import CPUDevice
-from kvpool.device.torch_ops import ReadRow, WriteRow, bits, slots
+from kvpool.device.torch_ops import ReadRow, Views, WriteRow, bits, slots
 from kvpool.extras import absent, ascend_parts
 from kvpool.layout.grid import Ints
 
@@ -85,11 +85,7 @@ class NPUDevice:
         return torch_ops.load_rows(rows, locations)
 
     def copy_items(
-        self,
-        views: Sequence[torch.Tensor],
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        disjoint: bool = False,
+        self, views: Views, src: torch.Tensor, dst: torch.Tensor, disjoint: bool = False
     ) -> None:
         """See Device.copy_items."""
         for view in views:

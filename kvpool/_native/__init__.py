@@ -40,11 +40,7 @@ class _Runs(ctypes.Structure):
 class _Job(ctypes.Structure):
     _fields_ = (
         ("runs", _Runs),
-        ("pid", ctypes.c_int32),
-        ("peer", ctypes.c_int32),
-        ("state", ctypes.c_int32),
-        ("cancelled", ctypes.c_int32),
-        ("error", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("pid", "peer", "state", "cancelled", "error")),
         ("next", ctypes.c_void_p),
     )
 

@@ -181,9 +181,7 @@ class Allocator:
         if more.min(initial=0) < 0:
             raise ValueError(f"tokens: 0 or more, got {more.min()}. See truncate.")
         if (more > MAX_TOKENS - before).any():
-            raise ValueError(
-                f"tokens: {tokens!r} more exceed {MAX_TOKENS}, the limit of a request."
-            )
+            raise ValueError(f"tokens: {tokens!r} more exceed {MAX_TOKENS}, a request's limit.")
         self._tables.extend(rows, more, received=received, at_most=at_most)
         width = int(more.max(initial=0)) if rows.size else int(np.max(tokens, initial=0))
         return self._tables.locate(rows, before, width)
@@ -245,10 +243,8 @@ class Allocator:
         (row,) = rows.tolist()
         self._tables.pins.check_written(row, "a fork would share and copy")
         self._tables.check_settled(rows)
-        if not 0 <= tokens <= request.num_tokens:
-            raise ValueError(
-                f"tokens: 0 to {request.num_tokens}, which the request has, got {tokens}."
-            )
+        if tokens > (most := request.num_tokens) or tokens < 0:
+            raise ValueError(f"tokens: 0 to {most}, which the request has, got {tokens}.")
         child_row, copies = self._tables.fork(row, tokens)
         child = Request(self, self._tables, child_row)
         try:

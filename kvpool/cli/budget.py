@@ -167,13 +167,11 @@ def storage(dtype: str) -> dict[str, str]:
     return {"dtype": _dtype("dtype", dtype, (*DTYPE_NAMES, *PACKINGS))}
 
 
-def _dtype(option: str, value: str, choices: Collection[str] = DTYPE_NAMES) -> str:
+def _dtype(option: str, name: str, choices: Collection[str] = DTYPE_NAMES) -> str:
     """The library's name of a float dtype."""
-    if value not in DTYPE_NAMES:
-        raise ValueError(
-            f"{option} {value!r}: one of {', '.join(choices)}.{nearest(value, choices)}"
-        )
-    return DTYPE_NAMES[value]
+    if name not in DTYPE_NAMES:
+        raise ValueError(f"{option} {name!r}: one of {', '.join(choices)}.{nearest(name, choices)}")
+    return DTYPE_NAMES[name]
 
 
 def draft_of(config: str) -> Declaration:

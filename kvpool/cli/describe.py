@@ -18,7 +18,6 @@ from kvpool.render.text import layout_table, space_words
 
 DTYPE_HELP = "How entries are stored: bf16, fp16, fp32, ..., or fp8, mxfp8. Default: bf16."
 
-
 _What = Annotated[
     str,
     typer.Argument(

@@ -18,7 +18,7 @@ from kvpool.layout.sentences import nearest
 if TYPE_CHECKING:
     import torch
 
-    from kvpool.device.torch_ops import ReadRow, WriteRow
+    from kvpool.device.torch_ops import ReadRow, Views, WriteRow
 
 
 class DeviceUnavailable(RuntimeError):
@@ -72,11 +72,7 @@ class Device(Protocol):
         """
 
     def copy_items(
-        self,
-        views: Sequence[torch.Tensor],
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        disjoint: bool = False,
+        self, views: Views, src: torch.Tensor, dst: torch.Tensor, disjoint: bool = False
     ) -> None:
         """Copies items `src` `[N]` of each of `views`, uint8 `[item, byte]`, to items `dst` `[N]`.
 

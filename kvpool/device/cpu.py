@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -62,9 +61,7 @@ class CPUDevice(HostDevice):
         try:
             memory = shared_memory.allocate(nbytes)
         except (OSError, ValueError, OverflowError) as error:
-            raise MemoryError(
-                f"cannot allocate {nbytes:,} bytes of shared memory: {error}."
-            ) from None
+            raise MemoryError(f"cannot allocate {nbytes:,} shared bytes: {error}.") from None
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     store_rows = staticmethod(host_rows.store_rows)
@@ -72,11 +69,7 @@ class CPUDevice(HostDevice):
     copy_runs = staticmethod(copy_runs)
 
     def copy_items(
-        self,
-        views: Sequence[torch.Tensor],
-        src: torch.Tensor,
-        dst: torch.Tensor,
-        disjoint: bool = False,
+        self, views: torch_ops.Views, src: torch.Tensor, dst: torch.Tensor, disjoint: bool = False
     ) -> None:
         """See Device.copy_items."""
         if not disjoint:

@@ -12,6 +12,9 @@ import torch
 
 from kvpool.device import quant
 
+Views = Sequence[torch.Tensor]
+"""Items as bytes, uint8 `[item, byte]` each."""
+
 
 class WriteRow(NamedTuple):
     """One role of a write: `values` `[N, ...]` go to `view` `[item, entry, ...]`. With `scales`, a
@@ -96,9 +99,7 @@ def load_rows(rows: Sequence[ReadRow], locations: torch.Tensor) -> list[torch.Te
     return tensors
 
 
-def copy_items(
-    views: Sequence[torch.Tensor], src: torch.Tensor, dst: torch.Tensor, disjoint: bool = False
-) -> None:
+def copy_items(views: Views, src: torch.Tensor, dst: torch.Tensor, disjoint: bool = False) -> None:
     """See Device.copy_items."""
     for view in views:
         (rows,) = widest_words(view)

@@ -78,7 +78,7 @@ class LinearStates:
     def update_temporal(self, state: torch.Tensor) -> torch.Tensor:
         """Writes the temporal state `[B, head, ...]`, and taps that were shifted in place."""
         heads = self.at.shard.of(self.kind.heads)[1] if self.kind.heads else 0
-        self._check("temporal", state, (heads, *self.kind.state_shape), widen=True)
+        self._check("temporal", state, (heads, *self.kind.state_shape))
         if not self.kind.taps:
             self.batch.advance(self.layer, self.name, self._new_tokens())
         self._settle(state)
@@ -163,9 +163,7 @@ class LinearStates:
         locations = self.batch.locations(self.layer, self.at.prefix + self.kind.inputs[0])
         return locations[:, self.columns - 1]
 
-    def _check(
-        self, name: str, given: torch.Tensor, shape: tuple[int, ...], widen: bool = False
-    ) -> None:
+    def _check(self, name: str, given: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Raises ValueError where the kind has no such state, or the pool not such a one."""
         pool, layer = self.batch.pool, self.layer
         roles = [r for r in self.kind.inputs if r.partition(".")[0] == name]
@@ -175,4 +173,5 @@ class LinearStates:
                 f"holds {', '.join(self.kind.inputs)}. Build the pool for this model."
             )
         region = pool.layout.region_by_key[pool.owner, layer, self.at.prefix + roles[0]]
-        self.batch.check(self.layer, self.at.prefix + name, given, shape, region.dtype, widen=widen)
+        role, widen = self.at.prefix + name, name == "temporal"
+        self.batch.check(layer, role, given, shape, region.dtype, widen=widen)

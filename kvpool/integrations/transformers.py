@@ -141,9 +141,7 @@ class PoolCache(Cache):
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
         self.update_recurrent_state(linear_cache, layer_idx)
 
-    def has_previous_state(
-        self, layer_idx: int | None = None, state_idx: int | None = None
-    ) -> bool:
+    def has_previous_state(self, layer_idx: int | None = None, *_: Any, **__: Any) -> bool:
         """Whether any token is cached."""
         return self.get_seq_length(0 if layer_idx is None else layer_idx) > 0
 

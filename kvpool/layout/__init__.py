@@ -24,24 +24,9 @@ from kvpool.layout.spaces import Interleave, Space
 from kvpool.layout.types import Axis, Buffer, Described, Key, LayoutError, Region, Slab
 from kvpool.layout.validate import VERSION, check_layout, total_layers
 
-__all__ = [
-    "VERSION",
-    "Axis",
-    "Buffer",
-    "Described",
-    "Holder",
-    "Interleave",
-    "Key",
-    "LayoutError",
-    "Pin",
-    "PoolLayout",
-    "Region",
-    "RequestAddress",
-    "RequestPinned",
-    "Slab",
-    "Space",
-    "Span",
-]
+__all__ = ["VERSION", "Axis", "Buffer", "Described", "Holder", "Interleave", "Key", "LayoutError"]
+__all__ += ["Pin", "PoolLayout", "Region", "RequestAddress", "RequestPinned", "Slab", "Space"]
+__all__ += ["Span"]
 
 MEMORY_PAGE_BYTES = 4096
 

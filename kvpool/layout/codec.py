@@ -29,8 +29,7 @@ def _strict(kind: type, **lists: Any) -> Any:
     """A struct of a dataclass's fields that refuses unknown fields and lists that are too long."""
     hints = get_type_hints(kind) | lists
     rows = [
-        (f.name, hints[f.name], *([] if f.default is MISSING else [f.default]))
-        for f in fields(kind)
+        (f.name, hints[f.name], *[f.default] * (f.default is not MISSING)) for f in fields(kind)
     ]
     return msgspec.defstruct(kind.__name__, rows, forbid_unknown_fields=True)
 

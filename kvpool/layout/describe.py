@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NOT_INNER = ("item", "layer", "role")
 """Dims that lie outside an item, or say which region it is."""
+Dims = Sequence[str]
+"""A name for each dimension of a tensor, in order."""
 Shards = Mapping[str, tuple[int, int]]
 """(start, total) of sharded axes, by name."""
 
@@ -56,7 +58,7 @@ class RegionOptions:
 
 def describe(
     tensor: torch.Tensor,
-    dims: Sequence[str],
+    dims: Dims,
     *,
     role: str | Sequence[str],
     layer: int | Sequence[int],
@@ -86,7 +88,7 @@ def describe_pointers(
     shape: Sequence[int],
     strides: Sequence[int] | None,
     dtype: str | torch.dtype,
-    dims: Sequence[str],
+    dims: Dims,
     *,
     role: str | Sequence[str],
     layer: int | Sequence[int],
@@ -114,7 +116,7 @@ def describe_pointers(
 
 def describe_items(
     tensor: torch.Tensor,
-    dims: Sequence[str],
+    dims: Dims,
     item: Template,
     *,
     layer: int,
@@ -138,39 +140,25 @@ def describe_items(
     shared = RegionOptions(cell="inside", **options)
     inside = item_regions(item, owner=shared.owner, layer=layer, buffer="?")
     if not inside:
-        raise LayoutError(
-            f"{shared.owner} layer {layer}: {item} has no cell. Name what lies inside."
-        )
+        raise LayoutError(f"{shared.owner} layer {layer}: {item} has no cell. Name what is inside.")
     roles = "+".join(region.role for region in inside)
     subject = f"{shared.owner} layer {layer} {roles}"
     flat = _flat(tensor, dims, subject)
-    size, expected = flat.shape[-1] * flat.element_size(), item_bytes(item)
-    if size != expected:
-        raise LayoutError(
-            f"{subject}: {size} bytes behind dims {tuple(dims)}, {expected} are known."
-        )
+    size, nbytes = flat.shape[-1] * flat.element_size(), item_bytes(item)
+    if size != nbytes:
+        raise LayoutError(f"{subject}: {size} bytes behind dims {tuple(dims)}, {nbytes} are known.")
     described = describe_array(array_of(flat, (*dims, "inside")), roles, layer, shared)
     (whole,) = described.regions
-    regions = (
-        replace(
-            region,
-            buffer=whole.buffer,
-            offset=whole.offset + region.offset,
-            axes=(*whole.axes, *region.axes),
-            packing=packing,
-        )
-        for region in inside
-    )
+    regions = []
+    for region in inside:
+        offset, axes = whole.offset + region.offset, (*whole.axes, *region.axes)
+        placed = replace(region, buffer=whole.buffer, offset=offset, axes=axes, packing=packing)
+        regions.append(placed)
     return Described(described.buffers, tuple(regions))
 
 
 def describe_buffer(
-    tensor: torch.Tensor,
-    dims: Sequence[str],
-    *,
-    name: str,
-    space: str = "kv",
-    padding: bool = False,
+    tensor: torch.Tensor, dims: Dims, *, name: str, space: str = "kv", padding: bool = False
 ) -> Buffer:
     """The buffer whose items are all dims of `tensor` but `item`; its slices can be regions.
     `padding`: nobody uses what is in no region; see RegionOptions.
@@ -195,7 +183,7 @@ class Array(NamedTuple):
         return ITEMSIZE[dtype_name(self.dtype)]
 
 
-def array_of(tensor: torch.Tensor, dims: Sequence[str]) -> Array:
+def array_of(tensor: torch.Tensor, dims: Dims) -> Array:
     if tensor.device.type == "meta":  # no memory: counts from the start of its storage
         pointer = int(tensor.storage_offset()) * tensor.element_size()
     else:
@@ -254,7 +242,7 @@ def describe_array(
 
 
 def _by_dim(
-    dims: Sequence[str], shape: tuple[int, ...], strides: Sequence[int], dtype: str | torch.dtype
+    dims: Dims, shape: tuple[int, ...], strides: Sequence[int], dtype: str | torch.dtype
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Sizes and strides in bytes by dim name, of strides in elements."""
     if len(dims) != len(shape):
@@ -328,7 +316,7 @@ def _check_home(region: Region, home: Buffer, start: int, array: Array) -> None:
         )
 
 
-def _flat(tensor: torch.Tensor, dims: Sequence[str], subject: str) -> torch.Tensor:
+def _flat(tensor: torch.Tensor, dims: Dims, subject: str) -> torch.Tensor:
     """The tensor with the dims behind `dims` as one."""
     if len(dims) >= tensor.dim():
         raise LayoutError(

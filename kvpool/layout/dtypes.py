@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-ITEMSIZE = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,
-    "int16": 2,
-    "uint16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "float32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float64": 8,
+_BY_SIZE = {
+    1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+    "float4_e2m1fn_x2",
+    2: "int16 uint16 float16 bfloat16",
+    4: "int32 uint32 float32",
+    8: "int64 uint64 float64",
 }
+ITEMSIZE = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
+"""Bytes of an element, by the name of its type."""
 
 PACKINGS = ("fp8", "mxfp8")
 """Quantised packings: values of `float8_e4m3fn` with scales."""

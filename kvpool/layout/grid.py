@@ -88,9 +88,7 @@ def sharded(regions: Sequence[Region]) -> tuple[list[StateSection], int]:
         steps = dim.size if dim else 1
         start, size, total = head.start * steps, head.size * steps, head.total * steps
         sections.append(StateSection(region.role, start, size, total))
-        times = prod(
-            axis.size for axis in region.axes if axis is not head and axis.stride >= head.stride
-        )
+        times = prod(a.size for a in region.axes if a is not head and a.stride >= head.stride)
     return sections, times
 
 

@@ -208,14 +208,7 @@ def pinned_by_call(
     if address.holder is None:
         yield
         return
-    pin = Pin(
-        room=name,
-        side=side,
-        address=address,
-        layout=layout,
-        start=start,
-        call=True,
-    )
+    pin = Pin(room=name, side=side, address=address, layout=layout, start=start, call=True)
     address.holder.pin(pin)
     try:
         yield

@@ -121,9 +121,8 @@ def _tokens(space: Space) -> str:
 def _check_block_pools(layout: PoolLayout) -> None:
     """Checks that all spaces of a block pool have the same blocks, and reserve the same."""
     parts = [(s.name, "reserved", f"space {s.name}", s.reserved) for s in layout.spaces]
-    parts += [
-        (b.space, "items", f"buffer {b.name} of space {b.space}", b.items) for b in layout.buffers
-    ]
+    for b in layout.buffers:
+        parts.append((b.space, "items", f"buffer {b.name} of space {b.space}", b.items))
     firsts: dict[tuple[str, str], tuple[str, int, str]] = {}
     for name, what, part, items in parts:
         ids = layout.space_by_name[layout.space_by_name[name].id_list]

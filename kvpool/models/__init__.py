@@ -89,9 +89,7 @@ def _unknown(model: str, text: str, values: Mapping[str, Any]) -> str:
     name = short(model) if text == model else f"{short(model)} with a text_config of {short(text)}"
     like = "bart" if values.get("is_encoder_decoder") is True else text
     if reason := REFUSED.get(text, REFUSED.get(like)):
-        return (
-            f"model_type {name} cannot be declared: {reason}. For a part of its state, {BY_HAND}."
-        )
+        return f"model_type {name} cannot be declared: {reason}. For part of its state, {BY_HAND}."
     if "vision" in text or ("patch_size" in values and "text_config" not in values):
         advice = " A vision model keeps no KV state: give the config of the model that contains it."
     else:

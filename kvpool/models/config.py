@@ -101,11 +101,7 @@ class Fields:
         values, span = self.get(name), isinstance(allowed, range)
         choice = f"{allowed[0]} to {allowed[-1]}" if span else ", ".join(map(repr, allowed))
         if not isinstance(values, (list, tuple)) or length not in (None, len(values)):
-            of = (
-                f"numbers from {choice}"
-                if length is None
-                else f"{length} values, one for each layer"
-            )
+            of = f"{length} values, one for each layer" if length else f"numbers from {choice}"
             raise self.wrong(name, f"a list of {of}")
         kinds = {type(value) for value in allowed}
         strange = [v for v in values if type(v) not in kinds or v not in allowed]

@@ -13,7 +13,7 @@ from kvpool.layout.formats import MHA, IndexKey
 from kvpool.models import layer_types
 from kvpool.models.config import Fields
 from kvpool.models.latents import FAMILIES as LATENT_FAMILIES, deepseek_v4, deepseek_v4_draft
-from kvpool.models.layer_types import CHUNKED, FULL, SLIDING
+from kvpool.models.layer_types import CHUNKED, FULL, SLIDING, all_windowed, every, last_full
 from kvpool.models.linear import FAMILIES as LINEAR_FAMILIES
 from kvpool.models.rules import (
     BOTH,
@@ -181,49 +181,45 @@ _FAMILIES = {  # by types that are read alike
     "mellum minimax_m2 molmo2_text paddleocr_vl_text qwen3_vl_text seed_oss solar_open": Family(
         grouped, needs=BOTH
     ),
-    "cohere2": Family(grouped, layer_types.every(4, PATTERN)),
-    "doge phi3": Family(grouped, layer_types.all_windowed),
-    "mixtral phi4_multimodal phimoe starcoder2": Family(
-        grouped, layer_types.all_windowed, needs=ONLY_HEADS
-    ),
+    "cohere2": Family(grouped, every(4, PATTERN)),
+    "doge phi3": Family(grouped, all_windowed),
+    "mixtral phi4_multimodal phimoe starcoder2": Family(grouped, all_windowed, needs=ONLY_HEADS),
     "ministral mistral": Family(grouped, layer_types.given_window, needs=ONLY_HEADS),
     "qwen2 qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text": Family(
         grouped, layer_types.from_max_window_layers, needs=ONLY_HEADS
     ),
-    "gemma2 vaultgemma": Family(grouped, layer_types.every(2), needs=BOTH),
+    "gemma2 vaultgemma": Family(grouped, every(2), needs=BOTH),
     "exaone4 exaone_moe": Family(grouped, layer_types.exaone, needs=ONLY_HEADS),
     "gpt_oss muse_glimmer_text muse_spark_text": Family(grouped, layer_types.listed, needs=BOTH),
     "gemma4_text gemma4_unified_text": Family(
-        _gemma4, layer_types.last_full(layer_types.every(6)), also=_unshared, needs=BOTH
+        _gemma4, last_full(every(6)), also=_unshared, needs=BOTH
     ),
-    "afmoe": Family(grouped, layer_types.every(4, "global_attn_every_n_layers"), needs=ONLY_DIM),
-    "beam": Family(grouped, layer_types.last_full(layer_types.every(6)), needs=BOTH),
+    "afmoe": Family(grouped, every(4, "global_attn_every_n_layers"), needs=ONLY_DIM),
+    "beam": Family(grouped, last_full(every(6)), needs=BOTH),
     "cohere2_moe": Family(grouped, layer_types.listed, needs=ONLY_DIM),
-    "cwm": Family(grouped, layer_types.every(4, offset=0), needs=BOTH),
+    "cwm": Family(grouped, every(4, offset=0), needs=BOTH),
     "dbrx": Family(_dbrx, ignores=ONLY_DIM),
     "dots1": Family(grouped, layer_types.by_window, needs=ONLY_HEADS),
     "falcon": Family(_falcon, ignores=ONLY_DIM),
     "flint": Family(grouped, layer_types.flint, needs=BOTH),
-    "gemma3_text": Family(_gemma3, layer_types.every(6, PATTERN)),
-    "gemma3n_text": Family(grouped, layer_types.every(5), also=_unshared, needs=BOTH | {SHARED}),
+    "gemma3_text": Family(_gemma3, every(6, PATTERN)),
+    "gemma3n_text": Family(grouped, every(5), also=_unshared, needs=BOTH | {SHARED}),
     "gpt_bigcode": Family(_gpt_bigcode, ignores=ONLY_DIM),
     "gpt_neo": Family(_gpt_neo, ignores=BOTH),
-    "granite_swa": Family(grouped, layer_types.every(4, offset=0), needs=ONLY_HEADS),
-    "granitemoe_swa": Family(grouped, layer_types.every(4, offset=0)),
+    "granite_swa": Family(grouped, every(4, offset=0), needs=ONLY_HEADS),
+    "granitemoe_swa": Family(grouped, every(4, offset=0)),
     "hrm_text": Family(grouped, layers=_cycles, needs=ONLY_DIM, ignores=ONLY_HEADS),
     "jetmoe": Family(_jetmoe),
-    "kolibri1": Family(grouped, layer_types.every(5), needs=BOTH),
+    "kolibri1": Family(grouped, every(5), needs=BOTH),
     "llama4_text": Family(grouped, layer_types.llama4, names=(FULL, SLIDING, CHUNKED), needs=BOTH),
     "mimo_v2_flash": Family(_mimo_v2_flash, layer_types.mimo_v2_flash, needs=BOTH),
     "minimax_m3_vl_text": Family(_minimax_m3, names=(FULL, "minimax_m3_sparse"), needs=BOTH),
-    "ministral3": Family(grouped, layer_types.all_windowed, needs=BOTH),
+    "ministral3": Family(grouped, all_windowed, needs=BOTH),
     "modernbert-decoder": Family(
-        _modernbert,
-        layer_types.every(3, "global_attn_every_n_layers", offset=0),
-        ignores=ONLY_HEADS,
+        _modernbert, every(3, "global_attn_every_n_layers", offset=0), ignores=ONLY_HEADS
     ),
     "mpt": Family(_mpt, ignores=BOTH),
-    "olmo3": Family(grouped, layer_types.every(4)),
+    "olmo3": Family(grouped, every(4)),
     "qwen2_moe": Family(grouped, layer_types.qwen2_moe, needs=ONLY_HEADS),
     "qwen3": Family(grouped, layer_types.from_max_window_layers, needs=BOTH),
     "qwen3_moe": Family(grouped, layer_types.qwen3_moe, needs=ONLY_HEADS),

@@ -178,7 +178,7 @@ def _short_conv(fields: Fields) -> LinearState:
     return formats.short_conv(fields.whole("hidden_size"), fields.whole("conv_L_cache", 2))
 
 
-def _nemotron_layers(fields: Fields) -> int:
+def _as_listed(fields: Fields) -> int:
     """As many as the list of their types has, or hybrid_override_pattern letters."""
     for name in ("layers_block_type", "layer_types", "hybrid_override_pattern"):
         listed_types = fields.get(name)
@@ -214,6 +214,8 @@ def _zaya(fields: Fields, name: str) -> Layer:
     return (*attention, State(formats.cca(count, kv.num_kv_heads, kv.head_dim, kernels)))
 
 
+JAMBA = _mamba1("mamba_expand", "mamba_d_state", "mamba_d_conv")
+MAMBA = _mamba1("expand", "state_size", "conv_kernel")
 GATED = beside(_gated_delta_net)
 QWEN = Family(GATED, every(None, "full_attention_interval", LINEAR), (FULL, LINEAR), needs=BOTH)
 FAMILIES: dict[str, Family] = {
@@ -229,29 +231,18 @@ FAMILIES: dict[str, Family] = {
     "glm5_next_text": Family(
         beside(_kda, _glm5_next), every(4, rest=LINEAR), (FULL, INDEXED, LINEAR), also=indexed
     ),
-    "jamba": Family(
-        beside(_mamba1("mamba_expand", "mamba_d_state", "mamba_d_conv")),
-        _by_period,
-        (FULL, LINEAR),
-        needs=ONLY_HEADS,
-    ),
+    "jamba": Family(beside(JAMBA), _by_period, (FULL, LINEAR), needs=ONLY_HEADS),
     "kimi_linear": Family(beside(_kda, _unrotated), _kda_layers, (FULL, LINEAR)),
     "lfm2": Family(
         beside(_short_conv), _by_indices("full_attn_idxs", CONV), (FULL, CONV), needs=ONLY_HEADS
     ),
     "lfm2_moe": Family(beside(_short_conv), listed, (FULL, CONV), needs=ONLY_HEADS),
     "lfm3": Family(beside(_short_conv), listed, (FULL, SLIDING, CONV), needs=BOTH),
-    "falcon_mamba mamba": Family(
-        beside(_mamba1("expand", "state_size", "conv_kernel")), always(LINEAR)
-    ),
+    "falcon_mamba mamba": Family(beside(MAMBA), always(LINEAR)),
     "mamba2": Family(beside(MAMBA2), always(LINEAR)),
     "minimax": Family(beside(_lightning), listed, (FULL, LINEAR), needs=ONLY_HEADS),
     "nemotron_h": Family(
-        beside(NEMOTRON),
-        _nemotron_types,
-        (FULL, LINEAR, *NOTHING),
-        layers=_nemotron_layers,
-        needs=BOTH,
+        beside(NEMOTRON), _nemotron_types, (FULL, LINEAR, *NOTHING), layers=_as_listed, needs=BOTH
     ),
     "olmo_hybrid": Family(GATED, listed, (FULL, LINEAR)),
     "qwen3_5_moe_text qwen3_5_text": QWEN,

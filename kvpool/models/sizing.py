@@ -209,13 +209,9 @@ def shares(*layouts: PoolLayout) -> tuple[RoleBytes, ...]:
                 sizes[inside[0].owner, "padding", per][inside[0].layer] += rest * items
     rows = [
         RoleBytes(
-            owner=owner,
-            role=role,
-            per=per,
-            layers=tuple(sorted(by_layer)),
-            nbytes=sum(by_layer.values()),
+            owner=owner, role=role, per=per, layers=tuple(sorted(parts)), nbytes=sum(parts.values())
         )
-        for (owner, role, per), by_layer in sizes.items()
+        for (owner, role, per), parts in sizes.items()
     ]
     return tuple(sorted(rows, key=lambda row: (row.per == "request", row.role == "padding")))
 

@@ -130,7 +130,7 @@ class TypedAccess:
                 )
             if scales is None or quantised or not cells.is_floating_point():
                 scales, cells = None, self._widened(self._entries(role, layer), cells)
-            rows.append(self._row(role, layer, ids, cells, scales))
+            rows.append(self._row(role, layer, len(ids), cells, scales))
         self.device.store_rows(rows, ids)
 
     def read(self, role: str, layer: int, locations: ArrayLike) -> torch.Tensor:
@@ -160,7 +160,7 @@ class TypedAccess:
         Raises ValueError where shape or dtype differ from the pool's.
         """
         ids = self._locations(values, layer, locations)
-        rows = [self._row(role, layer, ids, cells) for role, cells in values.items()]
+        rows = [self._row(role, layer, len(ids), cells, None) for role, cells in values.items()]
         self.device.store_rows(rows, ids)
 
     def gather(self, role: str, layer: int, locations: ArrayLike) -> torch.Tensor:
@@ -254,12 +254,7 @@ class TypedAccess:
         return start // size, [*(stride // size for stride in strides), 1]
 
     def _row(
-        self,
-        role: str,
-        layer: int,
-        ids: torch.Tensor,
-        values: torch.Tensor,
-        scales: torch.Tensor | None = None,
+        self, role: str, layer: int, count: int, values: torch.Tensor, scales: torch.Tensor | None
     ) -> WriteRow:
         view = self._entries(role, layer)
         codes = view.dtype in LARGEST_CODE
@@ -269,7 +264,7 @@ class TypedAccess:
                 f"of {scales.dtype}, only to float8_e4m3fn or int8 with scales of float32, "
                 "float16 or float8_e8m0fnu. Give values and scales as stored."
             )
-        shape = (ids.numel(), *view.shape[2:])
+        shape = (count, *view.shape[2:])
         if tuple(values.shape) != shape or (scales is None and values.dtype != view.dtype):
             raise ValueError(
                 f"{self.owner} layer {layer} {role}: values {tuple(values.shape)} "

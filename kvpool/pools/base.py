@@ -213,9 +213,7 @@ class KVPool(HostCopies):
             raise KeyError(f"{self.owner} space {space!r}: this pool has id lists {names}.")
         sources, targets = (self._ids(f"item of {space}", ids, items[space]) for ids in (src, dst))
         if sources.numel() != targets.numel():
-            raise ValueError(
-                f"space {space}: {sources.numel()} source items, {targets.numel()} targets."
-            )
+            raise ValueError(f"space {space}: {len(sources)} source items, {len(targets)} targets.")
         allocator = None if self.allocator is None else self.allocator()
         if allocator is not None and targets.device.type == "cpu":
             allocator.check_unshared(space, targets.numpy())

@@ -121,9 +121,8 @@ def fit(
         )
     if not any(space.grows for space in spaces):
         return least
-    pages = largest(
-        lambda n: size(pools, {**least, "num_pages": n}, step) <= nbytes, least["num_pages"]
-    )
+    pages = least["num_pages"]
+    pages = largest(lambda n: size(pools, {**least, "num_pages": n}, step) <= nbytes, pages)
     return {**least, "num_pages": pages}
 
 

@@ -85,9 +85,7 @@ class HostCopies(TypedAccess):
                 f"{saved.num_tokens} tokens were saved, the block table has {address.num_tokens}."
             )
         if not 0 <= start <= saved.num_tokens:
-            raise ValueError(
-                f"start: 0 to {saved.num_tokens}, the tokens that were saved, got {start}."
-            )
+            raise ValueError(f"start: 0 to {saved.num_tokens}, the saved tokens, got {start}.")
         with pinned_by_call("load", address, self.layout, "received", start):
             for live in list(_live_items(self, address)):
                 _write(self.layout, live, saved.items[live.buffer.name], start)
@@ -105,9 +103,8 @@ def _write(layout: PoolLayout, live: _Live, rows: torch.Tensor, start: int) -> N
         cut = first // size - live.first  # the item that `first` lies in
         if 0 <= cut < min(kept, live.ids.size):
             end = min((live.first + cut + 1) * size, live.alive.stop)
-            offsets = torch.from_numpy(
-                _entry_bytes(layout, live, range(max(first, live.alive.start), end))
-            )
+            entries = range(max(first, live.alive.start), end)
+            offsets = torch.from_numpy(_entry_bytes(layout, live, entries))
             values = rows[cut][offsets].to(view.device)
             view[int(live.ids[cut])].index_copy_(0, offsets.to(view.device), values)
     ids = torch.from_numpy(live.ids[kept:].copy()).to(view.device)

@@ -84,10 +84,7 @@ def log_axis(low: float, high: float) -> ChartAxis:
     """An axis with a tick at each power of ten from `low` to `high`, some without words."""
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = math.ceil((last - first + 1) / MAX_TICKS)
-    ticks = [
-        (10.0**power, "" if power % every else f"{10.0**power:,g}")
-        for power in range(first, last + 1)
-    ]
+    ticks = [(10.0**n, "" if n % every else f"{10.0**n:,g}") for n in range(first, last + 1)]
     return ChartAxis(low, high, ticks, log=True)
 
 

@@ -233,10 +233,8 @@ def _outermost(region: Region, start: int) -> Axis | None:
 
 def item_maps(layout: PoolLayout) -> list[ItemMap]:
     """A map for each distinct kind of item, with all buffers that have it, in their order."""
-    inside = {
-        name: sorted(regions, key=lambda region: region.offset)
-        for name, regions in layout.regions_in.items()
-    }
+    by_offset = attrgetter("offset")
+    inside = {name: sorted(rows, key=by_offset) for name, rows in layout.regions_in.items()}
     alike: dict[object, list[Buffer]] = {}
     for buffer in layout.buffers:
         regions = inside[buffer.name]

@@ -69,11 +69,5 @@ def _row(layout: PoolLayout, region: Region) -> tuple[str, ...]:
         item += f"\nevery {buffer.item_stride:,}"
     if region.offset:
         item += f"\nfrom {region.offset:,}"
-    return (
-        f"{region.owner} {region.role}",
-        region.dtype,
-        f"{buffer.items:,}",
-        item,
-        "\n".join(axes),
-        f"{region.width:,}",
-    )
+    name, lines = f"{region.owner} {region.role}", "\n".join(axes)
+    return name, region.dtype, f"{buffer.items:,}", item, lines, f"{region.width:,}"

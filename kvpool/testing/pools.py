@@ -43,15 +43,9 @@ class Example:
         return [pages, {"placement": "stack", "shard": Shard(1, 2)}]
 
 
-COMMON: Mapping[str, Any] = {
-    "num_pages": 9,
-    "num_window_pages": 11,
-    "num_slots": 5,
-    "layers": range(4),
-    "total_kv_layers": 4,
-    "page_size": 4,
-    "packing": "bf16",
-}
+_COUNTS = {"num_pages": 9, "num_window_pages": 11, "num_slots": 5}
+_LAYERS = {"layers": range(4), "total_kv_layers": 4}
+COMMON: Mapping[str, Any] = {**_COUNTS, **_LAYERS, "page_size": 4, "packing": "bf16"}
 _HALF_PAGES = {"page_size": 2, "num_pages": 17}
 ROW, INDEX = MLA(16, 8), IndexKey(16)
 
@@ -68,46 +62,26 @@ swa = replace(
     small(SWAPool, full=MHA(4, 8, 16), swa=ROW, window_layers=(0, 2), window=6, window_page_size=2),
     resized={**_HALF_PAGES, "window_page_size": 3},
 )
-hybrid = small(
-    HybridLinearPool,
-    full=MHA(4, 8, 16),
-    linear=formats.gated_delta_net(k_heads=2, v_heads=4, k_dim=3, v_dim=5, kernel=4),
-    linear_layers=(0, 1, 2),
-)
+_GDN = formats.gated_delta_net(k_heads=2, v_heads=4, k_dim=3, v_dim=5, kernel=4)
+hybrid = small(HybridLinearPool, full=MHA(4, 8, 16), linear=_GDN, linear_layers=(0, 1, 2))
 hybrid_mla = hybrid.but(full=ROW, linear=formats.kda(heads=4, dim=3, kernel=4))
-hybrid_nsa = hybrid.but(
-    full=ROW,
-    linear=formats.mamba2(heads=4, head_dim=3, groups=2, state_size=5, kernel=4),
-    linear_layers=(0, 2),
-    index=INDEX,
-    index_layers=[3],
-)
+_SSM = formats.mamba2(heads=4, head_dim=3, groups=2, state_size=5, kernel=4)
+hybrid_nsa = hybrid.but(full=ROW, linear=_SSM, linear_layers=(0, 2), index=INDEX, index_layers=[3])
+_CONVS = State(formats.short_conv(8, 3)), State(formats.short_conv(4, 2))
 layered = small(
     LayeredPool,
     states={
         0: (State(MHA(4, 8, 16)),),
-        1: (
-            State(MHA(2, 16), window=6),
-            State(formats.short_conv(8, 3)),
-            State(formats.short_conv(4, 2)),
-        ),
+        1: (State(MHA(2, 16), window=6), *_CONVS),
         2: (State(ROW), State(INDEX)),
         3: (State(ROW, window=3),),
     },
 )
+_V4_DIMS = {"latent_dim": 8, "qk_rope_head_dim": 4, "index_head_dim": 8}
+_V4_PAGES = {"page_size": 8, "window": 6, "window_page_size": 4}
 dsv4 = Example(
     DSv4Pool,
-    {
-        **COMMON,
-        "compress_ratios": (0, 2, 8, 2),
-        "overlap_ratio": 2,
-        "page_size": 8,
-        "window": 6,
-        "window_page_size": 4,
-        "latent_dim": 8,
-        "qk_rope_head_dim": 4,
-        "index_head_dim": 8,
-    },
+    {**COMMON, **_V4_DIMS, **_V4_PAGES, "compress_ratios": (0, 2, 8, 2), "overlap_ratio": 2},
     {"page_size": 16, "num_pages": 5, "window_page_size": 2, "num_window_pages": 21},
 )
 
@@ -131,6 +105,7 @@ CLASSES = {
 WIDE = MHA(4, 64, 32)
 # rows of released models: several blocks a row, and block counts that are not powers of two
 _REAL = {"layers": (0, 1), "total_kv_layers": 3, "num_pages": 3, "page_size": 64, "packing": "fp8"}
+_REAL_V4 = {**_REAL, "layers": (1, 2), "compress_ratios": (0, 4, 128), "page_size": 256}
 
 POOLS: dict[str, Example] = {
     **{
@@ -169,14 +144,7 @@ POOLS: dict[str, Example] = {
     ),
     "dsv4 fp8, rows of 584": Example(
         DSv4Pool,
-        {
-            **_REAL,
-            "layers": (1, 2),
-            "compress_ratios": (0, 4, 128),
-            "page_size": 256,
-            "num_window_pages": 6,
-            "num_slots": 2,
-        },
+        {**_REAL_V4, "num_window_pages": 6, "num_slots": 2},
         {"page_size": 128, "num_pages": 5, "window_page_size": 64, "num_window_pages": 12},
     ),
 }

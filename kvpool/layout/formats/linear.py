@@ -90,10 +90,8 @@ class LinearState(PerRequest):
     conv_inputs: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
-        if self.conv_layout not in get_args(ConvLayout):
-            raise ValueError(
-                f"conv_layout: one of {get_args(ConvLayout)}, got {self.conv_layout!r}."
-            )
+        if self.conv_layout not in (layouts := get_args(ConvLayout)):
+            raise ValueError(f"conv_layout: one of {layouts}, got {self.conv_layout!r}.")
         if bool(self.sections) != bool(self.taps) or not (self.taps or self.heads):
             raise ValueError(
                 f"LinearState: {len(self.sections)} sections, {self.taps} taps, {self.heads} "

@@ -167,11 +167,9 @@ def _write(trial: Trial, dtype: str, floats: Callable[..., Floats], lay: str = "
             if passed == stored:
                 raw = trial.stored(region, locations.size)
             else:
-                *sizes, width = shape(region, locations.size)
+                *dims, width = shape(region, locations.size)
                 kind = floats if scales else plain_floats
-                raw = encode(
-                    kind(trial.random, (*sizes, width // ITEMSIZE[stored]), passed), passed
-                )
+                raw = encode(kind(trial.random, (*dims, width // ITEMSIZE[stored]), passed), passed)
             if lay == "one row for all":
                 raw = np.broadcast_to(raw[:1], raw.shape)
             tensor = trial.on_device(raw, passed)

@@ -275,9 +275,7 @@ def _entries(
     sizes = [items, ENTRIES, heads, width]
     view = typed.as_strided(sizes, strides, typed.storage_offset() + 16)
     rows: Bytes = np.lib.stride_tricks.as_strided(
-        memory.bytes[16 * size :],
-        [*sizes[:3], width * size],
-        [*(step * size for step in strides[:3]), 1],
+        memory.bytes[16 * size :], [*sizes[:3], width * size], [*(s * size for s in strides[:3]), 1]
     )
     what = f"{dtype} rows of {width}, {'heads' if heads_first else 'entries'} first"
     places = random.permutation(items * ENTRIES)[:count]

@@ -232,9 +232,7 @@ def work_replays(device: Device, name: str, capture: Callable[[Work], Work]) -> 
         for buffer, expected in zip(pool.layout.buffers, reference.layout.buffers):
             items = pool.item_bytes_view(buffer).cpu()
             if not torch.equal(items, reference.item_bytes_view(expected)):
-                fail(
-                    f"{subject}: items of buffer {buffer.name} are not what was written and copied."
-                )
+                fail(f"{subject}: items of buffer {buffer.name} are not as written and copied.")
 
 
 class Mapper:

@@ -194,12 +194,10 @@ def _listed(pool: KVPool, what: str, columns: Sequence[list[int]]) -> list[Buffe
     of_layer = {(region.buffer, region.layer) for region in pool.layout.regions}
     equal(f"{what}: lengths of its columns", {*map(len, columns)}, {len(columns[0])})
     buffers = []
-    for ptr, length, item, layer in zip(*columns):
-        buffer = by_range.get((ptr, ptr + length))
+    for ptr, size, item, layer in zip(*columns):
+        buffer = by_range.get((ptr, ptr + size))
         if buffer is None:
-            fail(
-                f"{what}, layer {layer}: the layout has no buffer of {length:,} bytes at {ptr:#x}."
-            )
+            fail(f"{what}, layer {layer}: the layout has no buffer of {size:,} bytes at {ptr:#x}.")
         equal(f"{what}, layer {layer}: item length", item, buffer.item_bytes)
         if (buffer.name, layer) not in of_layer:
             words = f"is listed for layer {layer}, but has no such region."
