@@ -47,7 +47,7 @@ class DecodeRoom(PhasedRoom):
     seen: set[tuple[int, int, int, bool, LayerRange | None]] = field(default_factory=set)
     """Chunks by source rank, start, stop, last and layers."""
     latest: dict[int, tuple[ChunkReady, RequestAddress]] = field(default_factory=dict)
-    """By source rank, the chunk that came last, and its block table."""
+    """By source rank, the chunk that came last, and its block table, until its last chunk comes."""
     reads: dict[Read, float | None] = field(default_factory=dict)
     """Those that have not ended, and when each has had its turn."""
     checks: dict[int, Verification] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class DecodeRoom(PhasedRoom):
             raise ValueError(problem)
         if not self.declined and (problem := self._misfit(ready)):
             raise ValueError(problem)
-        address = ready.address(*self.latest.get(source, (None, None)))
+        address = ready.address(*self.latest.pop(source, (None, None)))
         aux = unpack_aux(ready.aux)
         plan = self.link.plan
         if plan and (problem := id_clash(plan.sources[source], address)):
@@ -204,7 +204,8 @@ class DecodeRoom(PhasedRoom):
         if clash:
             raise ValueError(f"ranks send different values of aux {', '.join(sorted(clash))}.")
         self.seen.add(chunk)
-        self.latest[source] = ready, address
+        if not last:
+            self.latest[source] = ready, address
         offered.take(tokens, some, last)
         if last and (self.at_most or self.declined):
             self.address = replace(self.address, num_tokens=ready.stop)
