@@ -98,15 +98,12 @@ def described(layout: PoolLayout, address: RequestAddress) -> tuple[Ints, Ints]:
     joined where adjacent.
     """
     starts, ends = [np.array([-1])], [np.array([-1])]  # before all pointers
-    inside: dict[str, list[tuple[Ints, int]]] = {}
-    for region in layout.regions:
-        inside.setdefault(region.buffer, []).append(region_runs(region))
     for buffer in layout.buffers:
         ids = address.spans.get(layout.space_by_name[buffer.space].id_list)
         if ids is None:
             continue
         bases = buffer.base + ids.ids[ids.ids < buffer.items] * buffer.item_stride
-        runs = inside.get(buffer.name, [])
+        runs = [region_runs(region) for region in layout.regions_in.get(buffer.name, ())]
         if buffer.padding or not runs:
             runs = [(np.zeros(int(buffer.padding), np.int64), buffer.item_bytes)]
         # joined before they are repeated for each item: there may be 100,000 of a small document
