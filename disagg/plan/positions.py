@@ -112,11 +112,12 @@ class SpacePair:
 
     def __init__(self, src: BlockLookup, dst: BlockLookup, *, packed: bool) -> None:
         self._src, self._dst, self._packed = src, dst, packed
-        ours, theirs = dst.space, src.space
-        self._kind, self._sizes = ours.traits, (theirs.steps, ours.steps)
-        self._held = ours.held if theirs.held == ours.held else None
+        source, dest = src.space, dst.space
+        self._kind, self._sizes = dest.traits, (source.steps, dest.steps)
+        self._held = dest.held if source.held == dest.held else None
         """Which entries of a request either holds, if they are the same."""
-        self._alike = theirs.steps == ours.steps and not (theirs.wraps or ours.wraps)
+        # a plan pairs spaces of one kind only
+        self._alike = source.steps == dest.steps and not (source.wraps or dest.wraps)
         """Whether entries are at the same step of the same item of a request."""
 
     def pair(self, source: RequestAddress, dest: RequestAddress, tokens: range) -> Paired:
@@ -137,26 +138,26 @@ class SpacePair:
         _check_offered(self._src.space, source, needed, tokens, total)
         if self._held is None:
             return self._any(source, dest, needed)
-        held, (size, other) = self._held.part(needed), self._sizes
-        if not held:
+        entries, (size, other) = self._held.part(needed), self._sizes
+        if not entries:
             return []
-        first, last = held.start, held.stop - 1
+        first, last = entries.start, entries.stop - 1
         if first // size == last // size and first // other == last // other:
             item, step = self._src.space.place(first)
             dest_item, dest_step = (item, step) if self._alike else space.place(first)
             ids = self._src.id(source, item), self._dst.id(dest, dest_item)
-            return [Stretch(ids, (step, dest_step), len(held))]
+            return [Stretch(ids, (step, dest_step), len(entries))]
         if not self._alike:
             return self._any(source, dest, needed)
-        return self._items(source, dest, held, size)
+        return self._items(source, dest, entries, size)
 
     def _items(
-        self, source: RequestAddress, dest: RequestAddress, held: range, size: int
+        self, source: RequestAddress, dest: RequestAddress, entries: range, size: int
     ) -> list[Stretch] | Items:
-        """Pairs the entries `held`, of which items of both sides have `size` each."""
-        first, last = held.start // size, (held.stop - 1) // size
+        """Pairs a range of entries, of which items of both sides have `size` each."""
+        first, last = entries.start // size, (entries.stop - 1) // size
         ids = self._src.part(source, first, last + 1), self._dst.part(dest, first, last + 1)
-        step, stop = held.start - first * size, held.stop - last * size
+        step, stop = entries.start - first * size, entries.stop - last * size
         if last - first >= FEW_ITEMS:
             return Items(np.array(ids), size, step, stop)
         pairs = [Stretch(item, (0, 0), size) for item in zip(ids[0].tolist(), ids[1].tolist())]
