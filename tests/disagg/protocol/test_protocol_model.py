@@ -425,8 +425,10 @@ def case(network, examples: int):
 
 for _name, (_network, _examples, _more) in NETWORKS.items():
     globals()[f"Test{_name}"] = case(_network, _examples)
-    _longer = pytest.mark.timeout(3600)(case(_network, _more))
-    globals()[f"Test{_name}AtLength"] = pytest.mark.long(_longer)
+    # without a name of its own, by which pytest would find the last one twice
+    globals()[f"Test{_name}AtLength"] = pytest.mark.long(
+        pytest.mark.timeout(3600)(case(_network, _more))
+    )
 
 
 @pytest.fixture
