@@ -124,6 +124,12 @@ class Engine(ABC, Generic[PeerT, TransferT]):
     def progress(self) -> None:
         """Lets peers' reads proceed; called often on the side that is read."""
 
+    def yield_gil(self) -> None:
+        """Lets threads of the engine have the GIL, where they need it to go on with a read: called
+        after each turn of a caller that may be busy in Python until the next. They would get it
+        5 ms late, several times a read.
+        """
+
     @abstractmethod
     def fence(self, peer: PeerT, timeout: float | None = None) -> bool:
         """Gives up a peer and its reads; True once no byte of them can land here.

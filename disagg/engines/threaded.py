@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints
 
 GIVEN_UP = "the peer was given up."
+GIL_SECONDS = 50e-6  # for which a caller's step lets it go while a thread reads
 
 
 class BlockingReader(ABC):
@@ -91,6 +93,11 @@ class ThreadedPeer:
             self._queue.append(transfer)
             self._changed.notify_all()
         return transfer
+
+    @property
+    def reads(self) -> bool:
+        """Whether its thread has something to read."""
+        return bool(self._queue)
 
     def give_up(self) -> None:
         """Starts no further call."""
@@ -193,6 +200,10 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
         if transfer.problem is not None:
             raise TransferError(transfer.problem)
         return True
+
+    def yield_gil(self) -> None:
+        if any(peer.reads for peer in self._peers):
+            time.sleep(GIL_SECONDS)
 
     def fence(self, peer: ThreadedPeer, timeout: float | None = None) -> bool:
         """Waits for the running call; after a failed one, until its reader is destroyed."""

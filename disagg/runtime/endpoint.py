@@ -172,7 +172,9 @@ class Endpoint(Generic[M]):
         self._loop.check_open()
         if self.driver.has_thread:
             raise UsageError("this endpoint has its own thread. Make it with threaded=False.")
-        return self.driver.step()
+        busy = self.driver.step()
+        self.engine.yield_gil()
+        return busy
 
     def close(self) -> None:
         """Aborts open rooms, tells peers, ends the loop and closes the engine. If a signal's

@@ -13,6 +13,7 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, TransferError, creat
 from disagg.engines.local import LocalEngine
 from kvpool import MHAPool, _native
 from tests import oracle
+from tests.disagg.engines.peers import ENGINES
 from tests.disagg.runtime.sides import arrives, connected, prefill_process, request, settle
 from tests.gil import gil_held
 from tests.processes import python
@@ -58,6 +59,26 @@ def test_a_room_is_read_while_its_caller_only_asks(call):
         oracle.assert_holds(dest, address)
 
 
+@pytest.mark.skipif("mooncake" not in ENGINES, reason="Mooncake is not installed")
+def test_threads_of_an_engine_read_while_a_busy_caller_steps():
+    """Mooncake's needs the GIL several times a read."""
+    dest = MHAPool(**LAYERS, **MHA)
+    address = oracle.place(dest, TOKENS, seed=99)
+    oracle.blank(dest)
+    prefill = {"engine": "mooncake", "build": partial(MHAPool, **LAYERS, **MHA), "tokens": TOKENS}
+    with (
+        prefill_process(**prefill) as source,
+        DecodeEndpoint(dest.layout, create_engine("mooncake"), threaded=False) as decode,
+    ):
+        decode.connect([source.address], timeout=60)
+        source.ask("r")
+        with gil_held():
+            decode.receive("r", address)
+            assert ask(lambda: decode.step() is not None and decode.poll("r").ended)
+        assert decode.poll("r") is KVPoll.Success
+        oracle.assert_holds(dest, address)
+
+
 def test_a_request_leaves_in_the_call_that_makes_it():
     source, dest = (MHAPool(**LAYERS, **MHA) for _ in range(2))
     with (
@@ -79,6 +100,7 @@ from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, TransferError, creat
 from disagg.engines.local import LocalEngine
 from kvpool import MLAPool
 from tests import oracle
+from tests.disagg.engines.peers import ENGINES
 
 numbers = dict(layers=range(3), kv_lora_rank=16, qk_rope_head_dim=8, num_pages=40, dtype="bf16")
 source, dest = (MLAPool(**numbers, page_size=size) for size in {sizes})
