@@ -167,7 +167,8 @@ class Endpoint(Generic[M]):
 
     def step(self) -> bool:
         """One turn of the loop, without waiting: messages, reads, digests, time. Returns whether
-        the next turn has something to do at once. Only with `threaded=False`.
+        the next turn has something to do at once. Only with `threaded=False`. While Python threads
+        of the engine read, it lets them have the GIL, for 50 µs.
         """
         self._loop.check_open()
         if self.driver.has_thread:
