@@ -133,6 +133,8 @@ class PagedKind(SpaceKind):
         return range(alive.start // size, (alive.stop - 1) // size + 1) if alive else range(0)
 
     def needed_entries(self, space: Space, tokens: range, total: int) -> range:
+        if space.whole:
+            return super().needed_entries(space, tokens, total)
         first = tokens.start // space.tokens_per_entry
         stop = tokens.stop // space.tokens_per_entry
         # a row of a ring may change until its window closes: it moves with the last position of its
@@ -144,6 +146,8 @@ class PagedKind(SpaceKind):
 
     def needed_items(self, space: Space, tokens: range, total: int) -> range:
         alive, size = self.alive_items(space, total), space.tokens_per_item
+        if space.whole:
+            return super().needed_items(space, tokens, total)
         # an item moves with its last position; the last item ends with the request
         stop = alive.stop if tokens.stop == total else min(alive.stop, tokens.stop // size)
         start = max(alive.start, tokens.start // size)

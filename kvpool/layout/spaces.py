@@ -93,6 +93,9 @@ class Space:
     `ring`: (paged) an item has room for so many of its entries, the last ones that were written:
     entry e is at step `e % ring` of its item. A row may change until its window closes, so entries
     are transferred with the last position of their `window_step`. None: for all.
+
+    `whole`: (paged, with a window) no prefix cache keeps its entries. So all that are alive move
+    with the request's last position, those too of positions that the destination has already.
     """
 
     name: str
@@ -107,6 +110,7 @@ class Space:
     interleave: Interleave | None = None
     items_per_block: int = 1
     ring: int | None = None
+    whole: bool = False
 
     def __post_init__(self) -> None:
         subject = f"space {self.name}"
@@ -124,6 +128,10 @@ class Space:
             need_int(self.window, 1 if self.window_step == 1 else 0, f"{subject} window")
         elif self.window_step != 1:
             raise LayoutError(f"{subject}: a window_step of {self.window_step} needs a window.")
+        if self.whole and (self.per_request or self.window is None):
+            raise LayoutError(
+                f"{subject} whole: of paged spaces with a window. Slots and rings always are."
+            )
         for name, value in (("ids", self.ids), ("block_pool", self.block_pool)):
             if value is not None:
                 need_name(value, f"{subject} {name}")
@@ -199,7 +207,8 @@ class Space:
     def needed_entries(self, tokens: range, total: int) -> range:
         """Entries that move with positions `tokens` of a request of `total` tokens: those that are
         alive at its end, in the request's numbers, whichever rank holds them. Of 20
-        tokens and with a window of 8, tokens 0 to 15 move entries 12 to 15.
+        tokens and with a window of 8, tokens 0 to 15 move entries 12 to 15. With `whole` tokens 16
+        to 19 move entries 12 to 19, and those before them none.
         """
         return self.traits.needed_entries(self, tokens, total)
 

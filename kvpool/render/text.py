@@ -47,7 +47,8 @@ def space_words(space: Space) -> str:
         words.append(f"an entry is {space.tokens_per_entry:,} tokens")
     if space.window is not None:
         steps = f", in steps of {space.window_step:,}" if space.window_step > 1 else ""
-        words.append(f"window {space.window:,}{steps}")
+        whole = ", which moves whole" if space.whole else ""
+        words.append(f"window {space.window:,}{steps}{whole}")
     if space.interleave is not None:
         words.append(held_words(space))
     if space.ids is not None:

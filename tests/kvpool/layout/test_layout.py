@@ -139,6 +139,8 @@ WRONG = {
             {"entries_per_item": 8, "window": 4, "ring": 8, "interleave": Interleave(4, 1, 2)},
             r"space s ring: of the entries of a page, which one rank holds all of",
         ),
+        ({"whole": True}, r"space s whole: of paged spaces with a window"),
+        ({"kind": "ring", "window": 1, "whole": True}, r"space s whole: of paged spaces with"),
     ],
     "interleave": [
         ({"size": 0}, r"interleave size: 1 to 2\*\*63-1, got 0"),
@@ -270,6 +272,19 @@ def test_one_rank_holds_all_whatever_the_stretches():
 )
 def test_a_space_says_which_entries_are_alive(space, tokens, alive):
     assert Space("s", **space).alive(tokens) == alive
+
+
+@pytest.mark.parametrize("per", [1, 4])
+def test_a_window_that_moves_whole_comes_with_the_last_position(per):
+    parts = Space("s", entries_per_item=4, tokens_per_entry=per, window=8)
+    whole = replace(parts, whole=True)
+    for first, stop in [(0, 7), (0, 20), (14, 20), (19, 20), (14, 19)]:
+        tokens = range(first * per, stop * per)
+        entries, items = (range(12, 20), range(3, 5)) if stop == 20 else (range(0), range(0))
+        assert whole.needed_entries(tokens, 20 * per) == entries
+        assert whole.needed_items(tokens, 20 * per) == items
+    assert parts.needed_entries(range(14 * per, 20 * per), 20 * per) == range(14, 20)
+    assert whole.alive(20 * per) == parts.alive(20 * per)
 
 
 def test_live_bytes_count_what_is_alive_and_no_padding():
