@@ -1,219 +1,151 @@
-"""DeepSeek-V4 as vLLM lays it out: specs as its layers make them, groups and tensors by its own
-planner, on a CPU. Rows are where its kernels write them (`fused_compress_quant_cache.py`,
-`save_partial_states.py`, `sparse_swa.py`): computed here, without layouts.
+"""DeepSeek-V4 and V4.1 in vLLM's own layout on a CPU, from engine to engine: every live byte is
+where the other engine has it, computed without layouts (`tests.engines.deepseek_v4`).
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from zlib import crc32
+from dataclasses import replace
+from itertools import product
 
-import numpy as np
 import pytest
-import torch
-from vllm.v1.core import kv_cache_utils as planner
-from vllm.v1.kv_cache_interface import (
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    create_kv_cache_views,
-)
-from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.models.deepseek_v4 import sparse_mla
+from vllm.models.deepseek_v4.cpu import cpu_mla
+from vllm.models.deepseek_v4.nvidia import flashinfer_sparse
+from vllm.models.deepseek_v41 import sparse_mla as sparse_mla_v41
+from vllm.models.deepseek_v41.nvidia import flashinfer_sparse as flashinfer_sparse_v41
+from vllm.v1.attention.backends.mla import indexer, sparse_indexer, sparse_swa
 
 from disagg.connectors.tensors import UnknownFormat
-from disagg.connectors.vllm.layout import block_table, engine_layout
-from disagg.connectors.vllm.registered import V4
-from disagg.plan import plan
-from kvpool import DSv4Pool
-from tests import oracle
-from tests.disagg.connectors.vllm import engines
+from disagg.connectors.vllm.layout import engine_layout
+from disagg.connectors.vllm.registered import OPEN_WINDOWS, V4
+from tests.engines.deepseek_v4 import Model, Rank, hand_over, ranks
 
-RATIOS = (0, 4, 128, 4, 128, 4)
-BLOCKS, WINDOW, FILL = 90, 128, 0xEE
-PACKED = {
-    "cache_dtype_str": "fp8_ds_mla",
-    "state_content_bytes": 584,
-    "model_version": "deepseek_v4",
-}
-ONE = {"num_kv_heads": 1, "alignment": 576}
-BYTES = {"dtype": torch.uint8, **ONE}
-
-
-def keys(block, head, window):
-    """Of tokens that are not yet compressed."""
-    return SlidingWindowMLASpec(
-        block_size=block, head_size=head, sliding_window=window, dtype=torch.float32, **ONE
-    )
-
-
-def caches_of(layer):
-    """By the end of its name, a layer's caches: backend, spec, bytes a row and of its scales, and
-    tokens an entry (0: a row for each token that is not yet compressed).
-    """
-    ratio = RATIOS[layer]
-    window = SlidingWindowMLASpec(
-        block_size=64, head_size=512, sliding_window=WINDOW, **PACKED, **BYTES
-    )
-    yield "attn.swa_cache", "DEEPSEEK_SPARSE_SWA", window, (576, 7, 8), 1
-    if ratio:
-        latents = MLAAttentionSpec(
-            block_size=256, head_size=512, tokens_per_state=ratio, **PACKED, **BYTES
-        )
-        yield "attn", "FLASHMLA_SPARSE_DSV4", latents, (576, 7, 8), ratio
-        state = keys(4, 2048, 8) if ratio == 4 else keys(8, 1024, 128)
-        yield "attn.compressor.state_cache", "CompressorBackend", state, (state.head_size * 4,), 0
-    if ratio == 4:
-        index = MLAAttentionSpec(block_size=256, head_size=132, tokens_per_state=4, **BYTES)
-        yield "attn.indexer.k_cache", "DEEPSEEK_V4_INDEXER", index, (128, 4, 4), 4
-        state = keys(4, 512, 8)
-        yield "attn.indexer.compressor.state_cache", "CompressorBackend", state, (2048,), 0
-
-
-class Engine:
-    """A stage of layers: vLLM's tensors, and a request's blocks in each group."""
-
-    def __init__(self, layers, seed):
-        named = {f"model.layers.{n}.{c[0]}": (n, *c[1:]) for n in layers for c in caches_of(n)}
-        self.caches, order = named, KVCacheLayout.BLHNC
-        config = engines.config(
-            {name: engines.module(backend) for name, (_, backend, *_) in named.items()},
-            layers=len(RATIOS),
-        )
-        config.cache_config = SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: order,
-            num_gpu_blocks_override=BLOCKS,
-            prefix_cache_retention_interval=None,
-        )
-        config.attention_config = SimpleNamespace(hisparse_config=None)
-        specs = {name: spec for name, (_, _, spec, _, _) in named.items()}
-        groups = planner._get_packed_kv_cache_groups(config, specs)
-        self.planned = planner.get_kv_cache_config_from_groups(config, groups, 1 << 40)
-        tensors = self.planned.kv_cache_tensors
-        self.raw, self.views = torch.full((tensors[0].size,), FILL, dtype=torch.uint8), {}
-        for tensor in tensors:
-            views = create_kv_cache_views(
-                self.raw.view(torch.int8), specs[tensor.layers[0]], BLOCKS, order, tensor, None
-            )
-            self.views |= zip(tensor.layers, views)
-        self.seen = engine_layout(config, self.planned, self.views)
-        self.free = np.random.default_rng(seed).permutation(np.arange(1, BLOCKS)).tolist()
-        self.group_of = {name: at for at, g in enumerate(groups) for name in g.layer_names}
-        self.groups = groups
-
-    def blocks(self, tokens):
-        """By group; of a window those before it are the null block."""
-        lists = []
-        for group in self.groups:
-            spec = group.kv_cache_spec.first_spec
-            first = 0
-            if isinstance(spec, SlidingWindowMLASpec):
-                first = max(0, tokens - spec.sliding_window + 1) // spec.block_size
-            count = -(-tokens // spec.block_size)
-            ids = [self.free.pop() for _ in range(count - first)]
-            lists.append((0,) * first + tuple(ids))
-        return tuple(lists)
-
-    def rows(self, blocks, tokens):
-        """Where live rows and scales are: layer, cache, number, and bytes `[...]` of the slab."""
-        for name, (layer, _, _, sizes, ratio) in self.caches.items():
-            view, ids = self.views[name], blocks[self.group_of[name]]
-            base = view.data_ptr() - self.raw.data_ptr()
-            stride, states = view.stride(0) * view.element_size(), view.shape[2]
-            start, stop = 0, tokens // ratio if ratio else tokens
-            if ratio == 1:
-                start = max(0, tokens - WINDOW + 1)
-            elif not ratio:
-                width = RATIOS[layer]
-                start = max(0, tokens // width * width - (width if width == 4 else 0))
-            size, *scale = sizes
-            for number in range(start, stop):
-                block, slot = divmod(number, states)
-                first = base + ids[block] * stride
-                assert ids[block]
-                yield layer, name.partition("attn")[2], number, first + slot * size, size
-                if scale:
-                    at = first + states * size + slot * scale[1]
-                    yield layer, name.partition("attn")[2] + " scale", number, at, scale[0]
-
-    def write(self, blocks, tokens):
-        """Writes what each row must be; returns which bytes were written."""
-        written = torch.zeros_like(self.raw, dtype=torch.bool)
-        for layer, cache, number, first, size in self.rows(blocks, tokens):
-            self.raw[first : first + size] = torch.from_numpy(value(layer, cache, number, size))
-            assert not written[first : first + size].any()
-            written[first : first + size] = True
-        return written
-
-
-def value(layer, cache, number, size):
-    """The bytes of a row."""
-    seed = crc32(f"{layer} {cache} {number}".encode())
-    return np.random.default_rng(seed).integers(0, 255, size, dtype=np.uint8)
-
-
+V4_0 = Model()
+V4_1 = Model(version="v41", ratios=(0, 1, 0, 2, 2, 0), block=128)
 EDGES = (1, 3, 4, 7, 8, 63, 64, 127, 128, 129, 255, 256, 257, 300, 511, 513)
-WHOLE = range(len(RATIOS))
+MODELS = {
+    "v4": V4_0,
+    "v4, index keys in fp4": replace(V4_0, fp4_keys=True),
+    "v4, rows in bfloat16": replace(V4_0, dtype="bfloat16"),
+    "v4, rows in fp8": replace(V4_0, dtype="fp8"),
+    "v4, a draft of two layers": replace(V4_0, ratios=(0, 4, 128, 0, 0), drafts=2),
+    "v4, one layer": replace(V4_0, ratios=(4,)),
+    "v4, windows only": replace(V4_0, ratios=(0, 0, 0), window=64),
+    "v4, other windows": replace(V4_0, ratios=(128, 128, 4, 0, 4, 4, 4), window=96),
+    "v4, many layers": replace(V4_0, ratios=(0, 0, *(4, 128) * 6, 4)),
+    "v41": V4_1,
+    "v41, records of mxfp8": replace(V4_1, record=528),
+    "v41, nvfp4": replace(V4_1, record=528, dtype="nvfp4_ds_mla"),
+    "v41, nvfp4 and index keys in fp4": replace(
+        V4_1, record=528, dtype="nvfp4_ds_mla", fp4_keys=True
+    ),
+    "v41, rows in bfloat16": replace(V4_1, dtype="bfloat16"),
+    "v41, replay": replace(V4_1, replay=True),
+    "v41, without ratio 2": replace(V4_1, ratios=(0, 1, 1, 0), window=200),
+    "v41, ratio 2 only": replace(V4_1, ratios=(2, 2, 2, 2, 2), ring=16, replay=True),
+}
 
 
 @pytest.mark.parametrize("tokens", EDGES)
+@pytest.mark.parametrize("model", ["v4", "v41, replay"])
+def test_every_live_row_is_where_the_other_engine_has_it(model, tokens):
+    hand_over(ranks(MODELS[model]), ranks(MODELS[model]), tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 129, 511])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_spec_of_its_models_is_described(model, tokens):
+    hand_over(ranks(MODELS[model]), ranks(MODELS[model]), tokens)
+
+
+SIDES = [*product((1, 2), repeat=2)]
+STAGES = {1: (), 2: (range(2), range(2, 6))}
+
+
+@pytest.mark.parametrize("model", [V4_0, replace(V4_1, replay=True)], ids=["v4", "v41"])
+@pytest.mark.parametrize("here", SIDES)
+@pytest.mark.parametrize("there", SIDES)
+def test_tensor_and_pipeline_parallel_sizes_may_differ(there, here, model):
+    sides = [ranks(model, tp, STAGES[stages]) for tp, stages in (there, here)]
+    hand_over(*sides, 389)
+
+
+@pytest.mark.parametrize("tokens", [129, 1025])
 @pytest.mark.parametrize(
-    ("there", "here"),
-    [([WHOLE], [WHOLE]), ([range(3), range(3, 6)], [WHOLE]), ([WHOLE], [range(2), range(2, 6)])],
+    ("model", "there", "here"),
+    [
+        (V4_0, 256, 128),
+        (V4_0, 128, 512),
+        (V4_0, 512, 256),
+        (V4_0, 512, 384),
+        (V4_1, 128, 64),
+        (V4_1, 32, 96),
+        (V4_1, 256, 128),
+    ],
 )
-def test_every_live_row_is_where_the_other_engine_has_it(there, here, tokens):
-    sources = [Engine(layers, seed) for seed, layers in enumerate(there)]
-    offered = []
-    for source in sources:
-        blocks = source.blocks(tokens)
-        source.write(blocks, tokens)
-        offered.append(block_table(source.seen.groups, blocks, tokens))
-    for layers in here:
-        dest = Engine(layers, 7)
-        blocks = dest.blocks(tokens)
-        wanted = block_table(dest.seen.groups, blocks, tokens)
-        made = plan([source.seen.layout for source in sources], dest.seen.layout)
-        for number, table in enumerate(offered):
-            oracle.copy(made.bind(number, table, wanted, tokens=range(tokens)))
-        got = dest.raw.clone()
-        live = dest.write(blocks, tokens)
-        assert torch.equal(got[live], dest.raw[live])
-        others = sorted({*range(BLOCKS)} - {block for ids in blocks for block in ids if block})
-        assert (got.view(BLOCKS, -1)[others] == FILL).all()
+def test_block_sizes_may_differ(model, there, here, tokens):
+    hand_over(ranks(replace(model, block=there)), ranks(replace(model, block=here)), tokens)
 
 
-@pytest.mark.parametrize("tokens", EDGES)
-@pytest.mark.parametrize("page_rings", [False, True])
-def test_kvpools_own_pool_can_be_the_other_side(tokens, page_rings):
-    """Out of vLLM, and back into other blocks."""
-    engine, back = Engine(WHOLE, 0), Engine(WHOLE, 1)
-    blocks, wanted = engine.blocks(tokens), back.blocks(tokens)
-    engine.write(blocks, tokens)
-    pool = DSv4Pool(
-        layers=WHOLE, compress_ratios=RATIOS, window=WINDOW - 1, num_pages=4, num_window_pages=8,
-        num_slots=3, page_size=256, packing="fp8", page_rings=page_rings,
-    )  # fmt: skip
-    address = oracle.place(pool, tokens)
-    first = block_table(engine.seen.groups, blocks, tokens)
-    last = block_table(back.seen.groups, wanted, tokens)
-    into, out = plan([engine.seen.layout], pool.layout), plan([pool.layout], back.seen.layout)
-    oracle.copy(into.bind(0, first, address, tokens=range(tokens)))
-    oracle.copy(out.bind(0, address, last, tokens=range(tokens)))
-    got = back.raw.clone()
-    live = back.write(wanted, tokens)
-    assert torch.equal(got[live], back.raw[live])
+@pytest.mark.parametrize(
+    ("model", "block", "words"),
+    [
+        (V4_0, 192, "blocks of 192 tokens have 1 states of 128 tokens, not 1 whole ones"),
+        (V4_0, 514, "blocks of 514 tokens have 128 states of 4 tokens, not 128 whole ones"),
+        (V4_1, 33, "blocks of 33 tokens have 16 states of 2 tokens, not 16 whole ones"),
+    ],
+)
+def test_blocks_that_cut_states_are_refused(model, block, words):
+    """vLLM's planner takes them, and its kernels would lose states."""
+    with pytest.raises(UnknownFormat, match=f"{words}. Use a --block-size that is a multiple of"):
+        Rank(replace(model, block=block), range(6))
+
+
+def test_pages_of_fewer_tokens_than_a_block_are_refused():
+    """Blocks of 512 in kernel pages of 256: rows and scales of half a block lie together."""
+    rank = Rank(replace(V4_0, block=512), [1])
+    for name, cache in rank.caches.items():
+        blocks, _, states, content = rank.views[name].shape
+        if cache.spec.block_size == 512:
+            rank.views[name] = rank.views[name].new_zeros(2 * blocks, 1, states // 2, content)
+    with pytest.raises(UnknownFormat, match="compressed states are known in whole blocks"):
+        engine_layout(rank.config, rank.planned, rank.views)
+
+
+@pytest.mark.parametrize("rings", [(8, 16), (16, 8)])
+@pytest.mark.parametrize("tokens", [15, 16, 17, 261])
+def test_rings_of_v41_may_have_other_sizes(rings, tokens):
+    there, here = (ranks(replace(V4_1, ring=size)) for size in rings)
+    hand_over(there, here, tokens)
+
+
+@pytest.mark.parametrize("start", [0, 256, 320, 384])
+@pytest.mark.parametrize("model", [V4_1, replace(V4_1, replay=True)], ids=["kept", "replayed"])
+def test_a_replayed_window_comes_whole_behind_a_prefix_of_decodes_own(model, start):
+    """vLLM keeps no window of a prefix that it replays, and loads it from a connector."""
+    hand_over(ranks(model), ranks(model), 389, start)
 
 
 def test_vllms_classes_have_these_names():
-    from vllm.models.deepseek_v4.compressor import CompressorBackend
-    from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
-    from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend
-    from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWABackend
+    classes = (
+        *(sparse_mla.DeepseekV4FlashMLABackend, cpu_mla.DeepseekV4CPUSparseBackend),
+        *(sparse_mla_v41.DeepseekV4FlashMLABackend, sparse_mla_v41.FlashMLAMegaAttnBackend),
+        flashinfer_sparse.DeepseekV4FlashInferMLASparseBackend,
+        flashinfer_sparse_v41.DeepseekV4FlashInferMLASparseBackend,
+        *(sparse_swa.DeepseekSparseSWABackend, cpu_mla.DeepseekV4CPUIndexerBackend),
+        *(indexer.DeepseekV4IndexerBackend, indexer.DeepseekV41IndexerBackend),
+        sparse_indexer.DeepseekV41SparseIndexerBackend,
+    )
+    assert {each.get_name() for each in classes} == {*V4} - {OPEN_WINDOWS}
 
-    swa, latents = DeepseekSparseSWABackend, DeepseekV4FlashMLABackend
-    classes = CompressorBackend, DeepseekV4IndexerBackend, swa, latents
-    assert {each.get_name() for each in classes} == {*V4} - {"FLASHINFER_MLA_SPARSE_DSV4"}
 
-
-def test_other_latents_are_refused_by_name(monkeypatch):
-    monkeypatch.setitem(PACKED, "cache_dtype_str", "auto")
-    with pytest.raises(UnknownFormat, match="latents of DeepSeek-V4 in auto are not known"):
-        Engine(WHOLE, 0)
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (replace(V4_0, dtype="fp4_ds_mla"), "latents of DeepSeek-V4 in fp4_ds_mla, 512 elements"),
+        (replace(V4_0, ratios=(64,)), "windows of 64 tokens that are not yet compressed are not"),
+    ],
+)
+def test_other_formats_are_refused_by_name(model, words):
+    with pytest.raises(UnknownFormat, match=words):
+        ranks(model)

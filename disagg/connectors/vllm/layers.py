@@ -23,10 +23,23 @@ from disagg.connectors.tensors import (
     naming,
     rows,
 )
-from disagg.connectors.vllm.registered import OPEN_WINDOWS, RegisteredLayer
+from disagg.connectors.vllm.registered import (
+    OPEN_WINDOWS,
+    V4,
+    V4_INDEX_KEYS,
+    V4_LATENTS,
+    RegisteredLayer,
+)
 from kvpool.item import Cell, Repeat, Seq, Template
 from kvpool.layout.dtypes import dtype_name
-from kvpool.layout.formats import fp8_latent_row, index_key_page, latent_row, scaled, v4_latent_page
+from kvpool.layout.formats import (
+    V4_PAGES,
+    fp4_index_key_page,
+    fp8_latent_row,
+    index_key_page,
+    latent_row,
+    scaled,
+)
 
 Parts = list[TensorPart]
 HERE = "add it to disagg/connectors/vllm/layers.py"
@@ -86,7 +99,9 @@ def read_attention(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
             f"what it keeps is not known (known: {', '.join(sorted(ATTENTION))}). Choose one of "
             f"those by --attention-backend, or {HERE}."
         )
-    if mode not in MODES or (mode.endswith("TOKEN_HEAD") and backend != "TRITON_ATTN"):
+    elsewhere = mode.endswith("TOKEN_HEAD") and backend != "TRITON_ATTN"
+    # the width of an entry says how V4's are packed
+    if backend not in V4 and (mode not in MODES or elsewhere):
         raise UnknownFormat(
             f"pages of {mode} are not known (known: {', '.join(MODES)}; scales per token and head "
             "of TRITON_ATTN). Use --kv-cache-dtype auto."
@@ -118,20 +133,28 @@ def index_keys(layer: RegisteredLayer) -> Parts:
     if getattr(layer.module, "uses_shuffled_layout", False):
         raise UnknownFormat("shuffled index keys are not known. Use a platform without them.")
     dim, platform = layer.model.hf_text_config.index_head_dim, layer.platform
-    if layer.view.shape[3] == dim // 2 + dim // 32:
-        raise UnknownFormat("index keys in fp4 are not known. Use those in fp8.")
-    page = index_key_page(layer.view.shape[2], dim, dtype=platform.fp8, scale=platform.index_scale)
-    return [items(page)]
+    entries, width = layer.view.shape[2:]
+    if width == dim // 2 + dim // 32:
+        if layer.backend not in V4:
+            raise UnknownFormat("index keys in fp4 are known of DeepSeek-V4 only. Use fp8.")
+        return [items(fp4_index_key_page(entries, dim))]
+    return [items(index_key_page(entries, dim, dtype=platform.fp8, scale=platform.index_scale))]
 
 
 def v4_latents(layer: RegisteredLayer) -> Parts:
-    """Of DeepSeek-V4: all rows of a page, then their scales."""
-    if layer.spec.cache_dtype_str != "fp8_ds_mla":
+    """Of DeepSeek-V4 and V4.1: all values of a page, then their scales, or plain rows, whose fp8
+    has no scale (FlashInfer's is 1).
+    """
+    entries, width = layer.view.shape[2:]
+    dtype, cache = dtype_name(layer.view.dtype), layer.spec.cache_dtype_str
+    if (dtype, width) in (("bfloat16", 512), ("float8_e4m3fn", 512)):
+        return [rows(latent_row(448, 64, dtype))]
+    if dtype != "uint8" or width not in V4_PAGES:
         raise UnknownFormat(
-            f"latents of DeepSeek-V4 in {layer.spec.cache_dtype_str} are not known. Use "
-            "--kv-cache-dtype fp8_ds_mla."
+            f"latents of DeepSeek-V4 in {cache}, {width} elements of {dtype} each, are not known. "
+            "Use --kv-cache-dtype fp8_ds_mla."
         )
-    return [items(v4_latent_page(layer.view.shape[2]).of)]
+    return [items(V4_PAGES[width](entries))]
 
 
 def open_windows(layer: RegisteredLayer) -> Parts:
@@ -193,8 +216,8 @@ ATTENTION: Mapping[str, Callable[[RegisteredLayer], Parts]] = {
         ),
         planes: ("B12X",),
         transposed_keys: ("CPU_ATTN",),
-        index_keys: ("DEEPSEEK_V32_INDEXER", "DEEPSEEK_V4_INDEXER"),
-        v4_latents: ("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "DEEPSEEK_SPARSE_SWA"),
+        index_keys: ("DEEPSEEK_V32_INDEXER", *V4_INDEX_KEYS),
+        v4_latents: V4_LATENTS,
         open_windows: (OPEN_WINDOWS,),
     }.items()
     for backend in backends

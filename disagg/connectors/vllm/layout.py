@@ -36,6 +36,7 @@ SPECS = {
     "SlidingWindowMLASpec": "swa",
     "ChunkedLocalAttentionSpec": "chunk",
     "MambaSpec": "state",
+    "CircularBufferSpec": "ring",
 }
 """Specs that are known, and what the spaces of their groups are called."""
 Blocks = tuple[Sequence[int], ...]
@@ -114,8 +115,9 @@ def engine_layout(
         tensors, blocks = fold_blocks(tensors, kv_cache_config.num_blocks)
         spec, space = layers[0].spec, space_of(number, layers[0], blocks)
         state: Literal["first", "position"] | None = None
-        if not space.has_entries:
-            state = "first" if spec.mamba_cache_mode == "none" else "position"
+        if space.per_request:
+            mode = getattr(spec, "mamba_cache_mode", "none")
+            state = "first" if mode == "none" else "position"
         tokens = spec.block_size * space.held.ranks
         groups.append(BlockGroup(space.name, blocks, tokens, state))
         lists.append(space)
@@ -197,9 +199,11 @@ def space_of(group: int, layer: RegisteredLayer, blocks: int) -> Space:
             )
     if kind == "chunk":
         window, step = 0, spec.attention_chunk_size
+    if kind == "ring":
+        window, step = 0, layer.ratio
     return Space(
         f"{kind}{group}",
-        "slot" if kind == "state" else "paged",
+        "slot" if kind == "state" else "ring" if kind == "ring" else "paged",
         1 if kind == "state" else spec.block_size // blocks,
         window=window,
         window_step=step,
@@ -207,6 +211,8 @@ def space_of(group: int, layer: RegisteredLayer, blocks: int) -> Space:
         block_pool="blocks",
         interleave=shared_positions(layer.config.parallel_config, spec),
         items_per_block=blocks,
+        # vLLM loads the window of a replayed group from us where a prefix is its own
+        whole=getattr(spec, "bounded_replay", False),
     )
 
 
@@ -216,7 +222,7 @@ def compressed(space: Space, layer: RegisteredLayer) -> Space:
     and of windows that overlap those of the one before.
     """
     ratio = layer.ratio
-    if ratio == 1:
+    if ratio == 1 or space.per_request:
         return space
     if space.items_per_block > 1 or space.interleave is not None:
         raise UnknownFormat(
@@ -226,5 +232,11 @@ def compressed(space: Space, layer: RegisteredLayer) -> Space:
     own = replace(space, name=f"{space.name}.c{ratio}", ids=space.name, block_pool=None)
     if layer.backend == OPEN_WINDOWS:
         return replace(own, window=ratio if ratio == 4 else 0, window_step=ratio)
-    entries = space.entries_per_item // ratio
+    entries, rest = divmod(space.entries_per_item, ratio)
+    if rest or entries != layer.view.shape[2]:
+        raise UnknownFormat(
+            f"{layer.name}: blocks of {space.entries_per_item} tokens have {layer.view.shape[2]} "
+            f"states of {ratio} tokens, not {entries} whole ones. Use a --block-size that is a "
+            f"multiple of {ratio}."
+        )
     return replace(own, entries_per_item=entries, tokens_per_entry=ratio)

@@ -14,11 +14,19 @@ from kvpool.layout.formats import Heads
 
 OPEN_WINDOWS = "CompressorBackend"
 """The backend of what DeepSeek-V4 has not yet compressed."""
-V4 = (
-    *("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "DEEPSEEK_V4_INDEXER"),
-    *("DEEPSEEK_SPARSE_SWA", OPEN_WINDOWS),
+RATIOS = {8: 4, 128: 128}
+"""Tokens a state, by the window of what is not yet compressed: of 4, which overlap, two windows."""
+V4_LATENTS = (
+    *("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "CPU_V4_MLA_SPARSE"),
+    *("FLASHMLA_SPARSE_DSV41", "FLASHMLA_MEGA_ATTN_DSV41", "FLASHINFER_MLA_SPARSE_DSV41"),
+    "DEEPSEEK_SPARSE_SWA",
 )
-"""Backends of DeepSeek-V4, which alone may keep one state for several tokens."""
+V4_INDEX_KEYS = (
+    *("DEEPSEEK_V4_INDEXER", "CPU_V4_INDEXER"),
+    *("DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER"),
+)
+V4 = (*V4_LATENTS, *V4_INDEX_KEYS, OPEN_WINDOWS)
+"""Backends of DeepSeek-V4 and V4.1, which alone may keep one state for several tokens."""
 FLOATS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 
 
@@ -98,13 +106,20 @@ class RegisteredLayer:
     @property
     def ratio(self) -> int:
         """Tokens for which it keeps one state, or whose keys it holds until they are compressed to
-        one (DeepSeek-V4): of 4, which overlap, those of two windows.
+        one (DeepSeek-V4). Raises UnknownFormat for windows of other models.
         """
         if self.is_linear:
             return 1
         if self.backend != OPEN_WINDOWS:
             return int(self.spec.tokens_per_state)
-        return 4 if self.spec.sliding_window == 8 else int(self.spec.sliding_window)
+        if type(self.spec).__name__ == "CircularBufferSpec":
+            return 2  # V4.1's compressor has no other that keeps anything
+        if self.spec.sliding_window not in RATIOS:
+            raise UnknownFormat(
+                f"{self.name}: windows of {self.spec.sliding_window} tokens that are not yet "
+                f"compressed are not known (known: {[*RATIOS]}). Use another model."
+            )
+        return RATIOS[self.spec.sliding_window]
 
     @property
     def prefix(self) -> str:

@@ -7,10 +7,12 @@ connectors describe an engine's tensors with them. Kinds of state (`MHA`) stand 
 from kvpool.layout.formats.attention import (
     MHA as MHA,
     MLA as MLA,
+    V4_PAGES as V4_PAGES,
     IndexKey as IndexKey,
     Order as Order,
     Ring as Ring,
     V4Latent as V4Latent,
+    fp4_index_key_page as fp4_index_key_page,
     fp8_latent_row as fp8_latent_row,
     head_page as head_page,
     index_key_page as index_key_page,

@@ -4,7 +4,7 @@ and a rope key), keys of sparse-attention indexers, and rings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -13,6 +13,7 @@ from kvpool.layout.formats.kind import At, Attention, BufferSpec, Heads, scaled
 from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template
 
 Order = Literal["nhd", "hnd"]
+FP4_PAIR = "float4_e2m1fn_x2"
 
 
 def head_page(cell: Cell, heads: Heads, entries: int, order: Order) -> Template:
@@ -128,13 +129,47 @@ class V4Latent(Attention):
         yield at.buffer("latent", page)
 
 
+def scaled_page(
+    role: str, entries: int, count: int, *, block: int, scale: str, dtype: str = "e4m3"
+) -> Seq:
+    """All values of a page, `count` an entry, then all their scales, one for each `block`."""
+    cells = scaled(role, count, block=block, scale=scale, dtype=dtype)
+    return Seq(*(Repeat("entry", entries, cell) for cell in cells))
+
+
+def _v4_latents(entries: int) -> Template:
+    return v4_latent_page(entries).of
+
+
+def _v41_latents(entries: int) -> Template:
+    """512 elements in e4m3, the rope key among them, and a ue8m0 scale for each 32."""
+    return scaled_page("latent", entries, 512, block=32, scale="ue8m0")
+
+
+def _v41_fp4_latents(entries: int) -> Template:
+    """The same in e2m1, two elements a byte, and an e4m3 scale for each 16."""
+    return scaled_page("latent", entries, 256, block=8, scale="e4m3", dtype=FP4_PAIR)
+
+
+V4_PAGES: Mapping[int, Callable[[int], Template]] = {
+    584: _v4_latents,
+    528: _v41_latents,
+    288: _v41_fp4_latents,
+}
+"""Pages of the latents of DeepSeek-V4 and V4.1 in vLLM, without padding, by bytes an entry."""
+
+
+def fp4_index_key_page(entries: int, dim: int) -> Seq:
+    """Index keys of DeepSeek-V4 in e2m1, two elements a byte, then a ue8m0 scale for each 32."""
+    return scaled_page("index_key", entries, dim // 2, block=16, scale="ue8m0", dtype=FP4_PAIR)
+
+
 def index_key_page(entries: int, dim: int, *, dtype: str = "e4m3", scale: str = "f32") -> Seq:
     """All keys of a page, then all their scales (the index cache of DeepSeek-V3.2): 4 bytes for
     each 128 elements, a float32 or a ue8m0 four times. 128 elements make 132 bytes an entry.
     """
     block = 128 if scale in ("f32", "float32") else 32
-    cells = scaled("index_key", dim, block=block, scale=scale, dtype=dtype)
-    return Seq(*(Repeat("entry", entries, cell) for cell in cells))
+    return scaled_page("index_key", entries, dim, block=block, scale=scale, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
