@@ -41,9 +41,9 @@ def compare(folder: Path, last: int | None = None) -> tuple[int, int, list[str]]
     """Tensors compared, bytes, and what differs, between both sides of every room.
 
     A rank's file `{side}.{room}.{rank}.pt` has tensors by `name/part`, positions first, then what
-    ranks share, heads or channels, but of a `row`; a name has its layer's number, which is all that
-    two engines' names share. `last`: where one
-    side holds more positions than these, its last ones are compared.
+    ranks share, heads or channels, but of a row (`row`, `swa_cache row`); a name has its layer's
+    number, which is all that two engines' names share. `last`: where one side holds more positions
+    than these, its last ones are compared.
     """
     tensors, nbytes, wrong = 0, 0, []
     for path in sorted(folder.glob("decode.*.0.pt")):
@@ -76,5 +76,5 @@ def _ranks(folder: Path, side: str, room: str) -> dict[str, torch.Tensor]:
         (number,) = (each for each in layer.split(".") if each.isdecimal())
         owner = "draft " if layer.startswith(("draft_model.", "mtp.")) else ""
         held = [rank[name] for rank in ranks if name in rank]
-        joined[f"{owner}{number}/{part}"] = held[0] if part == "row" else torch.cat(held, 1)
+        joined[f"{owner}{number}/{part}"] = held[0] if part.endswith("row") else torch.cat(held, 1)
     return joined

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.mla import indexer, sparse_indexer, sparse_swa
 from disagg.connectors.tensors import UnknownFormat
 from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.registered import OPEN_WINDOWS, V4
+from disagg.plan import IncompatibleLayouts, IncompleteTransfer
 from tests.engines.deepseek_v4 import Model, Rank, hand_over, ranks
 
 V4_0 = Model()
@@ -137,6 +138,23 @@ def test_vllms_classes_have_these_names():
         sparse_indexer.DeepseekV41SparseIndexerBackend,
     )
     assert {each.get_name() for each in classes} == {*V4} - {OPEN_WINDOWS}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        (V4_0, replace(V4_0, dtype="fp8"), "swa.rope: bfloat16 on prefill, float8_e4m3fn"),
+        (V4_0, replace(V4_0, fp4_keys=True), "c4.index_key: float8_e4m3fn on prefill, float4_e2m1"),
+        (V4_0, replace(V4_0, ratios=(0, 4, 128, 4, 4, 4)), "layer 4 c4.latent: prefill offers no"),
+        (V4_0, replace(V4_0, window=256), "window"),
+        (V4_1, replace(V4_1, record=528), "latent: 448 "),
+        (replace(V4_1, record=528), replace(V4_1, record=528, dtype="nvfp4_ds_mla"), "float4_e2m1"),
+        (V4_1, replace(V4_1, ratios=(0, 2, 0, 2, 2, 0)), "layer 1 c2.latent: prefill offers no"),
+    ],
+)
+def test_what_differs_between_two_engines_is_refused_by_name(there, here, words):
+    with pytest.raises((IncompatibleLayouts, IncompleteTransfer), match=words):
+        hand_over(ranks(there), ranks(here), 389)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engines.launcher import serve
+from tests.engines.vllm import deepseek_v4
 
 
 class Served:
@@ -147,6 +148,8 @@ class Served:
 
 def run(line: socket.socket, arguments: dict[str, Any]) -> None:
     """One engine, until its socket ends."""
+    if arguments["model"].endswith("deepseek_v4"):
+        deepseek_v4.enable()
     Served(line, arguments).serve()
 
 

@@ -28,7 +28,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from tests.engines.vllm import drafts
+from tests.engines.vllm import deepseek_v4, drafts
 
 VOCABULARY = 512
 COMMON: dict[str, Any] = {
@@ -164,7 +164,7 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     made.__name__: made
     for made in (
         *(llama, llama_other_rope, llama_wide, llama_shallow, deepseek_v3, deepseek_mtp),
-        *(gpt_oss, gemma3, qwen3_next, qwen3_next_mtp, falcon_h1, lfm2),
+        *(gpt_oss, gemma3, qwen3_next, qwen3_next_mtp, falcon_h1, lfm2, deepseek_v4.deepseek_v4),
     )
 }
 
@@ -191,6 +191,8 @@ def save(name: str, folder: Path) -> Path:
     fast.save_pretrained(place)
     model.save_pretrained(place)
     drafts.finish(name, place)
+    if name == "deepseek_v4":
+        deepseek_v4.finish(place)
     return place
 
 

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from disagg.connectors.vllm.connector import KvpoolConnector
 from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask
+from tests.engines.vllm import deepseek_v4
 
 CONV: dict[str, Callable[[Any], dict[str, int]]] = {
     "qwen3_next": lambda config: {
@@ -49,6 +50,9 @@ class WatchedConnector(KvpoolConnector):
             for view in kv_caches.values():
                 view.view(torch.uint8).fill_(255)
         config = self._vllm_config
+        self._v4 = config.model_config.hf_config.model_type == "deepseek_v4"
+        if self._v4:  # of ranks that vLLM has spawned
+            deepseek_v4.enable()
         self._modules = get_layers_from_vllm_config(config, AttentionLayerBase)
         worker, asked = self._worker, {}
         send, receive, received = worker._send, worker._receive, worker.rank._received
@@ -91,6 +95,11 @@ class WatchedConnector(KvpoolConnector):
             live = ids[len(ids) - 1 - spec.num_speculative_blocks]
             page = view[live].contiguous().view(torch.uint8).reshape(-1)
             found.update({f"{name}/{part}": each for part, each in self._states(spec, page)})
+            return
+        if self._v4:
+            rows = deepseek_v4.live_rows(view, spec, name, ids, tokens)
+            if len(rows):
+                found[f"{name}/{name.rpartition('attn')[2]} row"] = rows
             return
         size, window = spec.block_size, None
         if kind.startswith("SlidingWindow"):
