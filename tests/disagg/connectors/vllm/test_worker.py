@@ -3,6 +3,7 @@
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -98,6 +99,46 @@ def test_what_no_token_fills_is_no_other_groups_state_where_vllm_leaves_it(start
     assert torch.equal(decode.memory[5, 64:], tail)
     assert torch.equal(decode.memory[[0, 1, 3, 6, 8]], before[[0, 1, 3, 6, 8]])
     assert torch.equal(decode.memory[7, :50], prefill.memory[6, :50])
+
+
+class WindowSide(engines.WorkerSide):
+    """Blocks of full attention and of a window of 12 tokens, which may move whole."""
+
+    def __init__(self, produces, whole, **extra):
+        torch.manual_seed(produces)
+        self.memory = torch.randint(0, 255, (BLOCKS, TOKENS, 16), dtype=torch.uint8)
+        spaces = [
+            Space("kv0", "paged", TOKENS, block_pool="blocks"),
+            Space("swa1", "paged", TOKENS, window=12, block_pool="blocks", whole=whole),
+        ]
+        described = [
+            describe(self.memory, ("item", "entry", "dim"), role="k", layer=layer, space=space.name)
+            for layer, space in enumerate(spaces)
+        ]
+        groups = BlockGroup("kv0", 1, TOKENS), BlockGroup("swa1", 1, TOKENS)
+        layout = PoolLayout.of(*described, spaces=spaces)
+        super().__init__(layout, groups, LAYERS, produces=produces, **extra)
+
+
+@pytest.mark.parametrize(("there", "whole"), [(0, 0), (0, 1), (1, 1)])
+@pytest.mark.parametrize("chunks", [(0, 20), (0, 10, 20), (0, 17, 20)])
+@pytest.mark.parametrize("extra", [{}, {"verify": "checksum"}])
+def test_a_window_that_moves_whole_comes_behind_a_prefix_of_decodes_own(there, whole, chunks, extra):
+    """vLLM's bounded replay: decode has 16 of 20 tokens, but of the window none."""
+    sides = WindowSide(True, bool(there), **extra), WindowSide(False, bool(whole), **extra)
+    with sides[0] as prefill, sides[1] as decode:
+        before = decode.memory.clone()
+        decode.step(receives=[receive(prefill, blocks=((9, 4, 5), (0, 7, 8)), start=16)])
+        for start, stop in pairwise(chunks):
+            ids = (0 if start >= 16 else 11, 6, 10)[: -(-stop // TOKENS)]
+            prefill.step(sends=[engines.send(((3, 1, 2), ids), start, stop, stop == 20)])
+        until_there(prefill, decode)
+        expected = before
+        expected[5, :4], expected[8, :4] = prefill.memory[2, :4], prefill.memory[10, :4]
+        if whole:  # tokens 8 to 15, of which none was decode's own
+            expected[7] = prefill.memory[6]
+        assert torch.equal(decode.memory[:, :4], expected[:, :4])
+        assert torch.equal(decode.memory[7], expected[7])
 
 
 def test_a_request_whose_end_is_told_before_it_is_offered_gives_its_blocks_back(sides):
