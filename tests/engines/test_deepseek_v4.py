@@ -91,9 +91,9 @@ def test_block_sizes_may_differ(model, there, here, tokens):
 @pytest.mark.parametrize(
     ("model", "block", "words"),
     [
-        (V4_0, 192, "blocks of 192 tokens have 1 states of 128 tokens, not 1 whole ones"),
-        (V4_0, 514, "blocks of 514 tokens have 128 states of 4 tokens, not 128 whole ones"),
-        (V4_1, 33, "blocks of 33 tokens have 16 states of 2 tokens, not 16 whole ones"),
+        (V4_0, 192, "blocks of 192 tokens cut states of 128"),
+        (V4_0, 514, "blocks of 514 tokens cut states of 4"),
+        (V4_1, 33, "blocks of 33 tokens cut states of 2"),
     ],
 )
 def test_blocks_that_cut_states_are_refused(model, block, words):
@@ -161,7 +161,7 @@ def test_what_differs_between_two_engines_is_refused_by_name(there, here, words)
     ("model", "words"),
     [
         (replace(V4_0, dtype="fp4_ds_mla"), "latents of DeepSeek-V4 in fp4_ds_mla, 512 elements"),
-        (replace(V4_0, ratios=(64,)), "windows of 64 tokens that are not yet compressed are not"),
+        (replace(V4_0, ratios=(64,)), "compressor.state_cache: window 64 is not known"),
     ],
 )
 def test_other_formats_are_refused_by_name(model, words):

@@ -23,23 +23,10 @@ from disagg.connectors.tensors import (
     naming,
     rows,
 )
-from disagg.connectors.vllm.registered import (
-    OPEN_WINDOWS,
-    V4,
-    V4_INDEX_KEYS,
-    V4_LATENTS,
-    RegisteredLayer,
-)
+from disagg.connectors.vllm.registered import OPEN_WINDOWS, V4, V4_KEYS, V4_LATENTS, RegisteredLayer
 from kvpool.item import Cell, Repeat, Seq, Template
 from kvpool.layout.dtypes import dtype_name
-from kvpool.layout.formats import (
-    V4_PAGES,
-    fp4_index_key_page,
-    fp8_latent_row,
-    index_key_page,
-    latent_row,
-    scaled,
-)
+from kvpool.layout.formats import V4_PAGES, fp8_latent_row, index_key_page, latent_row, scaled
 
 Parts = list[TensorPart]
 HERE = "add it to disagg/connectors/vllm/layers.py"
@@ -134,27 +121,23 @@ def index_keys(layer: RegisteredLayer) -> Parts:
         raise UnknownFormat("shuffled index keys are not known. Use a platform without them.")
     dim, platform = layer.model.hf_text_config.index_head_dim, layer.platform
     entries, width = layer.view.shape[2:]
-    if width == dim // 2 + dim // 32:
-        if layer.backend not in V4:
-            raise UnknownFormat("index keys in fp4 are known of DeepSeek-V4 only. Use fp8.")
-        return [items(fp4_index_key_page(entries, dim))]
-    return [items(index_key_page(entries, dim, dtype=platform.fp8, scale=platform.index_scale))]
+    if width < dim and layer.backend not in V4:
+        raise UnknownFormat("index keys in fp4 are known of DeepSeek-V4 only. Use those in fp8.")
+    dtype = "float4_e2m1fn_x2" if width < dim else platform.fp8
+    return [items(index_key_page(entries, dim, dtype=dtype, scale=platform.index_scale))]
 
 
 def v4_latents(layer: RegisteredLayer) -> Parts:
     """Of DeepSeek-V4 and V4.1: all values of a page, then their scales, or plain rows, whose fp8
     has no scale (FlashInfer's is 1).
     """
-    entries, width = layer.view.shape[2:]
-    dtype, cache = dtype_name(layer.view.dtype), layer.spec.cache_dtype_str
-    if (dtype, width) in (("bfloat16", 512), ("float8_e4m3fn", 512)):
-        return [rows(latent_row(448, 64, dtype))]
-    if dtype != "uint8" or width not in V4_PAGES:
+    width, dtype = entry = layer.view.shape[3], dtype_name(layer.view.dtype)
+    if entry not in V4_PAGES:
         raise UnknownFormat(
-            f"latents of DeepSeek-V4 in {cache}, {width} elements of {dtype} each, are not known. "
-            "Use --kv-cache-dtype fp8_ds_mla."
+            f"latents of DeepSeek-V4 in {layer.spec.cache_dtype_str}, {width} elements of {dtype} "
+            "each, are not known. Use --kv-cache-dtype fp8_ds_mla."
         )
-    return [items(V4_PAGES[width](entries))]
+    return [items(V4_PAGES[entry](layer.view.shape[2]))]
 
 
 def open_windows(layer: RegisteredLayer) -> Parts:
@@ -216,7 +199,7 @@ ATTENTION: Mapping[str, Callable[[RegisteredLayer], Parts]] = {
         ),
         planes: ("B12X",),
         transposed_keys: ("CPU_ATTN",),
-        index_keys: ("DEEPSEEK_V32_INDEXER", *V4_INDEX_KEYS),
+        index_keys: ("DEEPSEEK_V32_INDEXER", *V4_KEYS),
         v4_latents: V4_LATENTS,
         open_windows: (OPEN_WINDOWS,),
     }.items()

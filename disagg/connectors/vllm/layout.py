@@ -116,8 +116,7 @@ def engine_layout(
         spec, space = layers[0].spec, space_of(number, layers[0], blocks)
         state: Literal["first", "position"] | None = None
         if space.per_request:
-            mode = getattr(spec, "mamba_cache_mode", "none")
-            state = "first" if mode == "none" else "position"
+            state = "first" if getattr(spec, "mamba_cache_mode", "none") == "none" else "position"
         tokens = spec.block_size * space.held.ranks
         groups.append(BlockGroup(space.name, blocks, tokens, state))
         lists.append(space)
@@ -233,10 +232,9 @@ def compressed(space: Space, layer: RegisteredLayer) -> Space:
     if layer.backend == OPEN_WINDOWS:
         return replace(own, window=ratio if ratio == 4 else 0, window_step=ratio)
     entries, rest = divmod(space.entries_per_item, ratio)
-    if rest or entries != layer.view.shape[2]:
+    if rest:
         raise UnknownFormat(
-            f"{layer.name}: blocks of {space.entries_per_item} tokens have {layer.view.shape[2]} "
-            f"states of {ratio} tokens, not {entries} whole ones. Use a --block-size that is a "
-            f"multiple of {ratio}."
+            f"{layer.name}: blocks of {space.entries_per_item} tokens cut states of {ratio}. Use a "
+            f"--block-size that is a multiple of {ratio}."
         )
     return replace(own, entries_per_item=entries, tokens_per_entry=ratio)

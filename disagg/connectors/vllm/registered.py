@@ -14,18 +14,20 @@ from kvpool.layout.formats import Heads
 
 OPEN_WINDOWS = "CompressorBackend"
 """The backend of what DeepSeek-V4 has not yet compressed."""
-RATIOS = {8: 4, 128: 128}
-"""Tokens a state, by the window of what is not yet compressed: of 4, which overlap, two windows."""
+RATIOS = {8: 4, 128: 128, None: 2}
+"""Tokens a state, by the window of what is not yet compressed: states of 4 overlap, and of 2 it is a
+ring.
+"""
 V4_LATENTS = (
     *("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "CPU_V4_MLA_SPARSE"),
     *("FLASHMLA_SPARSE_DSV41", "FLASHMLA_MEGA_ATTN_DSV41", "FLASHINFER_MLA_SPARSE_DSV41"),
     "DEEPSEEK_SPARSE_SWA",
 )
-V4_INDEX_KEYS = (
-    *("DEEPSEEK_V4_INDEXER", "CPU_V4_INDEXER"),
-    *("DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER"),
+V4_KEYS = (
+    *("DEEPSEEK_V4_INDEXER", "DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER"),
+    "CPU_V4_INDEXER",
 )
-V4 = (*V4_LATENTS, *V4_INDEX_KEYS, OPEN_WINDOWS)
+V4 = (*V4_LATENTS, *V4_KEYS, OPEN_WINDOWS)
 """Backends of DeepSeek-V4 and V4.1, which alone may keep one state for several tokens."""
 FLOATS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 
@@ -112,14 +114,10 @@ class RegisteredLayer:
             return 1
         if self.backend != OPEN_WINDOWS:
             return int(self.spec.tokens_per_state)
-        if type(self.spec).__name__ == "CircularBufferSpec":
-            return 2  # V4.1's compressor has no other that keeps anything
-        if self.spec.sliding_window not in RATIOS:
-            raise UnknownFormat(
-                f"{self.name}: windows of {self.spec.sliding_window} tokens that are not yet "
-                f"compressed are not known (known: {[*RATIOS]}). Use another model."
-            )
-        return RATIOS[self.spec.sliding_window]
+        window = getattr(self.spec, "sliding_window", None)
+        if window not in RATIOS:
+            raise UnknownFormat(f"{self.name}: window {window} is not known. Use another model.")
+        return RATIOS[window]
 
     @property
     def prefix(self) -> str:

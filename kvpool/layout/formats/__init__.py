@@ -12,7 +12,6 @@ from kvpool.layout.formats.attention import (
     Order as Order,
     Ring as Ring,
     V4Latent as V4Latent,
-    fp4_index_key_page as fp4_index_key_page,
     fp8_latent_row as fp8_latent_row,
     head_page as head_page,
     index_key_page as index_key_page,

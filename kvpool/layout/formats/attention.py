@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
 from kvpool.layout.dtypes import PACKINGS
@@ -137,38 +138,44 @@ def scaled_page(
     return Seq(*(Repeat("entry", entries, cell) for cell in cells))
 
 
-def _v4_latents(entries: int) -> Template:
+def _v4_page(entries: int) -> Template:
     return v4_latent_page(entries).of
 
 
-def _v41_latents(entries: int) -> Template:
+def _v41_page(entries: int) -> Template:
     """512 elements in e4m3, the rope key among them, and a ue8m0 scale for each 32."""
     return scaled_page("latent", entries, 512, block=32, scale="ue8m0")
 
 
-def _v41_fp4_latents(entries: int) -> Template:
+def _v41_fp4_page(entries: int) -> Template:
     """The same in e2m1, two elements a byte, and an e4m3 scale for each 16."""
     return scaled_page("latent", entries, 256, block=8, scale="e4m3", dtype=FP4_PAIR)
 
 
-V4_PAGES: Mapping[int, Callable[[int], Template]] = {
-    584: _v4_latents,
-    528: _v41_latents,
-    288: _v41_fp4_latents,
+def _v4_rows(dtype: str, entries: int) -> Template:
+    return Repeat("entry", entries, latent_row(448, 64, dtype))
+
+
+V4_PAGES: Mapping[tuple[int, str], Callable[[int], Template]] = {
+    (584, "uint8"): _v4_page,
+    (528, "uint8"): _v41_page,
+    (288, "uint8"): _v41_fp4_page,
+    **{(512, dtype): partial(_v4_rows, dtype) for dtype in ("bfloat16", "float8_e4m3fn")},
 }
-"""Pages of the latents of DeepSeek-V4 and V4.1 in vLLM, without padding, by bytes an entry."""
-
-
-def fp4_index_key_page(entries: int, dim: int) -> Seq:
-    """Index keys of DeepSeek-V4 in e2m1, two elements a byte, then a ue8m0 scale for each 32."""
-    return scaled_page("index_key", entries, dim // 2, block=16, scale="ue8m0", dtype=FP4_PAIR)
+"""Pages of the latents of DeepSeek-V4 and V4.1 in vLLM, without padding, by the elements of an
+entry and their dtype. Rows in fp8 have no scale (FlashInfer's is 1).
+"""
 
 
 def index_key_page(entries: int, dim: int, *, dtype: str = "e4m3", scale: str = "f32") -> Seq:
     """All keys of a page, then all their scales (the index cache of DeepSeek-V3.2): 4 bytes for
-    each 128 elements, a float32 or a ue8m0 four times. 128 elements make 132 bytes an entry.
+    each 128 elements, a float32 or a ue8m0 four times. 128 elements make 132 bytes an entry; in
+    e2m1, which has two in a byte and a ue8m0 for each 32, 68 (DeepSeek-V4).
     """
-    block = 128 if scale in ("f32", "float32") else 32
+    if dtype == FP4_PAIR:
+        dim, block, scale = dim // 2, 16, "ue8m0"
+    else:
+        block = 128 if scale in ("f32", "float32") else 32
     return scaled_page("index_key", entries, dim, block=block, scale=scale, dtype=dtype)
 
 
