@@ -77,6 +77,7 @@ def head_shard(count: int, of_model: int, rank: int, ranks: int) -> Heads:
 class LayerTensor:
     """A tensor `[item, ...]` of layer `number` of `owner`, and the parts that it consists of: all
     that the layer keeps, or some of it. `name` is the engine's; `prefix` is put before every role.
+    `tile`: tokens an entry, which are written one after the other.
     """
 
     name: str
@@ -85,6 +86,7 @@ class LayerTensor:
     parts: Sequence[TensorPart]
     owner: str = "target"
     prefix: str = ""
+    tile: int = 1
 
     def describe(self, space: str) -> Described:
         """One buffer, all of the tensor, and its regions. Raises UnknownFormat with the name."""
@@ -123,6 +125,28 @@ PlacedTensor = tuple[Space, LayerTensor]
 """A layer's tensor, and the space whose ids address its items."""
 
 
+def tiled(space: Space, tokens: int) -> Space:
+    """A space of the same items, of which an entry is a tile of so many tokens."""
+    if tokens == 1:
+        return space
+    entries, rest = divmod(space.entries_per_item, tokens)
+    if rest:
+        raise UnknownFormat(
+            f"pages of {space.entries_per_item} tokens: not known, only multiples of {tokens}, "
+            "whose scales are mixed. Use another page size."
+        )
+    return replace(
+        space,
+        name=f"{space.name}.tiles",
+        entries_per_item=entries,
+        tokens_per_entry=tokens,
+        ids=space.id_list,
+        block_pool=None,
+        items_per_block=1,
+        partial=True,
+    )
+
+
 def layout_of(
     placed: Iterable[PlacedTensor], layers: int, model: object, *spaces: Space
 ) -> PoolLayout:
@@ -134,7 +158,9 @@ def layout_of(
     """
     space_by_name = {space.name: space for space in spaces}
     described: dict[str, list[Described]] = {}
-    for space, layer in placed:
+    for whole, layer in placed:
+        with naming(layer.name):
+            space = tiled(whole, layer.tile)
         first = space_by_name.setdefault(space.name, space)
         if first != space:
             raise UnknownFormat(

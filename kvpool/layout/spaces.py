@@ -93,6 +93,10 @@ class Space:
     `ring`: (paged) an item has room for so many of its entries, the last ones that were written:
     entry e is at step `e % ring` of its item. A row may change until its window closes, so entries
     are transferred with the last position of their `window_step`. None: for all.
+
+    `partial`: (paged) an entry of several tokens is written token by token, so that the last one is
+    alive before it is full, and `window` counts tokens. False: an entry is what its tokens are
+    compressed to, and comes into being with the last of them.
     """
 
     name: str
@@ -107,6 +111,7 @@ class Space:
     interleave: Interleave | None = None
     items_per_block: int = 1
     ring: int | None = None
+    partial: bool = False
 
     def __post_init__(self) -> None:
         subject = f"space {self.name}"
@@ -167,6 +172,13 @@ class Space:
     def grows(self) -> bool:
         """Whether the items of a request grow with its tokens: pages without a window."""
         return not self.per_request and self.window is None
+
+    def written(self, tokens: Numbers) -> Numbers:
+        """How many entries tokens, or each of `[N]` numbers of tokens, have: of 7 tokens entries of
+        4 are 1, or with `partial` 2.
+        """
+        per = self.tokens_per_entry
+        return -(-tokens // per) if self.partial else tokens // per
 
     @property
     def held(self) -> Interleave:

@@ -24,11 +24,24 @@ from disagg.connectors.tensors import (
     rows,
 )
 from disagg.connectors.vllm.registered import OPEN_WINDOWS, RegisteredLayer
-from kvpool.item import Cell, Repeat, Seq, Template
+from kvpool.item import Cell, Repeat, Seq, Template, item_bytes
 from kvpool.layout.dtypes import dtype_name
-from kvpool.layout.formats import fp8_latent_row, index_key_page, latent_row, scaled, v4_latent_page
+from kvpool.layout.formats import (
+    TILE,
+    Order,
+    fp8_latent_row,
+    index_key_page,
+    latent_row,
+    nvfp4_latent_row,
+    nvfp4_pages,
+    scaled,
+    v4_latent_page,
+    v_scale_tiles,
+)
 
 Parts = list[TensorPart]
+View = tuple[torch.Tensor, Parts, int]
+"""A view of a layer's tensor, its parts, and tokens an entry (`LayerTensor.tile`)."""
 HERE = "add it to disagg/connectors/vllm/layers.py"
 LINEAR: dict[str, LinearKind] = {
     "MAMBA1": "mamba1",
@@ -39,22 +52,35 @@ LINEAR: dict[str, LinearKind] = {
 """What a slot holds, by the name of the kind of linear attention."""
 OPAQUE = "INT4_PER_TOKEN_HEAD"
 """The quantisation mode whose pages move whole. Its kernel reads nothing but pages and constants:
-NVFP4 has scales of the whole tensor besides, and the device decides how TurboQuant packs.
+the device decides how TurboQuant packs.
 """
-MODES = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", OPAQUE)
-"""Quantisation modes (`KVQuantMode`) that are known."""
+MODES = {
+    "NONE": "",
+    "FP8_PER_TENSOR": "",
+    "INT8_PER_TOKEN_HEAD": "TRITON_ATTN",
+    "FP8_PER_TOKEN_HEAD": "TRITON_ATTN",
+    OPAQUE: "TRITON_ATTN",
+    "NVFP4": "FLASHINFER",
+    "NVFP4_DS_MLA": "FLASHMLA_SPARSE",
+}
+"""Quantisation modes (`KVQuantMode`) that are known, and of which backend, if not of every."""
 
 
-def read_layer(layer: RegisteredLayer) -> LayerTensor:
+def read_layer(layer: RegisteredLayer) -> list[LayerTensor]:
     """Raises UnknownFormat, which names the layer and its backend."""
     number, owner, prefix = layer.number, layer.owner, layer.prefix
     name = f"{layer.name} ({owner} layer {number}), {layer.backend}"
     with naming(name):
-        view, parts = read_linear(layer) if layer.is_linear else read_attention(layer)
-    return LayerTensor(name=name, number=number, view=view, parts=parts, owner=owner, prefix=prefix)
+        views = read_linear(layer) if layer.is_linear else read_attention(layer)
+    return [
+        LayerTensor(
+            name=name, number=number, view=view, parts=parts, owner=owner, prefix=prefix, tile=tile
+        )
+        for view, parts, tile in views
+    ]
 
 
-def read_linear(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
+def read_linear(layer: RegisteredLayer) -> list[View]:
     """The slots of a layer of linear attention (`MambaBase.bind_kv_cache`)."""
     spec, parallel = layer.spec, layer.config.parallel_config
     kind = LINEAR.get(layer.backend)
@@ -75,10 +101,10 @@ def read_linear(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
     )
     conv, *temporal = spec.shapes
     slot = states(kind, conv, [*chain(*temporal)], spec.dtypes, shard)
-    return layer.view, [items(Seq(*slot))]
+    return [(layer.view, [items(Seq(*slot))], 1)]
 
 
-def read_attention(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
+def read_attention(layer: RegisteredLayer) -> list[View]:
     """What a layer of attention keeps (`do_kv_cache_update` of its backend), and in which view."""
     backend, mode = layer.backend, layer.spec.kv_quant_mode.name
     if backend not in ATTENTION:
@@ -86,15 +112,42 @@ def read_attention(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
             f"what it keeps is not known (known: {', '.join(sorted(ATTENTION))}). Choose one of "
             f"those by --attention-backend, or {HERE}."
         )
-    if mode not in MODES or (mode.endswith("TOKEN_HEAD") and backend != "TRITON_ATTN"):
+    if MODES.get(mode, "none") not in ("", backend):
+        names = (f"{mode} of {owner}" if owner else mode for mode, owner in MODES.items())
         raise UnknownFormat(
-            f"pages of {mode} are not known (known: {', '.join(MODES)}; scales per token and head "
-            "of TRITON_ATTN). Use --kv-cache-dtype auto."
+            f"pages of {mode} are not known (known: {', '.join(names)}). Use --kv-cache-dtype auto."
         )
-    return whole_items(layer) if mode == OPAQUE else (layer.view, ATTENTION[backend](layer))
+    if mode in ("NVFP4", OPAQUE):
+        return block_scaled(layer) if mode == "NVFP4" else whole_items(layer)
+    return [(layer.view, ATTENTION[backend](layer), 1)]
 
 
-def whole_items(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
+def block_scaled(layer: RegisteredLayer) -> list[View]:
+    """Pages of `[K | its scales | V | its scales]` (`_nvfp4_kv_views`), of which V's scales are in
+    tiles on some devices.
+    """
+    view, (_, slots, tokens, content) = layer.view, layer.view.shape
+    order: Order = "hnd" if view.stride(1) > view.stride(2) else "nhd"
+    size = slots * tokens * content
+    dense = {"hnd": (tokens * content, content, 1), "nhd": (content, slots * content, 1)}
+    if view.stride()[1:] != dense[order]:
+        raise UnknownFormat(
+            f"pages that are not dense (strides {view.stride()}) are not known. Use a cache layout "
+            "in which blocks are contiguous."
+        )
+    page = view.as_strided((len(view), 1, 1, size), (view.stride(0), size, size, 1))
+    *planes, v_scales = nvfp4_pages(layer.heads, tokens, layer.spec.head_size, order)
+    if not layer.platform.scale_tiles:
+        return [(page, [items(Seq(*planes, v_scales))], 1)]
+    start = size - item_bytes(v_scales)
+    tiles = v_scale_tiles(layer.heads, tokens, layer.spec.head_size, order)
+    return [
+        (page[..., :start], [items(Seq(*planes))], 1),
+        (page[..., start:], [items(tiles)], TILE),
+    ]
+
+
+def whole_items(layer: RegisteredLayer) -> list[View]:
     """Items of which only the name is known, and which are contiguous in some order of dims. That
     order, the heads and the tokens become part of the name.
     """
@@ -110,7 +163,7 @@ def whole_items(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
     shape = " x ".join(f"{view.shape[dim]} {names[dim]}" for dim in inner)
     item = Cell("kv", ordered[0].nbytes, "uint8")
     heads = f"head {layer.heads.start} of {layer.heads.total}"
-    return ordered, [items(item, f"{layer.packing(OPAQUE)}, {shape}, {heads}")]
+    return [(ordered, [items(item, f"{layer.packing(OPAQUE)}, {shape}, {heads}")], 1)]
 
 
 def index_keys(layer: RegisteredLayer) -> Parts:
@@ -140,9 +193,14 @@ def open_windows(layer: RegisteredLayer) -> Parts:
     return [rows(Cell(role, layer.view.shape[3], dtype_name(layer.view.dtype)))]
 
 
+SPARSE_ROWS = {"fp8_ds_mla": fp8_latent_row, "nvfp4_ds_mla": nvfp4_latent_row}
+"""Rows of FLASHMLA_SPARSE, by cache dtype."""
+
+
 def latent_rows(layer: RegisteredLayer) -> Parts:
-    if getattr(layer.module, "kv_cache_dtype", "auto") == "fp8_ds_mla":
-        return [rows(fp8_latent_row())]
+    cache = getattr(layer.module, "kv_cache_dtype", "auto")
+    if cache in SPARSE_ROWS:
+        return [rows(SPARSE_ROWS[cache]())]
     config = layer.model.hf_text_config
     return [rows(latent_row(config.kv_lora_rank, config.qk_rope_head_dim, layer.element))]
 

@@ -109,9 +109,9 @@ def engine_layout(
         if not layers:
             groups.append(BlockGroup("", 1, 1))
             continue
-        tensors = [read_layer(layer) for layer in layers]
-        names |= {layer.name: (t.owner, t.number) for layer, t in zip(layers, tensors)}
-        tensors, blocks = fold_blocks(tensors, kv_cache_config.num_blocks)
+        pairs = [(layer, tensor) for layer in layers for tensor in read_layer(layer)]
+        names |= {layer.name: (t.owner, t.number) for layer, t in pairs}
+        tensors, blocks = fold_blocks([t for _, t in pairs], kv_cache_config.num_blocks)
         spec, space = layers[0].spec, space_of(number, layers[0], blocks)
         state: Literal["first", "position"] | None = None
         if not space.has_entries:
@@ -119,7 +119,7 @@ def engine_layout(
         tokens = spec.block_size * space.held.ranks
         groups.append(BlockGroup(space.name, blocks, tokens, state))
         lists.append(space)
-        spaces = (compressed(space_of(number, layer, blocks), layer) for layer in layers)
+        spaces = (compressed(space_of(number, layer, blocks), layer) for layer, _ in pairs)
         placed += zip(spaces, tensors)
     model = vllm_config.model_config
     layout = layout_of(placed, model.get_total_num_hidden_layers(), model.model, *lists)

@@ -24,13 +24,15 @@ FLOATS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 
 class Platform(NamedTuple):
     """What vLLM decides by its platform: the dtype that it calls fp8, the dtype of index keys'
-    scales, whether conv states are `(dim, tap)` and states of delta nets `(head, key, value)`.
+    scales, whether conv states are `(dim, tap)` and states of delta nets `(head, key, value)`, and
+    whether the scales of NVFP4 values are in tiles.
     """
 
     fp8: str = "float8_e4m3fn"
     index_scale: str = "float32"
     dim_first: bool = False
     key_first: bool = False
+    scale_tiles: bool = False
     version: str = ""
 
 
@@ -47,6 +49,8 @@ def platform_of_process() -> Platform:
         dim_first=bool(is_conv_state_dim_first()),
         # ops/cpu/gdn_attention.py takes a view of the other shape
         key_first=current_platform.is_cpu(),
+        # csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu; on other devices FlashInfer writes them
+        scale_tiles=bool(current_platform.is_device_capability_family(100)),
         version=vllm.__version__,
     )
 

@@ -43,3 +43,10 @@ from kvpool.layout.formats.linear import (
     short_conv as short_conv,
     temporal_state as temporal_state,
 )
+from kvpool.layout.formats.nvfp4 import (
+    TILE as TILE,
+    fp4_cells as fp4_cells,
+    nvfp4_latent_row as nvfp4_latent_row,
+    nvfp4_pages as nvfp4_pages,
+    v_scale_tiles as v_scale_tiles,
+)

@@ -139,6 +139,11 @@ WRONG = {
             {"entries_per_item": 8, "window": 4, "ring": 8, "interleave": Interleave(4, 1, 2)},
             r"space s ring: of the entries of a page, which one rank holds all of",
         ),
+        (
+            {"entries_per_item": 8, "window": 4, "ring": 8, "partial": True},
+            r"space s partial: of entries that a token is written to after the other",
+        ),
+        ({"kind": "slot", "partial": True}, r"space s partial: of entries that a token is"),
     ],
     "interleave": [
         ({"size": 0}, r"interleave size: 1 to 2\*\*63-1, got 0"),

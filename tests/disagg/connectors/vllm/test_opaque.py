@@ -80,7 +80,7 @@ def test_unequal_engines_are_refused_by_both_names(one, other, words):
         (lambda: cpu(order="LBNHC"), ["are not contiguous"]),
         (lambda: int4(order="BHLNC", layers=2), ["they lie among others"]),
         (lambda: Layers("TURBOQUANT", D, mode="TURBOQUANT_K8V4"), ["TURBOQUANT", "TRITON_ATTN"]),
-        (lambda: Layers("FLASHINFER", D, mode="NVFP4"), ["pages of NVFP4", "INT4_PER_TOKEN_HEAD"]),
+        (lambda: Layers("FLASH_ATTN", D, mode="NVFP4"), ["pages of NVFP4", "NVFP4 of FLASHINFER"]),
         (
             lambda: Layers("FLASH_ATTN", D, mode="INT8_PER_TOKEN_HEAD"),
             ["INT8_PER", "of TRITON_ATTN"],
