@@ -432,11 +432,6 @@ class Other(CLASSES["FLASH_ATTN"]):
             {},
             ["TURBOQUANT_K8V4", "FP8_PER_TENSOR"],
         ),
-        (
-            heads_spec(dtype=U8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),
-            {"kv_cache_dtype": "fp8", "_k_scale_float": 0.5, "_v_scale_float": 1.0},
-            ["k 0.5 and v 1.0", "only 1.0"],
-        ),
     ],
 )
 def test_what_is_not_known_is_refused_by_name_before_any_request(spec, said, words):

@@ -14,8 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 from disagg.connectors import stats
 from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
+from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.vllm.layout import SPECS, Blocks, engine_layout
+from disagg.connectors.vllm.registered import module_scales
 from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step, log
 from disagg.connectors.vllm.worker import ConnectorWorker
 from disagg.protocol.messages import Convention
@@ -162,7 +164,9 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._vllm_config
         layout = engine_layout(config, self._kv_cache_config, kv_caches)
-        said = engine_conventions(config)
+        modules = config.compilation_config.static_forward_context
+        scales = module_scales(modules, layout.layers)
+        said = engine_conventions(config) | scale_conventions(layout.layout, scales)
         parallel = config.parallel_config
         readers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         readers *= parallel.prefill_context_parallel_size

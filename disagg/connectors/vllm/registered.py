@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from disagg.connectors.scales import LayerScale
 from disagg.connectors.tensors import UnknownFormat, head_shard
 from kvpool.layout.dtypes import dtype_name
 from kvpool.layout.formats import Heads
@@ -131,18 +133,7 @@ class RegisteredLayer:
 
     @property
     def element(self) -> str:
-        """The dtype of what the kernel writes. Raises UnknownFormat where elements of a whole
-        tensor are scaled: that is in no page, and a peer with another scale would read wrong
-        values.
-        """
-        if self.spec.kv_quant_mode.name == "FP8_PER_TENSOR":
-            key, value = (getattr(self.module, f"_{role}_scale_float", 1.0) for role in "kv")
-            if (key, value) != (1.0, 1.0):
-                raise UnknownFormat(
-                    f"its values are scaled by k {key} and v {value} of the checkpoint, which is "
-                    "not in its pages; only 1.0 is known. Use a checkpoint without KV scales, or "
-                    "--kv-cache-dtype auto."
-                )
+        """The dtype of what the kernel writes."""
         names = {
             **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_per_token_head"), self.platform.fp8),
             "fp8_e5m2": "float8_e5m2",
@@ -172,3 +163,13 @@ class RegisteredLayer:
 def stem(name: str) -> str:
     """A layer's name before its number: `model.layers`, `draft_model.model.layers`."""
     return re.split(r"\.\d+\.", name)[0]
+
+
+def module_scales(
+    modules: Mapping[str, Any], layers: Mapping[str, tuple[str, int]]
+) -> Iterator[LayerScale]:
+    """What modules of attention scale keys and values by; `layers`: owner and number, by name."""
+    for name, (owner, number) in layers.items():
+        for role in "kv":
+            value = getattr(modules[name], f"_{role}_scale", None)
+            yield LayerScale(owner=owner, layer=number, role=role, value=value)

@@ -44,6 +44,7 @@ from kvpool.layout.formats.linear import (
     temporal_state as temporal_state,
 )
 from kvpool.layout.formats.nvfp4 import (
+    FP4 as FP4,
     TILE as TILE,
     fp4_cells as fp4_cells,
     nvfp4_latent_row as nvfp4_latent_row,

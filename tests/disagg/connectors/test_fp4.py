@@ -1,4 +1,4 @@
-"""FP4 between vLLM and SGLang, where both have the same scales in the same order. What each keeps is
+"""FP4 between vLLM and SGLang, where both have the same scales in one order. What each keeps is
 laid out here by hand, as tests of either engine find it in its own classes
 (`tests/engines/test_nvfp4.py`, `tests/engines/sglang/test_fp4.py`).
 """
