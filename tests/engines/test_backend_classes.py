@@ -39,9 +39,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from disagg.connectors.blocks import BlockGroup
 from disagg.connectors.tensors import UnknownFormat
 from disagg.connectors.vllm.layers import ATTENTION
-from disagg.connectors.vllm.layout import BlockGroup, engine_layout
+from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.registered import V4
 from kvpool.layout import RequestAddress, Span
 from tests import oracle

@@ -29,8 +29,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from disagg import IncompatibleLayouts
+from disagg.connectors.blocks import block_table
 from disagg.connectors.tensors import UnknownFormat
-from disagg.connectors.vllm.layout import block_table, engine_layout
+from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.registered import Platform
 from disagg.plan import plan
 from tests import oracle

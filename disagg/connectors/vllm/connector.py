@@ -8,38 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 
 from disagg.connectors import stats
+from disagg.connectors.blocks import Blocks
 from disagg.connectors.conventions import conventions
+from disagg.connectors.memory import SharedAllocation
 from disagg.connectors.rank import Rank
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
-from disagg.connectors.vllm.layout import SPECS, Blocks, engine_layout
+from disagg.connectors.steps import Step
+from disagg.connectors.vllm.layout import SPECS, engine_layout
 from disagg.connectors.vllm.registered import module_scales
-from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step, log
+from disagg.connectors.vllm.scheduler import ConnectorScheduler, log
 from disagg.connectors.vllm.worker import ConnectorWorker
 from disagg.protocol.messages import Convention
-from kvpool.device.cpu import CPUDevice
 
 base.KVConnectorMetadata.register(Step)
 EXTRA = "kv_connector_extra_config"
 Finished = tuple[bool, dict[str, Any] | None]
-
-
-class SharedAllocation(TorchFunctionMode):
-    """While it is entered, `torch.zeros(n, dtype=torch.int8)` on the CPU, as vLLM allocates KV
-    memory, is shared memory of kvpool's CPU device: engine `local` of another process can map it.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1:
-            device = torch.device(kwargs.get("device") or "cpu")
-            if device.type == "cpu" and isinstance(args[0], int):
-                return CPUDevice().allocate(args[0]).view(torch.int8)
-        return func(*args, **kwargs)
 
 
 class KvpoolStats(metrics.KVConnectorStats):

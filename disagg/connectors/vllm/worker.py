@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from disagg.connectors.blocks import BlockGroup, block_table
 from disagg.connectors.rank import LayerId, Rank, Results
 from disagg.connectors.source import FIRST_TOKEN
-from disagg.connectors.vllm.layout import BlockGroup, block_table
-from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step
+from disagg.connectors.steps import ReceiveTask, SendTask, Step
 
 
 @dataclass(eq=False)

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from disagg import IncompatibleLayouts
+from disagg.connectors.blocks import block_table
 from disagg.connectors.sglang.pools import engine_layout as sglang_layout
 from disagg.connectors.sglang.states import Ranks
-from disagg.connectors.vllm.layout import block_table, engine_layout as vllm_layout
+from disagg.connectors.vllm.layout import engine_layout as vllm_layout
 from disagg.connectors.vllm.registered import Platform
 from disagg.plan import plan
 from kvpool.layout import RequestAddress, Span

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from disagg.connectors.blocks import BlockGroup
 from disagg.connectors.source import Source
-from disagg.connectors.vllm.layout import BlockGroup
-from disagg.connectors.vllm.scheduler import Step
+from disagg.connectors.steps import Step
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, Space
 from tests.disagg.connectors.vllm import engines
