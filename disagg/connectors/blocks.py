@@ -42,6 +42,13 @@ class BlockGroup:
         ids = ids[live : live + 1]
         return Span(ids[ids != 0] * self.blocks)
 
+    def unfilled(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
+        """Blocks that positions `start` to `stop` do not fill to their end."""
+        first = stop // self.tokens
+        # what comes before `start` in a block is decode's own
+        partial = first * self.tokens >= start
+        return [block for block in blocks[first if partial else first + 1 :] if block]
+
 
 def block_table(groups: Sequence[BlockGroup], blocks: Blocks, tokens: int) -> RequestAddress:
     """The block table of a request's first `tokens` positions."""

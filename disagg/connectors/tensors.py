@@ -9,7 +9,7 @@ behind them for contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,6 +57,36 @@ def rows(row: Template, step: int = 0) -> TensorPart:
 def head_rows(row: Template, heads: Heads) -> TensorPart:
     """`row` a token and head."""
     return TensorPart(dims=("item", "head", "entry"), item=row, heads=heads)
+
+
+def dense_items(view: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Items `[item, ...]` in the order of their bytes, and that order of the dims behind the first:
+    each contiguous. Raises UnknownFormat for items that lie among others.
+    """
+    strides = view.stride()
+    order = sorted(range(1, view.dim()), key=lambda dim: -strides[dim])
+    ordered = view.permute(0, *order)
+    if not ordered[0].is_contiguous():
+        raise UnknownFormat(
+            f"items that lie among others (strides {strides}) are not known, only contiguous ones. "
+            "Use a cache layout in which blocks are contiguous."
+        )
+    return ordered, order
+
+
+def clear_items(tensors: Sequence[torch.Tensor], items: Sequence[int]) -> None:
+    """Sets items of tensors to 0. What a device is told has ended when it returns, whatever else is
+    under way there.
+    """
+    if not tensors or not items:
+        return
+    device = tensors[0].device
+    stream = None if device.type == "cpu" else torch.Stream(device)
+    with stream or nullcontext():
+        for tensor in tensors:
+            tensor[items] = 0
+    if stream is not None:
+        stream.synchronize()
 
 
 def head_shard(count: int, of_model: int, rank: int, ranks: int) -> Heads:

@@ -21,7 +21,7 @@ from disagg.connectors.steps import Step
 from disagg.connectors.vllm.layout import SPECS, engine_layout
 from disagg.connectors.vllm.registered import module_scales
 from disagg.connectors.vllm.scheduler import ConnectorScheduler, log
-from disagg.connectors.vllm.worker import ConnectorWorker
+from disagg.connectors.worker import ConnectorWorker
 from disagg.protocol.messages import Convention
 
 base.KVConnectorMetadata.register(Step)
@@ -50,13 +50,8 @@ class KvpoolPromMetrics(metrics.KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._metrics: dict[str, Any] = {}
-        for name, series in stats.SERIES.items():
-            labels = [*self._labelnames, *([series.label] if series.label else [])]
-            named = {"name": f"vllm:kvpool_{name}", "labelnames": labels}
-            kind = self._histogram_cls if series.buckets else self._counter_cls
-            buckets = {"buckets": series.buckets} if series.buckets else {}
-            self._metrics[name] = kind(**named, documentation=series.help, **buckets)
+        counter, histogram = self._counter_cls, self._histogram_cls
+        self._metrics = stats.instruments("vllm:kvpool_", self._labelnames, counter, histogram)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]

@@ -17,6 +17,7 @@ from disagg.connectors.tensors import (
     LayerTensor,
     TensorPart,
     UnknownFormat,
+    dense_items,
     head_items,
     head_rows,
     items,
@@ -126,21 +127,15 @@ def block_scaled(layer: RegisteredLayer) -> list[View]:
     """Pages of `[K | its scales | V | its scales]` (`_nvfp4_kv_views`), of which V's scales are in
     tiles on some devices.
     """
-    view, (_, slots, tokens, content) = layer.view, layer.view.shape
-    order: Order = "hnd" if view.stride(1) > view.stride(2) else "nhd"
-    size = slots * tokens * content
-    dense = {"hnd": (tokens * content, content, 1), "nhd": (content, slots * content, 1)}
-    if view.stride()[1:] != dense[order]:
-        raise UnknownFormat(
-            f"pages that are not dense (strides {view.stride()}) are not known. Use a cache layout "
-            "in which blocks are contiguous."
-        )
-    page = view.as_strided((len(view), 1, 1, size), (view.stride(0), size, size, 1))
-    *planes, v_scales = nvfp4_pages(layer.heads, tokens, layer.spec.head_size, order)
+    pages, (outer, *_) = dense_items(layer.view)
+    order: Order = "hnd" if outer == 1 else "nhd"
+    tokens, dim = layer.view.shape[2], layer.spec.head_size
+    page = pages.flatten(1)[:, None, None]
+    *planes, v_scales = nvfp4_pages(layer.heads, tokens, dim, order)
     if not layer.platform.scale_tiles:
         return [(page, [items(Seq(*planes, v_scales))], 1)]
-    start = size - item_bytes(v_scales)
-    tiles = v_scale_tiles(layer.heads, tokens, layer.spec.head_size, order)
+    start = page.shape[3] - item_bytes(v_scales)
+    tiles = v_scale_tiles(layer.heads, tokens, dim, order)
     return [
         (page[..., :start], [items(Seq(*planes))], 1),
         (page[..., start:], [items(tiles)], TILE),
@@ -151,14 +146,8 @@ def whole_items(layer: RegisteredLayer) -> list[View]:
     """Items of which only the name is known, and which are contiguous in some order of dims. That
     order, the heads and the tokens become part of the name.
     """
-    view, strides = layer.view, layer.view.stride()
-    inner = sorted(range(1, 4), key=lambda dim: -strides[dim])
-    ordered = view.permute(0, *inner)
-    if not ordered[0].is_contiguous():
-        raise UnknownFormat(
-            f"its items move whole only, but they lie among others (strides {strides}). Use a "
-            "cache layout in which blocks are contiguous."
-        )
+    view = layer.view
+    ordered, inner = dense_items(view)
     names = {1: "heads", 2: "tokens", 3: "elements"}
     shape = " x ".join(f"{view.shape[dim]} {names[dim]}" for dim in inner)
     item = Cell("kv", ordered[0].nbytes, "uint8")

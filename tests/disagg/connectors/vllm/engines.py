@@ -13,7 +13,7 @@ from disagg.connectors.steps import ReceiveTask, SendTask, Step
 from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.registered import Platform
 from disagg.connectors.vllm.scheduler import log
-from disagg.connectors.vllm.worker import ConnectorWorker
+from disagg.connectors.worker import ConnectorWorker
 from tests import oracle
 from tests.disagg.connectors.vllm import kernels
 
