@@ -89,7 +89,7 @@ def read_linear(layer: RegisteredLayer) -> list[View]:
         raise UnknownFormat(
             f"{len(spec.shapes)} states are not known (known: the conv state and, but of "
             f"SHORT_CONV, the temporal state of {', '.join(LINEAR)}). Turn off what adds states "
-            f"(ReplaySSM), or {HERE}."
+            f"(--use-replayssm, which vLLM takes with no connector), or {HERE}."
         )
     ranks = 1 if getattr(spec, "tp_replicated", False) else parallel.tensor_parallel_size
     shard = LinearShard(
