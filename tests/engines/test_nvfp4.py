@@ -59,8 +59,11 @@ class Rank:
     scales are.
     """
 
-    def __init__(self, block=16, order="LBHNC", tiles=True, rank=0, ranks=1, seed=0, window=0):
-        heads = HEADS // ranks
+    def __init__(
+        self, block=16, order="LBHNC", tiles=True, rank=0, ranks=1, seed=0, window=0, share=None,
+        total=HEADS,
+    ):  # fmt: skip
+        heads = total // ranks
         sizes = {"block_size": block, "num_kv_heads": heads, "head_size": DIM, **NVFP4}
         spec = SlidingWindowSpec(**sizes, sliding_window=window) if window else None
         backend = FLASHINFER.FlashInferBackend
@@ -72,7 +75,13 @@ class Rank:
         views = create_kv_cache_views(self.raw, spec, BLOCKS, layout, tensor, None)
         self.views = dict(zip(names, views))
         modules = dict.fromkeys(names, engines.Module(backend=backend, kv_cache_dtype="nvfp4"))
-        config = engines.config(modules, layers=LAYERS, kv_heads=HEADS, tp=ranks, rank=rank)
+        self.size, self.part, self.parts = share or (1, 0, 1)  # decode context parallelism
+        place = {"tp": ranks, "rank": rank}
+        if share:
+            shared = {"decode_context_parallel_size": self.parts}
+            place = {"tp": self.parts, "rank": self.part, **shared}
+            place["cp_kv_cache_interleave_size"] = self.size
+        config = engines.config(modules, layers=LAYERS, kv_heads=total, **place)
         caches = KVCacheConfig(BLOCKS, [tensor], [KVCacheGroupSpec(names, spec)])
         self.seen = engine_layout(config, caches, self.views, Platform(scale_tiles=tiles))
         self.layout, self.block, self.tiles, self.heads = self.seen.layout, block, tiles, heads
@@ -80,7 +89,7 @@ class Rank:
         self.ids = np.random.default_rng(seed).permutation(np.arange(1, BLOCKS)).tolist()
 
     def table(self, tokens):
-        ids = self.ids[: -(-tokens // self.block)]
+        ids = self.ids[: -(-tokens // (self.block * self.parts))]
         first = self.live(tokens).start // self.block
         return block_table(self.seen.groups, ([0] * first + ids[first:],), tokens)
 
@@ -88,10 +97,16 @@ class Rank:
         first = max(0, tokens - self.window + 1) if self.window else 0
         return range(first, tokens)
 
+    def held(self, tokens):
+        """Of positions those that this rank has."""
+        return [t for t in tokens if t // self.size % self.parts == self.part]
+
     def cells(self, tokens):
         """By layer, what a cell is of and head: bytes `[token, content]` as indices of `raw`."""
-        at = np.array(tokens)
-        block, entry = np.array(self.ids)[at // self.block], at % self.block
+        at = np.array(self.held(tokens), dtype=np.int64)
+        block, entry = np.divmod(at, self.block * self.parts)
+        block = np.array(self.ids)[block]
+        entry = entry // (self.size * self.parts) * self.size + entry % self.size
         for layer, view in enumerate(self.views.values()):
             parts = FLASHINFER._nvfp4_kv_views(view, self.heads)
             for what, tensors in zip(("", " scale"), parts[:2]):
@@ -112,11 +127,11 @@ class Rank:
         """A value that says layer, role, head, token and byte."""
         memory = self.raw.view(U8).numpy()
         for (layer, what, head), index in self.cells(tokens):
-            memory[index] = value(layer, what, head, tokens, index.shape[1])
+            memory[index] = value(layer, what, head, self.held(tokens), index.shape[1])
 
 
 def value(layer, what, head, tokens, size):
-    token, byte = np.ix_(np.array(tokens), np.arange(size))
+    token, byte = np.ix_(np.array(tokens, dtype=np.int64), np.arange(size))
     mixed = token * 7919 + byte * 104729 + head * 31 + layer * 1009 + len(what) * 17 + ord(what[0])
     return (mixed * 2654435761 >> 11 & 0xFF).astype(np.uint8)
 
@@ -126,12 +141,13 @@ def assert_holds(rank, tokens, before):
     expected, found = before.copy(), rank.raw.view(U8).numpy()
     live = rank.live(tokens)
     for key, index in rank.cells(live):
-        assert np.array_equal(found[index], value(*key, live, index.shape[1])), key
+        assert np.array_equal(found[index], value(*key, rank.held(live), index.shape[1])), key
         expected[index] = found[index]
     # dead tokens of the first tile and of the last block: a transfer may copy or leave them
-    last = range(tokens, -(-tokens // rank.block) * rank.block)
+    span = rank.block * rank.parts
+    last = range(tokens, -(-tokens // span) * span)
     for dead in range(live.start // 4 * 4, live.start), last:
-        for _, index in rank.cells(dead) if dead else ():
+        for _, index in rank.cells(dead) if rank.held(dead) else ():
             expected[index] = found[index]
     assert np.array_equal(found, expected)
 
@@ -189,6 +205,22 @@ def test_a_prompt_in_chunks_that_cut_tiles_moves_whole(tiles, chunks):
 def test_of_a_window_no_freed_block_is_needed(tiles, tokens):
     pair = [Rank(block, tiles=tiles, seed=block, window=21) for block in (16, 32)]
     hand_over(pair[:1], pair[1], tokens)
+
+
+@pytest.mark.parametrize("tokens", [3, 43, 70])
+@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_ranks_that_share_positions_hand_over_to_one_and_back(tiles, size, tokens):
+    shares = [Rank(16, tiles=tiles, seed=n, share=(size, n, 2), total=1) for n in range(2)]
+    whole = Rank(32, tiles=tiles, seed=9, total=1)
+    hand_over(shares, whole, tokens)
+    for share in shares:
+        hand_over([whole], share, tokens)
+
+
+def test_stretches_that_cut_tiles_are_refused():
+    with pytest.raises(UnknownFormat, match="stretches of 2 positions would cut entries of 4"):
+        Rank(16, share=(2, 0, 2), total=1)
 
 
 def test_tiles_and_linear_scales_are_refused_by_name():
