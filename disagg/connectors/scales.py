@@ -39,16 +39,15 @@ def scale_conventions(layout: PoolLayout, scales: Iterable[LayerScale]) -> dict[
 
     Raises UnknownFormat for scales that are no one number a layer.
     """
-    by_layer: dict[tuple[str, int, str], set[float]] = {}
+    by_layer: dict[tuple[str, int, str], list[LayerScale]] = {}
     for scale in scales:
-        if scale.value is not None:
-            key = scale.owner, scale.layer, scale.role
-            by_layer.setdefault(key, set()).add(_number(scale))
+        by_layer.setdefault((scale.owner, scale.layer, scale.role), []).append(scale)
     said: dict[str, Convention] = {}
     for region in _scaled(layout):
         role = ROLES[_name(region)]
         # of several modules over one cache, one has the scale (MLA: the absorbed one)
-        values = by_layer.get((region.owner, region.layer, role), set()) - {1.0}
+        modules = by_layer.get((region.owner, region.layer, role), [])
+        values = {_number(scale) for scale in modules if scale.value is not None} - {1.0}
         if len(values) > 1:
             raise UnknownFormat(
                 f"{region.owner} layer {region.layer}: modules with {role} scales of "

@@ -117,6 +117,11 @@ def test_what_is_not_one_number_a_layer_is_refused(value, words):
         scale_conventions(FP8, [scale("k", value)])
 
 
+def test_what_scales_nothing_is_not_looked_at():
+    floats = layout(("target", 3, heads("bf16")))
+    assert scale_conventions(floats, [scale("k", -1.0), scale("v", torch.tensor([1.0, 2.0]))]) == {}
+
+
 def test_heads_of_one_scale_have_that_one():
     said = scale_conventions(FP8, [scale("k", torch.tensor([0.5, 0.5]))])
     assert said["k_scale of layer 3"] == 0.5
