@@ -19,7 +19,10 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from disagg.connectors.scales import scale_conventions
+from disagg.connectors.settings import Settings
 from disagg.connectors.tensors import UnknownFormat
+from disagg.connectors.vllm import connector as connector_module
+from disagg.connectors.vllm.connector import KvpoolConnector
 from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.registered import Platform, module_scales
 from tests.disagg.connectors.vllm import engines
@@ -104,4 +107,28 @@ def test_latents_and_latents_of_a_window_say_the_scale_of_keys():
     assert scale_conventions(seen.layout, module_scales(modules, seen.layers)) == {
         "k_scale of layer 0": 0.5,
         "k_scale of layer 1": 0.25,
+    }
+
+
+def test_the_connector_gives_its_endpoints_the_scales():
+    engine = engines.Layers("FLASH_ATTN", 32, **FP8)
+    module = loaded(BaseKVCacheMethod(None), k_scale=0.5, v_scale=0.25)
+    connector = object.__new__(KvpoolConnector)
+    connector._vllm_config = engines.config({engine.names[0]: module})
+    spec = engines.spec(
+        "FullAttentionSpec", 16, num_kv_heads=2, head_size=16,
+        kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"),
+    )  # fmt: skip
+    caches = engines.caches(engines.BLOCKS, [(engine.names, spec)])
+    caches.needs_kv_cache_zeroing = False
+    connector._kv_cache_config, connector._settings = caches, Settings()
+    connector._vllm_config.parallel_config.pipeline_parallel_size = 1
+    connector._roles = {"produces": True, "consumes": True}
+    said = mock.patch.object(connector_module, "engine_conventions", return_value={"model": "m"})
+    with said, mock.patch.object(connector_module, "Rank") as rank:
+        connector.register_kv_caches(dict(zip(engine.names, engine.views)))
+    assert rank.call_args.kwargs["conventions"] == {
+        "model": "m",
+        "k_scale of layer 0": 0.5,
+        "v_scale of layer 0": 0.25,
     }
