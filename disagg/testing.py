@@ -73,7 +73,7 @@ class TransferSide:
             locations = ids[space.name][:, None] * space.steps + np.arange(space.steps)
             free[self.memory.cells(region, locations.ravel())] = False
             entries = space.entries_per_item
-            filled, live = divmod(self.address.num_tokens // space.tokens_per_entry, entries)
+            filled, live = divmod(space.written(self.address.num_tokens), entries)
             if not space.per_request and live and not space.wraps:
                 free[self.memory.cells(region, locations[filled, live:])] = True
         return free

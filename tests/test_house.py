@@ -17,6 +17,9 @@ FILE_LINES = 350
 FUNCTION_LINES = 60
 POSITIONAL = 5
 
+CODE_LINES = {"disagg/connectors/vllm": 900, "disagg/connectors/sglang": 950}
+"""Of all files of a folder together: a connector stays as long as one reads in one go."""
+
 VARIADIC = {
     "Seq",
     "zip",
@@ -166,3 +169,23 @@ def test_rules_hold_but_where_an_exception_says_why(rule):
 )
 def test_rules_see_what_they_are_for(rule, source, places):
     assert list(RULES[rule]("f.py", source)) == places
+
+
+def code_lines(source: str) -> int:
+    """Lines that are no comment, no docstring (of an attribute either) and not blank."""
+    texts: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            texts |= set(range(node.lineno, node.end_lineno + 1))
+    lines = enumerate(source.splitlines(), 1)
+    return sum(n not in texts and line.strip()[:1] not in ("", "#") for n, line in lines)
+
+
+@pytest.mark.parametrize("folder", CODE_LINES)
+def test_a_connector_is_short(folder):
+    texts = [text for path, text in sources().items() if path.startswith(f"{folder}/")]
+    assert 0 < sum(map(code_lines, texts)) <= CODE_LINES[folder]
+
+
+def test_lines_of_code_are_what_is_neither_text_nor_blank():
+    assert code_lines('"""a\nb"""\n\n# c\nx = 1  # d\n"""e"""\ny = """f\ng"""\n') == 3

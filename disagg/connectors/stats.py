@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from disagg.protocol.metrics import PHASES, RoomMetrics
@@ -61,6 +61,18 @@ class Stats:
 
     def _count(self, name: str, more: int) -> None:
         self._numbers[name] = self._numbers.get(name, 0) + more
+
+
+def instruments(prefix: str, labels: Sequence[str], counter: Any, histogram: Any) -> dict[str, Any]:
+    """Prometheus' counters and histograms, by series; `labels`: those of the engine."""
+    made = {}
+    for name, series in SERIES.items():
+        own = [*labels, *([series.label] if series.label else [])]
+        named = {"name": f"{prefix}{name}", "documentation": series.help, "labelnames": own}
+        made[name] = (
+            histogram(**named, buckets=series.buckets) if series.buckets else counter(**named)
+        )
+    return made
 
 
 def total(first: Numbers, second: Numbers) -> Numbers:

@@ -9,7 +9,7 @@ behind them for contiguous.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,6 +59,36 @@ def head_rows(row: Template, heads: Heads) -> TensorPart:
     return TensorPart(dims=("item", "head", "entry"), item=row, heads=heads)
 
 
+def dense_items(view: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Items `[item, ...]` in the order of their bytes, and that order of the dims behind the first:
+    each contiguous. Raises UnknownFormat for items that lie among others.
+    """
+    strides = view.stride()
+    order = sorted(range(1, view.dim()), key=lambda dim: -strides[dim])
+    ordered = view.permute(0, *order)
+    if not ordered[0].is_contiguous():
+        raise UnknownFormat(
+            f"items that lie among others (strides {strides}) are not known, only contiguous ones. "
+            "Use a cache layout in which blocks are contiguous."
+        )
+    return ordered, order
+
+
+def clear_items(tensors: Sequence[torch.Tensor], items: Sequence[int]) -> None:
+    """Sets items of tensors to 0. What a device is told has ended when it returns, whatever else is
+    under way there.
+    """
+    if not tensors or not items:
+        return
+    device = tensors[0].device
+    stream = None if device.type == "cpu" else torch.Stream(device)
+    with stream or nullcontext():
+        for tensor in tensors:
+            tensor[items] = 0
+    if stream is not None:
+        stream.synchronize()
+
+
 def head_shard(count: int, of_model: int, rank: int, ranks: int) -> Heads:
     """The `count` heads of a rank of tensor parallelism. Layers may have other heads than the model
     says; of fewer heads than ranks, several ranks hold the same. `of_model` are all heads of this
@@ -77,6 +107,7 @@ def head_shard(count: int, of_model: int, rank: int, ranks: int) -> Heads:
 class LayerTensor:
     """A tensor `[item, ...]` of layer `number` of `owner`, and the parts that it consists of: all
     that the layer keeps, or some of it. `name` is the engine's; `prefix` is put before every role.
+    `tile`: tokens an entry, which are written one after the other.
     """
 
     name: str
@@ -85,6 +116,7 @@ class LayerTensor:
     parts: Sequence[TensorPart]
     owner: str = "target"
     prefix: str = ""
+    tile: int = 1
 
     def describe(self, space: str) -> Described:
         """One buffer, all of the tensor, and its regions. Raises UnknownFormat with the name."""
@@ -123,6 +155,28 @@ PlacedTensor = tuple[Space, LayerTensor]
 """A layer's tensor, and the space whose ids address its items."""
 
 
+def tiled(space: Space, tokens: int) -> Space:
+    """A space of the same items, of which an entry is a tile of so many tokens."""
+    if tokens == 1:
+        return space
+    entries, rest = divmod(space.entries_per_item, tokens)
+    if rest:
+        raise UnknownFormat(
+            f"pages of {space.entries_per_item} tokens: not known, only multiples of {tokens}, "
+            "whose scales are mixed. Use another page size."
+        )
+    return replace(
+        space,
+        name=f"{space.name}.tiles",
+        entries_per_item=entries,
+        tokens_per_entry=tokens,
+        ids=space.id_list,
+        block_pool=None,
+        items_per_block=1,
+        partial=True,
+    )
+
+
 def layout_of(
     placed: Iterable[PlacedTensor], layers: int, model: object, *spaces: Space
 ) -> PoolLayout:
@@ -134,7 +188,9 @@ def layout_of(
     """
     space_by_name = {space.name: space for space in spaces}
     described: dict[str, list[Described]] = {}
-    for space, layer in placed:
+    for whole, layer in placed:
+        with naming(layer.name):
+            space = tiled(whole, layer.tile)
         first = space_by_name.setdefault(space.name, space)
         if first != space:
             raise UnknownFormat(

@@ -36,11 +36,13 @@ class Count(Enum):
     KNOWN = "known"
     """All of `tokens`: the destination's block table says how many tokens the request has."""
     UNKNOWN = "unknown"
-    """Of `tokens` what moves whatever the number is: entries of spaces without a window, and full
-    items of packed regions. The block table's number is the most that it can be.
+    """Of `tokens` what moves whatever the number is: full entries of spaces without a window, and
+    full items of packed regions. The block table's number is the most that it can be.
     """
     LEARNED = "learned"
-    """The rest, to the request's end: windows, slots, rings, the last packed item if not full."""
+    """The rest, to the request's end: windows, slots, rings, the last packed item or partial entry
+    if not full.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,9 +266,10 @@ def _moved(route: Route, tokens: range, count: Count) -> range | None:
     if count is Count.KNOWN:
         return tokens
     unknown = count is Count.UNKNOWN
-    if not (route.grows and route.packed):
+    space = route.dst.space
+    if not (route.grows and (route.packed or space.partial)):
         return tokens if route.grows == unknown else None
-    size = route.dst.space.tokens_per_item
+    size = space.tokens_per_item if route.packed else space.tokens_per_entry
     full = tokens.stop // size * size
     return range(tokens.start, full) if unknown else range(max(tokens.start, full), tokens.stop)
 

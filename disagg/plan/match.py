@@ -30,6 +30,7 @@ CURES = {
     " in total": "Build both pools for the same model",
     " space": "Use the same kind of space on both sides",
     " tokens per entry": "Use the same compression on both sides",
+    " partial entries": "Use the same compression on both sides",
     " entries an item": "Items of packing {packing!r} move whole: use the same page size on both "
     "sides",
 }
@@ -143,6 +144,7 @@ def _facts(region: Region, space: Space, other: Region, by_entry: bool) -> dict[
         " in total": {name: total for name, total in totals.items() if other.axis(name)},
         " space": by_entry or space.kind,
         " tokens per entry": space.tokens_per_entry,
+        " partial entries": space.partial,
         " entries an item": not region.packing or space.entries_per_item,
     }
 

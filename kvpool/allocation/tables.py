@@ -212,7 +212,7 @@ class Tables:
         """
         lost = {}
         for space in self.rings:
-            stop = after // space.tokens_per_entry
+            stop = space.written(after)
             last = np.maximum(stop - 1, 0)
             size = space.entries_per_item if space.ring else MAX_TOKENS
             kept = _first_kept(space, last, before, self.lost[space.name][rows])
@@ -230,7 +230,7 @@ def _first_kept(space: Space, entries: Ints, tokens: Ints, lost: Ints) -> Ints:
     """
     size = space.entries_per_item if space.ring else MAX_TOKENS
     stop = (entries // size + 1) * size
-    written = np.minimum(tokens // space.tokens_per_entry, stop)
+    written = np.minimum(space.written(tokens), stop)
     first: Ints = np.maximum(written - space.steps, np.where(lost <= stop, lost, 0))
     return first
 
@@ -249,7 +249,7 @@ def _need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: In
                 "tokens that may be rejected."
             )
         return
-    start, stop = alive_start(space, after), after // space.tokens_per_entry
+    start, stop = alive_start(space, after), space.written(after)
     alive = start < stop
     why = "left the window and were freed. Truncate before the next tokens are extended"
     if space.wraps:

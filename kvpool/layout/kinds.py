@@ -19,6 +19,9 @@ RING_OF_PAGES = (
 )
 
 
+PARTIAL_PAGES = "of entries that a token is written to after the other: of pages without a ring."
+
+
 class SpaceKind:
     """A kind of which a request has one item. It moves whole, with the last position: it changes
     until that is written. Entries are numbered in the request, but for `entries_of` on this rank.
@@ -38,6 +41,8 @@ class SpaceKind:
             )
         if space.ring is not None:
             raise LayoutError(f"space {space.name} ring: {RING_OF_PAGES}")
+        if space.partial:
+            raise LayoutError(f"space {space.name} partial: {PARTIAL_PAGES}")
 
     def words(self, space: Space) -> str:
         """What its items are, for tables: `pages of 64 entries`."""
@@ -45,7 +50,7 @@ class SpaceKind:
 
     def alive(self, space: Space, tokens: int) -> range:
         """Live entries of a request of so many tokens; here, where entries follow positions."""
-        return range(alive_start(space, tokens), tokens // space.tokens_per_entry)
+        return range(alive_start(space, tokens), space.written(tokens))
 
     def alive_items(self, space: Space, tokens: int) -> range:
         return range(min(len(self.alive(space, tokens)), 1))
@@ -113,6 +118,8 @@ class PagedKind(SpaceKind):
         if space.ring is None:
             return
         need_int(space.ring, 1, f"{subject} ring")
+        if space.partial:
+            raise LayoutError(f"{subject} partial: {PARTIAL_PAGES}")
         if space.interleave is not None:
             raise LayoutError(f"{subject} ring: {RING_OF_PAGES}")
         if size % space.ring or size % space.window_step:
@@ -136,11 +143,12 @@ class PagedKind(SpaceKind):
         if space.whole:
             return super().needed_entries(space, tokens, total)
         first = tokens.start // space.tokens_per_entry
-        stop = tokens.stop // space.tokens_per_entry
+        ends = tokens.stop == total
+        stop = space.written(total) if ends else tokens.stop // space.tokens_per_entry
         # a row of a ring may change until its window closes: it moves with the last position of its
         # window_step, or of the request
         step = space.window_step if space.wraps else 1
-        if tokens.stop != total:
+        if not ends:
             stop = stop // step * step
         return range(max(self.alive(space, total).start, first // step * step), stop)
 
@@ -165,9 +173,10 @@ def alive_start(space: Space, tokens: Numbers) -> Numbers:
     """The first live entry of a request of so many tokens, or of each of several requests."""
     if space.window is None:
         return 0 * tokens
-    step = space.window_step
-    first = tokens // space.tokens_per_entry // step * step - space.window
-    return first * (first > 0)
+    step, per = space.window_step, space.tokens_per_entry
+    counted = tokens if space.partial else tokens // per
+    first = counted // step * step - space.window
+    return first * (first > 0) // (per if space.partial else 1)
 
 
 def _entries(space: Space) -> str:

@@ -96,6 +96,10 @@ class Space:
 
     `whole`: (paged, with a window) no prefix cache keeps its entries. So all that are alive move
     with the request's last position, those too of positions that the destination has already.
+
+    `partial`: (paged) an entry of several tokens is written token by token, so that the last one is
+    alive before it is full, and `window` counts tokens. False: an entry is what its tokens are
+    compressed to, and comes into being with the last of them.
     """
 
     name: str
@@ -111,6 +115,7 @@ class Space:
     items_per_block: int = 1
     ring: int | None = None
     whole: bool = False
+    partial: bool = False
 
     def __post_init__(self) -> None:
         subject = f"space {self.name}"
@@ -175,6 +180,13 @@ class Space:
     def grows(self) -> bool:
         """Whether the items of a request grow with its tokens: pages without a window."""
         return not self.per_request and self.window is None
+
+    def written(self, tokens: Numbers) -> Numbers:
+        """How many entries tokens, or each of `[N]` numbers of tokens, have: of 7 tokens entries of
+        4 are 1, or with `partial` 2.
+        """
+        per = self.tokens_per_entry
+        return -(-tokens // per) if self.partial else tokens // per
 
     @property
     def held(self) -> Interleave:

@@ -44,7 +44,8 @@ def space_words(space: Space) -> str:
     """How ids of a space address positions, as text: `space kv: pages of 64 entries`."""
     words = [space.traits.words(space)]
     if space.tokens_per_entry > 1:
-        words.append(f"an entry is {space.tokens_per_entry:,} tokens")
+        filled = ", written one after the other" if space.partial else ""
+        words.append(f"an entry is {space.tokens_per_entry:,} tokens{filled}")
     if space.window is not None:
         steps = f", in steps of {space.window_step:,}" if space.window_step > 1 else ""
         whole = ", which moves whole" if space.whole else ""

@@ -27,7 +27,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from disagg.connectors.vllm.layout import block_table, engine_layout
+from disagg.connectors.blocks import block_table
+from disagg.connectors.vllm.layout import engine_layout
 from disagg.plan import plan
 from tests import oracle
 from tests.disagg.connectors.vllm import engines

@@ -39,9 +39,10 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from disagg.connectors.blocks import BlockGroup
 from disagg.connectors.tensors import UnknownFormat
 from disagg.connectors.vllm.layers import ATTENTION
-from disagg.connectors.vllm.layout import BlockGroup, engine_layout
+from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.registered import V4
 from kvpool.layout import RequestAddress, Span
 from tests import oracle
@@ -431,11 +432,6 @@ class Other(CLASSES["FLASH_ATTN"]):
             heads_spec(dtype=U8, kv_quant_mode=KVQuantMode.TURBOQUANT_K8V4),
             {},
             ["TURBOQUANT_K8V4", "FP8_PER_TENSOR"],
-        ),
-        (
-            heads_spec(dtype=U8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),
-            {"kv_cache_dtype": "fp8", "_k_scale_float": 0.5, "_v_scale_float": 1.0},
-            ["k 0.5 and v 1.0", "only 1.0"],
         ),
     ],
 )

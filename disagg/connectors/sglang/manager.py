@@ -16,10 +16,12 @@ from sglang.srt.environ import envs
 
 from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
+from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
 from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.pools import engine_layout
+from disagg.connectors.sglang.scales import rank_scales
 from disagg.connectors.sglang.states import Ranks
 from disagg.connectors.stats import summary
 from disagg.protocol.codec import Aux
@@ -102,6 +104,10 @@ class KvpoolManager(CommonKVManager):
             index_keys="hadamard",
             compressor_scores="plain",
         )
+        worker = scheduler.draft_worker
+        drafts = [] if worker is None else [runner for _, runner in worker.weight_update_runners()]
+        runners = [scheduler.tp_worker.model_runner, *drafts]
+        document |= scale_conventions(self.layout.layout, rank_scales(runners))
         self.rank = Rank(
             settings,
             self.layout.layout,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from disagg.connectors.linear_states import LinearKind, LinearShard, states
+from disagg.connectors.sglang import fp4
 from disagg.connectors.tensors import (
     LayerTensor,
     PlacedTensor,
@@ -102,11 +103,9 @@ def read_heads(
 
 def read_mha(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
     """K and V apart: a page of either is `[token, head, dim]` or `[head, token, dim]`."""
-    if getattr(pool, "is_quantized_kv_cache", False):
-        raise UnknownFormat(
-            f"KV quantised by {type(pool.quant_method).__name__} is not known. Use "
-            "--kv-cache-dtype auto or fp8_e4m3."
-        )
+    if getattr(pool, "is_quantized_kv_cache", False) and fp4.is_fp4(pool):
+        yield from read_fp4(pool, layers)
+        return
     order = pool.kv_cache_layout
     if order not in (*ORDERS, "vectorized_5d"):
         raise UnknownFormat(
@@ -118,6 +117,17 @@ def read_mha(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         if order not in ORDERS:  # dim and tokens are cut in tiles
             name = f"sglang {order} {role}, {pool.page_size} x {dim} by {buffers[0].shape[-1]}"
         yield from read_heads(pool, layers, buffers, Cell(role, dim, dtype_name(pool.dtype)), name)
+
+
+def read_fp4(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
+    """K and V, and a scale for 16 elements of each."""
+    for buffers, cell in fp4.head_planes(pool):
+        yield from read_heads(pool, layers, buffers, cell, "nhd")
+
+
+def read_fp4_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
+    for buffers, row in fp4.latent_rows(pool):
+        yield from layers.tensors((paged(t, pool.page_size) for t in buffers), rows(row))
 
 
 def read_mxfp8(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -295,7 +305,9 @@ POOLS: Mapping[str, PoolReader] = {
     "MHATokenToKVPool": read_mha,
     "NPUMHATokenToKVPool": read_mha,
     "MHATokenToKVPoolMXFP8": read_mxfp8,
+    "MHATokenToKVPoolFP4": read_fp4,
     "MLATokenToKVPool": read_mla,
+    "MLATokenToKVPoolFP4": read_fp4_mla,
     "DSATokenToKVPool": read_dsa,
     "NPUMLATokenToKVPool": read_npu_mla,
     "SWAKVPool": read_swa,

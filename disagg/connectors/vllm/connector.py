@@ -8,36 +8,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 
 from disagg.connectors import stats
+from disagg.connectors.blocks import Blocks
 from disagg.connectors.conventions import conventions
+from disagg.connectors.memory import SharedAllocation
 from disagg.connectors.rank import Rank
+from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
-from disagg.connectors.vllm.layout import SPECS, Blocks, engine_layout
-from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step, log
-from disagg.connectors.vllm.worker import ConnectorWorker
+from disagg.connectors.steps import Step
+from disagg.connectors.vllm.layout import SPECS, engine_layout
+from disagg.connectors.vllm.registered import module_scales
+from disagg.connectors.vllm.scheduler import ConnectorScheduler, log
+from disagg.connectors.worker import ConnectorWorker
 from disagg.protocol.messages import Convention
-from kvpool.device.cpu import CPUDevice
 
 base.KVConnectorMetadata.register(Step)
 EXTRA = "kv_connector_extra_config"
 Finished = tuple[bool, dict[str, Any] | None]
-
-
-class SharedAllocation(TorchFunctionMode):
-    """While it is entered, `torch.zeros(n, dtype=torch.int8)` on the CPU, as vLLM allocates KV
-    memory, is shared memory of kvpool's CPU device: engine `local` of another process can map it.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.zeros and kwargs.get("dtype") is torch.int8 and len(args) == 1:
-            device = torch.device(kwargs.get("device") or "cpu")
-            if device.type == "cpu" and isinstance(args[0], int):
-                return CPUDevice().allocate(args[0]).view(torch.int8)
-        return func(*args, **kwargs)
 
 
 class KvpoolStats(metrics.KVConnectorStats):
@@ -61,13 +50,8 @@ class KvpoolPromMetrics(metrics.KVConnectorPromMetrics):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._metrics: dict[str, Any] = {}
-        for name, series in stats.SERIES.items():
-            labels = [*self._labelnames, *([series.label] if series.label else [])]
-            named = {"name": f"vllm:kvpool_{name}", "labelnames": labels}
-            kind = self._histogram_cls if series.buckets else self._counter_cls
-            buckets = {"buckets": series.buckets} if series.buckets else {}
-            self._metrics[name] = kind(**named, documentation=series.help, **buckets)
+        counter, histogram = self._counter_cls, self._histogram_cls
+        self._metrics = stats.instruments("vllm:kvpool_", self._labelnames, counter, histogram)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
@@ -162,7 +146,9 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config = self._vllm_config
         layout = engine_layout(config, self._kv_cache_config, kv_caches)
-        said = engine_conventions(config)
+        modules = config.compilation_config.static_forward_context
+        scales = module_scales(modules, layout.layers)
+        said = engine_conventions(config) | scale_conventions(layout.layout, scales)
         parallel = config.parallel_config
         readers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         readers *= parallel.prefill_context_parallel_size

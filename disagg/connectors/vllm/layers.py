@@ -17,6 +17,7 @@ from disagg.connectors.tensors import (
     LayerTensor,
     TensorPart,
     UnknownFormat,
+    dense_items,
     head_items,
     head_rows,
     items,
@@ -24,11 +25,25 @@ from disagg.connectors.tensors import (
     rows,
 )
 from disagg.connectors.vllm.registered import OPEN_WINDOWS, V4, V4_KEYS, V4_LATENTS, RegisteredLayer
-from kvpool.item import Cell, Repeat, Seq, Template
+from kvpool.item import Cell, Repeat, Seq, Template, item_bytes
 from kvpool.layout.dtypes import dtype_name
-from kvpool.layout.formats import V4_PAGES, fp8_latent_row, index_key_page, latent_row, scaled
+from kvpool.layout.formats import (
+    FP4,
+    TILE,
+    V4_PAGES,
+    Order,
+    fp8_latent_row,
+    index_key_page,
+    latent_row,
+    nvfp4_latent_row,
+    nvfp4_pages,
+    scaled,
+    v_scale_tiles,
+)
 
 Parts = list[TensorPart]
+View = tuple[torch.Tensor, Parts, int]
+"""A view of a layer's tensor, its parts, and tokens an entry (`LayerTensor.tile`)."""
 HERE = "add it to disagg/connectors/vllm/layers.py"
 LINEAR: dict[str, LinearKind] = {
     "MAMBA1": "mamba1",
@@ -39,22 +54,35 @@ LINEAR: dict[str, LinearKind] = {
 """What a slot holds, by the name of the kind of linear attention."""
 OPAQUE = "INT4_PER_TOKEN_HEAD"
 """The quantisation mode whose pages move whole. Its kernel reads nothing but pages and constants:
-NVFP4 has scales of the whole tensor besides, and the device decides how TurboQuant packs.
+the device decides how TurboQuant packs.
 """
-MODES = ("NONE", "FP8_PER_TENSOR", "INT8_PER_TOKEN_HEAD", "FP8_PER_TOKEN_HEAD", OPAQUE)
-"""Quantisation modes (`KVQuantMode`) that are known."""
+MODES = {
+    "NONE": "",
+    "FP8_PER_TENSOR": "",
+    "INT8_PER_TOKEN_HEAD": "TRITON_ATTN",
+    "FP8_PER_TOKEN_HEAD": "TRITON_ATTN",
+    OPAQUE: "TRITON_ATTN",
+    "NVFP4": "FLASHINFER",
+    "NVFP4_DS_MLA": "FLASHMLA_SPARSE",
+}
+"""Quantisation modes (`KVQuantMode`) that are known, and of which backend, if not of every."""
 
 
-def read_layer(layer: RegisteredLayer) -> LayerTensor:
+def read_layer(layer: RegisteredLayer) -> list[LayerTensor]:
     """Raises UnknownFormat, which names the layer and its backend."""
     number, owner, prefix = layer.number, layer.owner, layer.prefix
     name = f"{layer.name} ({owner} layer {number}), {layer.backend}"
     with naming(name):
-        view, parts = read_linear(layer) if layer.is_linear else read_attention(layer)
-    return LayerTensor(name=name, number=number, view=view, parts=parts, owner=owner, prefix=prefix)
+        views = read_linear(layer) if layer.is_linear else read_attention(layer)
+    return [
+        LayerTensor(
+            name=name, number=number, view=view, parts=parts, owner=owner, prefix=prefix, tile=tile
+        )
+        for view, parts, tile in views
+    ]
 
 
-def read_linear(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
+def read_linear(layer: RegisteredLayer) -> list[View]:
     """The slots of a layer of linear attention (`MambaBase.bind_kv_cache`)."""
     spec, parallel = layer.spec, layer.config.parallel_config
     kind = LINEAR.get(layer.backend)
@@ -62,7 +90,7 @@ def read_linear(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
         raise UnknownFormat(
             f"{len(spec.shapes)} states are not known (known: the conv state and, but of "
             f"SHORT_CONV, the temporal state of {', '.join(LINEAR)}). Turn off what adds states "
-            f"(ReplaySSM), or {HERE}."
+            f"(--use-replayssm, which vLLM takes with no connector), or {HERE}."
         )
     ranks = 1 if getattr(spec, "tp_replicated", False) else parallel.tensor_parallel_size
     shard = LinearShard(
@@ -75,10 +103,10 @@ def read_linear(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
     )
     conv, *temporal = spec.shapes
     slot = states(kind, conv, [*chain(*temporal)], spec.dtypes, shard)
-    return layer.view, [items(Seq(*slot))]
+    return [(layer.view, [items(Seq(*slot))], 1)]
 
 
-def read_attention(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
+def read_attention(layer: RegisteredLayer) -> list[View]:
     """What a layer of attention keeps (`do_kv_cache_update` of its backend), and in which view."""
     backend, mode = layer.backend, layer.spec.kv_quant_mode.name
     if backend not in ATTENTION:
@@ -86,33 +114,47 @@ def read_attention(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
             f"what it keeps is not known (known: {', '.join(sorted(ATTENTION))}). Choose one of "
             f"those by --attention-backend, or {HERE}."
         )
-    elsewhere = mode.endswith("TOKEN_HEAD") and backend != "TRITON_ATTN"
-    # the width of an entry says how V4's are packed
-    if backend not in V4 and (mode not in MODES or elsewhere):
+    # the width of an entry says how DeepSeek-V4's are packed
+    if backend not in V4 and MODES.get(mode, "none") not in ("", backend):
+        names = (f"{mode} of {owner}" if owner else mode for mode, owner in MODES.items())
         raise UnknownFormat(
-            f"pages of {mode} are not known (known: {', '.join(MODES)}; scales per token and head "
-            "of TRITON_ATTN). Use --kv-cache-dtype auto."
+            f"pages of {mode} are not known (known: {', '.join(names)}). Use --kv-cache-dtype auto."
         )
-    return whole_items(layer) if mode == OPAQUE else (layer.view, ATTENTION[backend](layer))
+    if mode in ("NVFP4", OPAQUE):
+        return block_scaled(layer) if mode == "NVFP4" else whole_items(layer)
+    return [(layer.view, ATTENTION[backend](layer), 1)]
 
 
-def whole_items(layer: RegisteredLayer) -> tuple[torch.Tensor, Parts]:
+def block_scaled(layer: RegisteredLayer) -> list[View]:
+    """Pages of `[K | its scales | V | its scales]` (`_nvfp4_kv_views`), of which V's scales are in
+    tiles on some devices.
+    """
+    pages, (outer, *_) = dense_items(layer.view)
+    order: Order = "hnd" if outer == 1 else "nhd"
+    tokens, dim = layer.view.shape[2], layer.spec.head_size
+    page = pages.flatten(1)[:, None, None]
+    *planes, v_scales = nvfp4_pages(layer.heads, tokens, dim, order)
+    if not layer.platform.scale_tiles:
+        return [(page, [items(Seq(*planes, v_scales))], 1)]
+    start = page.shape[3] - item_bytes(v_scales)
+    tiles = v_scale_tiles(layer.heads, tokens, dim, order)
+    return [
+        (page[..., :start], [items(Seq(*planes))], 1),
+        (page[..., start:], [items(tiles)], TILE),
+    ]
+
+
+def whole_items(layer: RegisteredLayer) -> list[View]:
     """Items of which only the name is known, and which are contiguous in some order of dims. That
     order, the heads and the tokens become part of the name.
     """
-    view, strides = layer.view, layer.view.stride()
-    inner = sorted(range(1, 4), key=lambda dim: -strides[dim])
-    ordered = view.permute(0, *inner)
-    if not ordered[0].is_contiguous():
-        raise UnknownFormat(
-            f"its items move whole only, but they lie among others (strides {strides}). Use a "
-            "cache layout in which blocks are contiguous."
-        )
+    view = layer.view
+    ordered, inner = dense_items(view)
     names = {1: "heads", 2: "tokens", 3: "elements"}
     shape = " x ".join(f"{view.shape[dim]} {names[dim]}" for dim in inner)
     item = Cell("kv", ordered[0].nbytes, "uint8")
     heads = f"head {layer.heads.start} of {layer.heads.total}"
-    return ordered, [items(item, f"{layer.packing(OPAQUE)}, {shape}, {heads}")]
+    return [(ordered, [items(item, f"{layer.packing(OPAQUE)}, {shape}, {heads}")], 1)]
 
 
 def index_keys(layer: RegisteredLayer) -> Parts:
@@ -123,7 +165,7 @@ def index_keys(layer: RegisteredLayer) -> Parts:
     entries, width = layer.view.shape[2:]
     if width < dim and layer.backend not in V4:
         raise UnknownFormat("index keys in fp4 are known of DeepSeek-V4 only. Use those in fp8.")
-    dtype = "float4_e2m1fn_x2" if width < dim else platform.fp8
+    dtype = FP4 if width < dim else platform.fp8
     return [items(index_key_page(entries, dim, dtype=dtype, scale=platform.index_scale))]
 
 
@@ -146,9 +188,14 @@ def open_windows(layer: RegisteredLayer) -> Parts:
     return [rows(Cell(role, layer.view.shape[3], dtype_name(layer.view.dtype)))]
 
 
+SPARSE_ROWS = {"fp8_ds_mla": fp8_latent_row, "nvfp4_ds_mla": nvfp4_latent_row}
+"""Rows of FLASHMLA_SPARSE, by cache dtype."""
+
+
 def latent_rows(layer: RegisteredLayer) -> Parts:
-    if getattr(layer.module, "kv_cache_dtype", "auto") == "fp8_ds_mla":
-        return [rows(fp8_latent_row())]
+    cache = getattr(layer.module, "kv_cache_dtype", "auto")
+    if cache in SPARSE_ROWS:
+        return [rows(SPARSE_ROWS[cache]())]
     config = layer.model.hf_text_config
     return [rows(latent_row(config.kv_lora_rank, config.qk_rope_head_dim, layer.element))]
 

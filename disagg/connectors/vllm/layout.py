@@ -8,14 +8,14 @@ group's at a time. Block 0 is the null block: what its positions held is dead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
+from disagg.connectors.blocks import BlockGroup
 from disagg.connectors.tensors import PlacedTensor, UnknownFormat, fold_blocks, layout_of
 from disagg.connectors.vllm.layers import read_layer
 from disagg.connectors.vllm.registered import (
@@ -26,7 +26,7 @@ from disagg.connectors.vllm.registered import (
     platform_of_process,
     stem,
 )
-from kvpool.layout import Interleave, PoolLayout, RequestAddress, Space, Span
+from kvpool.layout import Interleave, PoolLayout, Space
 
 HERE = "add it to disagg/connectors/vllm/layout.py"
 SPECS = {
@@ -39,41 +39,6 @@ SPECS = {
     "CircularBufferSpec": "ring",
 }
 """Specs that are known, and what the spaces of their groups are called."""
-Blocks = tuple[Sequence[int], ...]
-"""Block ids of a request, by group."""
-
-
-@dataclass(frozen=True)
-class BlockGroup:
-    """Layers whose blocks one list of ids addresses.
-
-    `space`: the space whose ids are this group's; empty if none of its layers is on this rank (a
-    pipeline stage). `blocks`: kernel blocks a block, which are its items. `tokens`: positions a
-    block holds, on all ranks that share them. `state`: which of a slot group's blocks is the live
-    state of n tokens: the request's first, or that of position n - 1, block number
-    `(n - 1) // tokens`.
-    """
-
-    space: str
-    blocks: int
-    tokens: int
-    state: Literal["first", "position"] | None = None
-
-    def span(self, blocks: Sequence[int], tokens: int) -> Span:
-        """The items of the first `tokens` positions."""
-        ids = np.asarray(blocks, dtype=np.int64)
-        if self.state is None:
-            ids = ids[: -(-tokens // self.tokens)]
-            return Span.from_blocks(ids, null=0, items_per_block=self.blocks)
-        live = 0 if self.state == "first" else (tokens - 1) // self.tokens
-        ids = ids[live : live + 1]
-        return Span(ids[ids != 0] * self.blocks)
-
-
-def block_table(groups: Sequence[BlockGroup], blocks: Blocks, tokens: int) -> RequestAddress:
-    """The block table of a request's first `tokens` positions."""
-    pairs = [(group, ids) for group, ids in zip(groups, blocks) if group.space]
-    return RequestAddress(tokens, {group.space: group.span(ids, tokens) for group, ids in pairs})
 
 
 @dataclass(frozen=True)
@@ -110,9 +75,9 @@ def engine_layout(
         if not layers:
             groups.append(BlockGroup("", 1, 1))
             continue
-        tensors = [read_layer(layer) for layer in layers]
-        names |= {layer.name: (t.owner, t.number) for layer, t in zip(layers, tensors)}
-        tensors, blocks = fold_blocks(tensors, kv_cache_config.num_blocks)
+        pairs = [(layer, tensor) for layer in layers for tensor in read_layer(layer)]
+        names |= {layer.name: (t.owner, t.number) for layer, t in pairs}
+        tensors, blocks = fold_blocks([t for _, t in pairs], kv_cache_config.num_blocks)
         spec, space = layers[0].spec, space_of(number, layers[0], blocks)
         state: Literal["first", "position"] | None = None
         if space.per_request:
@@ -120,7 +85,7 @@ def engine_layout(
         tokens = spec.block_size * space.held.ranks
         groups.append(BlockGroup(space.name, blocks, tokens, state))
         lists.append(space)
-        spaces = (compressed(space_of(number, layer, blocks), layer) for layer in layers)
+        spaces = (compressed(space_of(number, layer, blocks), layer) for layer, _ in pairs)
         placed += zip(spaces, tensors)
     model = vllm_config.model_config
     layout = layout_of(placed, model.get_total_num_hidden_layers(), model.model, *lists)

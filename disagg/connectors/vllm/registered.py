@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from disagg.connectors.scales import LayerScale
 from disagg.connectors.tensors import UnknownFormat, head_shard
 from kvpool.layout.dtypes import dtype_name
 from kvpool.layout.formats import Heads
@@ -15,8 +17,8 @@ from kvpool.layout.formats import Heads
 OPEN_WINDOWS = "CompressorBackend"
 """The backend of what DeepSeek-V4 has not yet compressed."""
 RATIOS = {8: 4, 128: 128, None: 2}
-"""Tokens a state, by the window of what is not yet compressed: states of 4 overlap, and of 2 it is a
-ring.
+"""Tokens a state, by the window of what is not yet compressed: states of 4 overlap, and those of 2
+are in a ring.
 """
 V4_LATENTS = (
     *("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "CPU_V4_MLA_SPARSE"),
@@ -34,13 +36,15 @@ FLOATS = ("auto", "float16", "half", "bfloat16", "float32", "float")
 
 class Platform(NamedTuple):
     """What vLLM decides by its platform: the dtype that it calls fp8, the dtype of index keys'
-    scales, whether conv states are `(dim, tap)` and states of delta nets `(head, key, value)`.
+    scales, whether conv states are `(dim, tap)` and states of delta nets `(head, key, value)`, and
+    whether the scales of NVFP4 values are in tiles.
     """
 
     fp8: str = "float8_e4m3fn"
     index_scale: str = "float32"
     dim_first: bool = False
     key_first: bool = False
+    scale_tiles: bool = False
     version: str = ""
 
 
@@ -57,6 +61,8 @@ def platform_of_process() -> Platform:
         dim_first=bool(is_conv_state_dim_first()),
         # ops/cpu/gdn_attention.py takes a view of the other shape
         key_first=current_platform.is_cpu(),
+        # csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu; on other devices FlashInfer writes them
+        scale_tiles=bool(current_platform.is_device_capability_family(100)),
         version=vllm.__version__,
     )
 
@@ -140,18 +146,7 @@ class RegisteredLayer:
 
     @property
     def element(self) -> str:
-        """The dtype of what the kernel writes. Raises UnknownFormat where elements of a whole
-        tensor are scaled: that is in no page, and a peer with another scale would read wrong
-        values.
-        """
-        if self.spec.kv_quant_mode.name == "FP8_PER_TENSOR":
-            key, value = (getattr(self.module, f"_{role}_scale_float", 1.0) for role in "kv")
-            if (key, value) != (1.0, 1.0):
-                raise UnknownFormat(
-                    f"its values are scaled by k {key} and v {value} of the checkpoint, which is "
-                    "not in its pages; only 1.0 is known. Use a checkpoint without KV scales, or "
-                    "--kv-cache-dtype auto."
-                )
+        """The dtype of what the kernel writes."""
         names = {
             **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_per_token_head"), self.platform.fp8),
             "fp8_e5m2": "float8_e5m2",
@@ -181,3 +176,13 @@ class RegisteredLayer:
 def stem(name: str) -> str:
     """A layer's name before its number: `model.layers`, `draft_model.model.layers`."""
     return re.split(r"\.\d+\.", name)[0]
+
+
+def module_scales(
+    modules: Mapping[str, Any], layers: Mapping[str, tuple[str, int]]
+) -> Iterator[LayerScale]:
+    """What modules of attention scale keys and values by; `layers`: owner and number, by name."""
+    for name, (owner, number) in layers.items():
+        for role in "kv":
+            value = getattr(modules[name], f"_{role}_scale", None)
+            yield LayerScale(owner=owner, layer=number, role=role, value=value)

@@ -12,8 +12,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from typing import Any
 
+from disagg.connectors.blocks import Blocks
 from disagg.connectors.source import Source, named_room, prompt_digest, request_room
-from disagg.connectors.vllm.layout import Blocks
+from disagg.connectors.steps import ReceiveTask, SendTask, Step
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import Latest
 
@@ -25,43 +26,6 @@ DELIVERED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Statuses of a request whose prompt is computed to its end."""
 KEPT_ROOMS = 10_000
 """Rooms that none is to be offered or asked for twice: the latest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendTask:
-    """Positions `start` to `stop` are in `blocks`; `following` is the token after the `last`."""
-
-    request: str
-    room: Room
-    blocks: Blocks
-    start: int
-    stop: int
-    last: bool
-    following: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveTask:
-    """Positions `start` to `stop`, to be read to `blocks`. With `waits`, a step waits by layer."""
-
-    request: str
-    source: Source
-    blocks: Blocks
-    start: int
-    stop: int
-    waits: bool = False
-
-
-@dataclass(slots=True)
-class Step:
-    """What the workers do in one step. Of rooms in `declines` nothing is needed: prefill may have
-    its blocks back. `aborts` are requests.
-    """
-
-    sends: list[SendTask] = field(default_factory=list)
-    receives: list[ReceiveTask] = field(default_factory=list)
-    declines: list[Source] = field(default_factory=list)
-    aborts: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)

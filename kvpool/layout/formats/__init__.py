@@ -5,6 +5,7 @@ connectors describe an engine's tensors with them. Kinds of state (`MHA`) stand 
 """
 
 from kvpool.layout.formats.attention import (
+    FP4 as FP4,
     MHA as MHA,
     MLA as MLA,
     V4_PAGES as V4_PAGES,
@@ -43,4 +44,11 @@ from kvpool.layout.formats.linear import (
     mamba2 as mamba2,
     short_conv as short_conv,
     temporal_state as temporal_state,
+)
+from kvpool.layout.formats.nvfp4 import (
+    TILE as TILE,
+    fp4_cells as fp4_cells,
+    nvfp4_latent_row as nvfp4_latent_row,
+    nvfp4_pages as nvfp4_pages,
+    v_scale_tiles as v_scale_tiles,
 )

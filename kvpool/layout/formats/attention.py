@@ -14,7 +14,8 @@ from kvpool.layout.formats.kind import At, Attention, BufferSpec, Heads, scaled
 from kvpool.layout.template import Cell, Pad, Repeat, Seq, Skip, Template
 
 Order = Literal["nhd", "hnd"]
-FP4_PAIR = "float4_e2m1fn_x2"
+FP4 = "float4_e2m1fn_x2"
+"""Two elements a byte."""
 
 
 def head_page(cell: Cell, heads: Heads, entries: int, order: Order) -> Template:
@@ -149,7 +150,7 @@ def _v41_page(entries: int) -> Template:
 
 def _v41_fp4_page(entries: int) -> Template:
     """The same in e2m1, two elements a byte, and an e4m3 scale for each 16."""
-    return scaled_page("latent", entries, 256, block=8, scale="e4m3", dtype=FP4_PAIR)
+    return scaled_page("latent", entries, 256, block=8, scale="e4m3", dtype=FP4)
 
 
 def _v4_rows(dtype: str, entries: int) -> Template:
@@ -172,7 +173,7 @@ def index_key_page(entries: int, dim: int, *, dtype: str = "e4m3", scale: str = 
     each 128 elements, a float32 or a ue8m0 four times. 128 elements make 132 bytes an entry; in
     e2m1, which has two in a byte and a ue8m0 for each 32, 68 (DeepSeek-V4).
     """
-    if dtype == FP4_PAIR:
+    if dtype == FP4:
         dim, block, scale = dim // 2, 16, "ue8m0"
     else:
         block = 128 if scale in ("f32", "float32") else 32

@@ -17,8 +17,8 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
+from disagg.connectors.steps import ReceiveTask, SendTask
 from disagg.connectors.vllm.connector import KvpoolConnector
-from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask
 from tests.engines.vllm import deepseek_v4
 
 CONV: dict[str, Callable[[Any], dict[str, int]]] = {

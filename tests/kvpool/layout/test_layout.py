@@ -141,6 +141,11 @@ WRONG = {
         ),
         ({"whole": True}, r"space s whole: of paged spaces with a window"),
         ({"kind": "ring", "window": 1, "whole": True}, r"space s whole: of paged spaces with"),
+        (
+            {"entries_per_item": 8, "window": 4, "ring": 8, "partial": True},
+            r"space s partial: of entries that a token is written to after the other",
+        ),
+        ({"kind": "slot", "partial": True}, r"space s partial: of entries that a token is"),
     ],
     "interleave": [
         ({"size": 0}, r"interleave size: 1 to 2\*\*63-1, got 0"),

@@ -9,10 +9,11 @@ import torch
 
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
+from disagg.connectors.steps import ReceiveTask, SendTask, Step
 from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.registered import Platform
-from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step, log
-from disagg.connectors.vllm.worker import ConnectorWorker
+from disagg.connectors.vllm.scheduler import log
+from disagg.connectors.worker import ConnectorWorker
 from tests import oracle
 from tests.disagg.connectors.vllm import kernels
 

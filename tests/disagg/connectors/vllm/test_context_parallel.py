@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg.connectors.blocks import block_table
 from disagg.connectors.tensors import UnknownFormat
-from disagg.connectors.vllm.layout import block_table, engine_layout
+from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.registered import Platform
 from kvpool.layout import Interleave, RequestAddress
 from tests.disagg.connectors.vllm import engines, kernels

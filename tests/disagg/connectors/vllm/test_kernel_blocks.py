@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from disagg.connectors.blocks import BlockGroup, block_table
 from disagg.connectors.source import Source
-from disagg.connectors.vllm.layout import BlockGroup, block_table, engine_layout
+from disagg.connectors.vllm.layout import engine_layout
 from disagg.connectors.vllm.registered import Platform
 from tests.disagg.connectors.vllm import engines, kernels
 

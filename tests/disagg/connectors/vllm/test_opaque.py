@@ -78,9 +78,9 @@ def test_unequal_engines_are_refused_by_both_names(one, other, words):
         (lambda: cpu("rvv"), ["isa rvv packs bfloat16"]),
         (lambda: cpu("neon"), ["isa neon packs bfloat16", "float32"]),
         (lambda: cpu(order="LBNHC"), ["are not contiguous"]),
-        (lambda: int4(order="BHLNC", layers=2), ["they lie among others"]),
+        (lambda: int4(order="BHLNC", layers=2), ["items that lie among others"]),
         (lambda: Layers("TURBOQUANT", D, mode="TURBOQUANT_K8V4"), ["TURBOQUANT", "TRITON_ATTN"]),
-        (lambda: Layers("FLASHINFER", D, mode="NVFP4"), ["pages of NVFP4", "INT4_PER_TOKEN_HEAD"]),
+        (lambda: Layers("FLASH_ATTN", D, mode="NVFP4"), ["pages of NVFP4", "NVFP4 of FLASHINFER"]),
         (
             lambda: Layers("FLASH_ATTN", D, mode="INT8_PER_TOKEN_HEAD"),
             ["INT8_PER", "of TRITON_ATTN"],

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from disagg.connectors.vllm.scheduler import ConnectorScheduler, Step
+from disagg.connectors.steps import Step
+from disagg.connectors.vllm.scheduler import ConnectorScheduler
 from disagg.protocol.messages import room_name
 
 GROUPS = SimpleNamespace(select_transfer_block_ids=tuple)

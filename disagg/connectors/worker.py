@@ -1,24 +1,24 @@
-"""The connector's half in vLLM's workers: a step's requests, their blocks and layers."""
+"""A connector's half in the workers of an engine: a step's requests, their blocks and layers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from disagg.connectors.blocks import BlockGroup, block_table
 from disagg.connectors.rank import LayerId, Rank, Results
 from disagg.connectors.source import FIRST_TOKEN
-from disagg.connectors.vllm.layout import BlockGroup, block_table
-from disagg.connectors.vllm.scheduler import ReceiveTask, SendTask, Step
+from disagg.connectors.steps import ReceiveTask, SendTask, Step
+from disagg.connectors.tensors import clear_items
 
 
 @dataclass(eq=False)
 class ConnectorWorker:
-    """Does what a scheduler step asks of a rank. `groups` are vLLM's cache groups, `layers` all
-    that have state here by vLLM's names. `cleared`: by group, tensors `[block, ...]` of which no
-    block may keep what it held before, where vLLM leaves that to who fills it.
+    """Does what a scheduler step asks of a rank. `groups` are the engine's cache groups, `layers`
+    all that have state here by the engine's names. `cleared`: by group, tensors `[block, ...]` of
+    which no block may keep what it held before, where the engine leaves that to who fills it.
     """
 
     rank: Rank
@@ -26,7 +26,7 @@ class ConnectorWorker:
     layers: Mapping[str, LayerId]
     cleared: Sequence[Sequence[torch.Tensor]]
     _begun: bool = False
-    """Whether vLLM has told of any layer in this forward pass."""
+    """Whether the engine has told of any layer in this forward pass."""
     _left: dict[str, LayerId] = field(default_factory=dict)
     """Of which it has not told, by name. Several may be of one layer."""
     _loading: dict[str, ReceiveTask] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class ConnectorWorker:
                 self.rank.wait_layer(receive.source.room, self.layers[name])
 
     def save_layer(self, name: str, step: Step) -> None:
-        """Offers a layer, once all that vLLM computes under its number was computed."""
+        """Offers a layer, once all that is computed under its number was computed."""
         if name in self.layers and not self._begun:
             self._begun, self._left = True, dict(self.layers)
         layer = self._left.pop(name, None)
@@ -74,7 +74,7 @@ class ConnectorWorker:
         self.rank.turn()
 
     def results(self, finished: Collection[str]) -> Results:
-        """What has ended, where vLLM has `finished` these requests. Requests that this step has
+        """What has ended, where the engine has `finished` these requests. Those that this step has
         begun wait for no result: blocks of those that have failed are `invalid_blocks`.
         """
         results = self.rank.results(finished)
@@ -131,23 +131,5 @@ class ConnectorWorker:
         there by 0, and what another group has left there may be no number.
         """
         for group, ids, tensors in zip(self.groups, receive.blocks, self.cleared):
-            if not tensors or group.state is not None:
-                continue
-            first = receive.stop // group.tokens
-            # what comes before `start` in a block is decode's own
-            partial = first * group.tokens >= receive.start
-            blocks = [block for block in ids[first if partial else first + 1 :] if block]
-            with _done(tensors[0].device):
-                for tensor in tensors if blocks else ():
-                    tensor[blocks] = 0
-
-
-@contextmanager
-def _done(device: torch.device) -> Iterator[None]:
-    """What a device is told in it has ended when it is left, whatever else is under way there."""
-    if device.type == "cpu":
-        yield
-        return
-    with torch.Stream(device) as stream:
-        yield
-    stream.synchronize()
+            if group.state is None:
+                clear_items(tensors, group.unfilled(ids, receive.start, receive.stop))
