@@ -6,7 +6,6 @@ say: computed here, without layouts.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from zlib import crc32
 
 import numpy as np
 import pytest
@@ -20,8 +19,9 @@ from disagg.connectors.vllm.layout import block_table, engine_layout
 from disagg.plan import plan
 from tests import oracle
 from tests.disagg.connectors.vllm import engines
+from tests.engines.cross.latents import TOKENS, value
 
-PATTERN, BLOCKS, TOKENS, FILL = "FFSSFSSS", 12, 300, 0xEE
+PATTERN, BLOCKS, FILL = "FFSSFSSS", 12, 0xEE
 WHOLE, HALVES, QUARTERS = (
     [range(8)],
     [range(3), range(3, 8)],
@@ -91,12 +91,6 @@ class Engine:
             assert not written[first : first + size].any()
             written[first : first + size] = True
         return written
-
-
-def value(layer, what, token, size):
-    """The bytes of a row."""
-    seed = crc32(f"{layer} {what} {token}".encode())
-    return np.random.default_rng(seed).integers(0, 255, size, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("order", ["BLHNC", "LBHNC"])
