@@ -89,6 +89,13 @@ def test_a_draft_has_an_indexer_of_its_own():
     assert hand_over(*pair, layers=LAYERS)
 
 
+def test_layers_of_a_hybrid_share_an_indexer():
+    pair = [side(sides.hybrid(64, full="dsa", layers=12, skip=(7,)), n, TOKENS) for n in range(2)]
+    keys = {r.layer for r in described(pair[0], 12).layout.regions if r.role == "index_key"}
+    assert keys == {3, 11}
+    assert hand_over(pair[:1], pair[1:], layers=12)
+
+
 def test_another_pattern_is_refused_by_layer_or_by_its_name():
     config, other = (config_of(form) for form in ("pattern", "types"))
     there, here = (described(stages(one, WHOLE, 1)[0], LAYERS).layout for one in (config, other))
