@@ -24,6 +24,7 @@ FIELDS = (
     "use_qk_norm", "sliding_window", "layer_types", "attention_chunk_size",
     "attn_logit_softcapping", "query_pre_attn_scalar", "kv_lora_rank", "q_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "index_head_dim", "index_n_heads", "index_topk",
+    "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset", "indexer_types",
     "num_experts", "n_routed_experts", "num_local_experts", "num_experts_per_tok",
     "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads",
     "linear_key_head_dim", "linear_value_head_dim", "mamba_d_state", "mamba_d_conv",

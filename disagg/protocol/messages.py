@@ -291,7 +291,7 @@ def differences(prefill: Mapping[str, Convention], decode: Mapping[str, Conventi
     """Why prefill's bytes do not mean the same to decode: names that the sides set differently."""
     return [
         f"{name}: {value!r} on prefill, {decode[name]!r} on decode. Run the same model with the "
-        "same settings on both sides."
+        "same settings on both sides, in the same engine where it is the engine that decides."
         for name, value in sorted(prefill.items())
         if name in decode and decode[name] != value
     ]

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import requests
@@ -25,6 +26,7 @@ from disagg.connectors.sglang.scales import rank_scales
 from disagg.connectors.sglang.states import Ranks
 from disagg.connectors.stats import summary
 from disagg.protocol.codec import Aux
+from disagg.protocol.messages import Convention
 
 log = logging.getLogger("sglang.kvpool")
 
@@ -42,6 +44,7 @@ RELEASE = (
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: pages of an aborted request would be used "
     "again while a read may write to them"
 )
+DIVIDED = "on prefill: ranks share a page's tokens, and SGLang lets no decode of kvpool do so"
 HTTP_SECONDS = 5.0
 
 
@@ -62,6 +65,10 @@ class KvpoolManager(CommonKVManager):
         self.known: dict[str, set[tuple[str, ...]]] = defaultdict(set)
         """Endpoint addresses by bootstrap address, as they were when they were used last."""
         super().__init__(args, mode, *more)
+        # CP ranks of prefill gather what they compute, so that each has all of it, and one sends.
+        # Where they divide it, SGLang takes its own backends only
+        self.enable_all_cp_ranks_for_transfer = False
+        self.is_dummy_cp_rank = self.attn_cp_rank != 0
 
     def start(self, queue: Any) -> None:
         """Makes the endpoints, over the pools of the queue whose manager this is."""
@@ -69,7 +76,7 @@ class KvpoolManager(CommonKVManager):
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         self._refuse_options(prefill)
         model, text = scheduler.model_config, scheduler.model_config.hf_text_config
-        modules = scheduler.tp_worker.model_runner.model.modules()
+        modules = [*scheduler.tp_worker.model_runner.model.modules()]
         slides = [m for m in modules if getattr(m, "sliding_window_size", -1) > -1]
         ranks = Ranks(
             tp_rank=self.attn_tp_rank,
@@ -97,13 +104,7 @@ class KvpoolManager(CommonKVManager):
         self.metadata = queue.metadata_buffers if prefill else queue.transfer_queue.metadata_buffers
         self.tells = self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1
         """Whether this rank of prefill sends the metadata, which all of them have."""
-        document = conventions(
-            text,
-            folder=model.model_path,
-            quantization=model.quantization,
-            index_keys="hadamard",
-            compressor_scores="plain",
-        )
+        document = engine_conventions(model, modules)
         worker = scheduler.draft_worker
         drafts = [] if worker is None else [runner for _, runner in worker.weight_update_runners()]
         runners = [scheduler.tp_worker.model_runner, *drafts]
@@ -201,15 +202,35 @@ class KvpoolManager(CommonKVManager):
 
     def _refuse_options(self, prefill: bool) -> None:
         options, scheduler = self.server_args, self.queue.scheduler
-        policy = options.disaggregation_decode_allocation_policy
         reused = not prefill and not self.enable_deferred_decode_kv_release
         for wrong, what, instead in (
-            (policy != "early", f"disaggregation_decode_allocation_policy {policy}", "early"),
             (options.enable_memory_saver, "enable_memory_saver", "memory that stays where it is"),
             (getattr(scheduler, "enable_hisparse", False), "enable_hisparse", "the device's pool"),
-            (self.enable_all_cp_ranks_for_transfer, "state that CP ranks share", "no CP sharding"),
-            (self.dcp_size > 1, f"dcp_size {self.dcp_size}", "1"),
+            (self.dcp_size > 1, f"dcp_size {self.dcp_size} {DIVIDED}", "1"),
             (reused, RELEASE, "1"),
         ):
             if wrong:
                 raise ValueError(f"backend kvpool does not know {what}. Use {instead}.")
+
+
+def engine_conventions(model: Any, modules: Iterable[Any]) -> dict[str, Convention]:
+    """Of SGLang's model configuration, and of what its indexers write."""
+    return conventions(
+        model.hf_text_config,
+        folder=model.model_path,
+        quantization=model.quantization,
+        index_keys=index_keys(modules),
+        compressor_scores="plain",
+    )
+
+
+def index_keys(modules: Iterable[Any]) -> str | None:
+    """Whether indexers turn their keys, as far as a stage has any. Those of DSA do, but where a
+    fused kernel writes them (`Indexer._maybe_rotate`): of one model, on CUDA, where its index keys
+    have interleaved rope (GLM-5).
+    """
+    indexers = [module for module in modules if hasattr(module, "use_dsa_indexer_fusion")]
+    if any(one.use_dsa_indexer_fusion or one.use_aiter_fused_fp8_writer for one in indexers):
+        return "plain"
+    turns = indexers or any(getattr(module, "is_in_indexer", False) for module in modules)
+    return "hadamard" if turns else None

@@ -14,8 +14,11 @@ import torch
 from disagg.connectors.source import FIRST_TOKEN
 from disagg.protocol.codec import Aux
 
-ONE_SIDED = ("kv_checksum", "output_dsa_topk_indices")
-"""Buffers that one side may lack: SGLang then goes without what they hold."""
+NOTHING = {"kv_checksum": 0, "output_dsa_topk_indices": -1}
+"""Buffers that one side may lack, and what SGLang takes for an empty row of them. A row that was
+left as it is would have what another request told: its checksum, or the positions that its drafter
+looks at in place of this request's.
+"""
 
 
 def buffer_rows(buffers: Any, row: int) -> dict[str, torch.Tensor]:
@@ -38,13 +41,13 @@ def write_row(buffers: Any, row: int, room: int, values: Mapping[str, Any]) -> N
     """
     rows = buffer_rows(buffers, row)
     if "output_ids" not in values:
-        for tensor in rows.values():
-            tensor.zero_()
+        for name, tensor in rows.items():
+            tensor.fill_(NOTHING.get(name, 0))
         rows["output_ids"][0] = values[FIRST_TOKEN]
         rows["bootstrap_room"][0] = room
         return
     sent = values.keys() - {FIRST_TOKEN}
-    for name in sorted((sent ^ rows.keys()) - {*ONE_SIDED}):
+    for name in sorted((sent ^ rows.keys()) - NOTHING.keys()):
         holder, lacking = ("prefill", "decode") if name in sent else ("decode", "prefill")
         raise ValueError(
             f"metadata buffer {name}: {holder} has it, {lacking} has not. Start both engines with "
@@ -59,6 +62,8 @@ def write_row(buffers: Any, row: int, room: int, values: Mapping[str, Any]) -> N
                 f"metadata buffer {name}: {size} on prefill, {expected} bytes on decode. Start "
                 "both engines with the same model and options."
             )
+    for name in rows.keys() - sent:
+        rows[name].fill_(NOTHING[name])
     for name in shared:
         tensor = rows[name]
         data = torch.frombuffer(bytearray(values[name]), dtype=torch.uint8).view(tensor.dtype)

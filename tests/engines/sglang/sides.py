@@ -206,10 +206,13 @@ def mamba(layers, kind="gdn", ranks=1, slots=6):
     )
 
 
-def hybrid(page=16, heads=4, first=0, layers=8, kind="gdn", ranks=1, full="mha"):
-    """Every fourth layer is attention: of K and V, latents, or latents and index keys."""
+def hybrid(page=16, heads=4, first=0, layers=8, kind="gdn", ranks=1, full="mha", skip=()):
+    """Every fourth layer is attention: of K and V, latents, or latents and index keys, but for
+    layers `skip`.
+    """
     held = range(first, first + layers)
     keys = {"use_dsa": True, "index_head_dim": 128, "kv_cache_dim": 576}
+    keys["skip_topk_layers"] = [layer in skip for layer in held if layer % 4 == 3]
     more = {
         "mha": {},
         "mla": {"use_mla": True, "kv_lora_rank": 32, "qk_rope_head_dim": 8},

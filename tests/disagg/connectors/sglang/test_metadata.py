@@ -10,7 +10,7 @@ import torch
 from disagg.connectors.sglang.metadata import FIRST_TOKEN, read_row, write_row
 
 
-def filled(*, hidden: int = 8, mask: bool = False, checksum: bool = False) -> SimpleNamespace:
+def filled(*, hidden: int = 8, mask: bool = False, checksum: bool = False, seeds: bool = False):
     """As SGLang's `MetadataBuffers`: tensors `[row, ...]`, some only with an option."""
     buffers = {
         "output_ids": torch.zeros((4, 16), dtype=torch.int32),
@@ -22,6 +22,8 @@ def filled(*, hidden: int = 8, mask: bool = False, checksum: bool = False) -> Si
         buffers["output_token_sampling_mask_idx"] = torch.zeros((4, 8), dtype=torch.int32)
     if checksum:
         buffers["kv_checksum"] = torch.zeros((4, 8), dtype=torch.uint64)
+    if seeds:
+        buffers["output_dsa_topk_indices"] = torch.zeros((4, 64), dtype=torch.int32)
     random = torch.Generator().manual_seed(1)
     for tensor in buffers.values():
         rows = tensor.view(torch.uint8)
@@ -70,11 +72,26 @@ def test_a_buffer_that_one_side_lacks_is_refused_by_name(side):
     assert_equal(bytes_of(decode), before)
 
 
+@pytest.mark.parametrize("one_sided", ["checksum", "seeds"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_one_side_alone_may_have_a_checksum(side):
-    prefill, decode = filled(checksum=side == "prefill"), filled(checksum=side == "decode")
+def test_one_side_alone_may_have_a_checksum_or_seeds(side, one_sided):
+    prefill, decode = (
+        filled(**{one_sided: side == "prefill"}),
+        filled(**{one_sided: side != "prefill"}),
+    )
     write_row(decode, 0, 7, read_row(prefill, 0))
     assert torch.equal(decode.output_ids[0], prefill.output_ids[0])
+
+
+@pytest.mark.parametrize("values", [read_row(filled(), 0), {FIRST_TOKEN: 42}], ids=["row", "token"])
+def test_seeds_and_a_checksum_of_another_request_do_not_stay(values):
+    """SGLang takes seeds below 0 for none, and 0 for no checksum; all else would be used."""
+    decode = filled(checksum=True, seeds=True)
+    others = bytes_of(decode)["output_dsa_topk_indices"][[0, 2, 3]]
+    write_row(decode, 1, 7, values)
+    assert (decode.output_dsa_topk_indices[1] == -1).all()
+    assert not decode.kv_checksum[1].view(torch.int64).any()
+    assert torch.equal(bytes_of(decode)["output_dsa_topk_indices"][[0, 2, 3]], others)
 
 
 def test_a_buffer_of_another_size_is_refused_before_anything_is_written():
