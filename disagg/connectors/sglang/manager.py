@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections import defaultdict
 from typing import Any
@@ -34,6 +35,8 @@ ALL_RANKS = dict.fromkeys(
 """What a bootstrap server is asked for, to know how many there are."""
 TURN_SECONDS = 0.0002
 """Between two turns at least: SGLang polls hundreds of requests one after the other."""
+STAGE_SECONDS = 0.001
+"""Between two turns of a pipeline stage whose senders are not polled."""
 LINE_SECONDS = 60.0
 """Between two lines of the log that have the numbers of what has ended."""
 RELEASE = (
@@ -53,6 +56,8 @@ class KvpoolManager(CommonKVManager):
     def __init__(self, args: Any, mode: DisaggregationMode, *more: Any) -> None:
         self._next_turn = 0.0
         self._next_line = time.monotonic() + LINE_SECONDS
+        self.lock = threading.RLock()
+        """Of what `turn` changes: it has a thread where SGLang polls no sender."""
         self.sending: set[int] = set()
         """Rooms of which SGLang has not been told the end."""
         self.reading: dict[int, int] = {}
@@ -114,6 +119,8 @@ class KvpoolManager(CommonKVManager):
         if prefill:
             self.local_ip, self.rank_port = split(self.rank.prefill.address)
             super().register_to_bootstrap()
+            if self.pp_rank:
+                threading.Thread(target=self._keep_turning, daemon=True).start()
         else:
             queue.transfer_queue.deferred_kv_release_timeout = math.inf  # reads do end
 
@@ -141,8 +148,12 @@ class KvpoolManager(CommonKVManager):
 
     def turn(self) -> None:
         """Lets the endpoints go on, and notes what has become of rooms."""
-        if time.monotonic() < self._next_turn:
-            return
+        with self.lock:
+            if time.monotonic() >= self._next_turn:
+                self._turn()
+                self._next_turn = time.monotonic() + TURN_SECONDS
+
+    def _turn(self) -> None:
         results = self.rank.results([str(room) for room in self.sending])
         for name in results.sent | results.received:
             try:
@@ -157,7 +168,15 @@ class KvpoolManager(CommonKVManager):
             line = ", ".join(f"{name} {number}" for name, number in summary(numbers).items())
             log.info("kvpool: %s", line)
             self._next_line = now + LINE_SECONDS
-        self._next_turn = now + TURN_SECONDS
+
+    def _keep_turning(self) -> None:
+        """Of pipeline stages SGLang polls the first one's senders only, and reads of the others how
+        their rooms stand.
+        """
+        while True:
+            time.sleep(STAGE_SECONDS)
+            if self.sending:
+                self.turn()
 
     def _ended(self, room: int, why: object, aux: Aux | None) -> None:
         """Tells SGLang that a room has ended: `why` it failed, or what has come with it."""
