@@ -71,7 +71,9 @@ class KvpoolSender(CommonKVSender):
         with mgr.lock:
             try:
                 address = mgr.layout.address(stop, self._pages, state_indices)
-                aux = read_row(mgr.metadata, self.aux_index) if last and mgr.tells else None
+                aux = None
+                if last and mgr.tells:
+                    aux = read_row(mgr.metadata, self.aux_index, drafts=mgr.drafts)
                 tokens = range(start, stop)
                 mgr.rank.send(str(room), room, address, tokens, last=last, aux=aux, after=after)
                 mgr.update_status(room, KVPoll.Transferring)
