@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import requests
@@ -14,16 +15,18 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_spec
 
 from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
 from disagg.connectors.sglang.metadata import write_row
-from disagg.connectors.sglang.pools import engine_layout
+from disagg.connectors.sglang.pools import ModelPools, engine_layout
 from disagg.connectors.sglang.states import Ranks
 from disagg.connectors.stats import summary
 from disagg.protocol.codec import Aux
+from disagg.protocol.messages import Convention
 
 log = logging.getLogger("sglang.kvpool")
 
@@ -88,25 +91,25 @@ class KvpoolManager(CommonKVManager):
             lease=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
             offer_timeout=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         )
+        runners = draft_runners(scheduler)
+        own = [] if queue.draft_token_to_kv_pool is None else runners  # others read the target's
         self.layout = engine_layout(
             queue.token_to_kv_pool,
             ranks,
             state_types=self.kv_args.state_types,
             total_layers=model.num_hidden_layers,
-            draft=queue.draft_token_to_kv_pool,
+            drafts=[draft_pools(scheduler, runner, ranks) for runner in own],
             requests=scheduler.req_to_token_pool,
             model=model.model_path,
         )
+        self.drafts: bool = scheduler.spec_algorithm.carries_draft_hidden_states()
+        """Whether a draft begins with hidden states that prefill sends as metadata."""
         self.metadata = queue.metadata_buffers if prefill else queue.transfer_queue.metadata_buffers
         self.tells = self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1
         """Whether this rank of prefill sends the metadata, which all of them have."""
-        document = conventions(
-            text,
-            folder=model.model_path,
-            quantization=model.quantization,
-            index_keys="hadamard",
-            compressor_scores="plain",
-        )
+        document = model_conventions(model)
+        for draft in runners[:1]:
+            document |= draft_conventions(draft.model_config)
         self.rank = Rank(
             settings,
             self.layout.layout,
@@ -184,7 +187,7 @@ class KvpoolManager(CommonKVManager):
         row = self.reading.pop(room, 0)
         try:
             if aux is not None:
-                write_row(self.metadata, row, room, aux)
+                write_row(self.metadata, row, room, aux, drafts=self.drafts)
         except Exception as error:  # values of a peer, which torch may not take
             why = error
         if why is None:
@@ -220,9 +223,56 @@ class KvpoolManager(CommonKVManager):
             (policy != "early", f"disaggregation_decode_allocation_policy {policy}", "early"),
             (options.enable_memory_saver, "enable_memory_saver", "memory that stays where it is"),
             (getattr(scheduler, "enable_hisparse", False), "enable_hisparse", "the device's pool"),
-            (self.enable_all_cp_ranks_for_transfer, "state that CP ranks share", "no CP sharding"),
+            # decodes of hybrids with MLA have the flag too, to ask all of prefill's CP ranks
+            (
+                self.enable_all_cp_ranks_for_transfer and self.attn_cp_size > 1,
+                "state that CP ranks share",
+                "no CP sharding",
+            ),
             (self.dcp_size > 1, f"dcp_size {self.dcp_size}", "1"),
             (reused, RELEASE, "1"),
         ):
             if wrong:
                 raise ValueError(f"backend kvpool does not know {what}. Use {instead}.")
+
+
+def draft_runners(scheduler: Any) -> list[Any]:
+    """SGLang's model runners of what drafts, one for each MTP module; of prefill's pipeline stages
+    the last one has them. Its queues know the first one's pool only.
+    """
+    worker = scheduler.draft_worker
+    return [] if worker is None else [runner for _, runner in worker.weight_update_runners()]
+
+
+def draft_pools(scheduler: Any, runner: Any, target: Ranks) -> ModelPools:
+    """The pools of a module. In windows whose pages its target allocates, it keeps what that one
+    does; of heads it may have others, divided among other ranks.
+    """
+    heads = runner.model_config.get_total_num_kv_heads()
+    ranks = replace(target, total_kv_heads=heads, sliding=())
+    placement = scheduler.draft_worker.draft_parallel_layout
+    if placement is not None and (group := placement.tp_group) is not None:
+        ranks = replace(ranks, tp_rank=group.rank_in_group, tp_size=group.world_size)
+    return ModelPools(
+        tokens=runner.token_to_kv_pool, ranks=ranks, requests=runner.req_to_token_pool
+    )
+
+
+def model_conventions(model: Any) -> dict[str, Convention]:
+    """What the state of a model means, from its `ModelConfig`."""
+    return conventions(
+        model.hf_text_config,
+        folder=model.model_path,
+        quantization=model.quantization,
+        index_keys="hadamard",
+        compressor_scores="plain",
+    )
+
+
+def draft_conventions(model: Any) -> dict[str, Convention]:
+    """Those of what drafts, by names that begin with `draft.`."""
+    spec, document = get_spec(), model_conventions(model)
+    # a draft begins with so many of the tokens that prefill's has proposed
+    modules = spec.speculative_num_steps if spec.enable_multi_layer_eagle else 1
+    document["proposals"] = (spec.speculative_eagle_topk or 0) * modules
+    return {f"draft.{name}": value for name, value in document.items()}

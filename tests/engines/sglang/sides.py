@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.connectors.sglang.pools import SglangLayout, engine_layout
+from disagg.connectors.sglang.pools import ModelPools, SglangLayout, engine_layout
 from disagg.connectors.sglang.states import Ranks
 from kvpool.layout import RequestAddress
 from tests.engines.sglang import oracle
@@ -66,8 +66,9 @@ def state_types(side: Side) -> list[str]:
 def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) -> SglangLayout:
     place = {"tp_rank": side.rank, "tp_size": side.ranks}
     ranks = Ranks(**place, total_kv_heads=heads, window=side.window, groups=groups)
+    drafts = [] if side.draft is None else [ModelPools(tokens=side.draft, ranks=ranks)]
     more = {"state_types": state_types(side), "total_layers": total_layers}
-    return engine_layout(side.target, ranks, draft=side.draft, **more)
+    return engine_layout(side.target, ranks, drafts=drafts, **more)
 
 
 def address_of(made: SglangLayout, side: Side) -> RequestAddress:
