@@ -66,7 +66,7 @@ def state_types(side: Side) -> list[str]:
 def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) -> SglangLayout:
     place = {"tp_rank": side.rank, "tp_size": side.ranks}
     ranks = Ranks(**place, total_kv_heads=heads, window=side.window, groups=groups)
-    drafts = [] if side.draft is None else [ModelPools(tokens=side.draft, ranks=ranks)]
+    drafts = [ModelPools(tokens=pool, ranks=ranks) for pool in side.drafts]
     more = {"state_types": state_types(side), "total_layers": total_layers}
     return engine_layout(side.target, ranks, drafts=drafts, **more)
 

@@ -32,7 +32,6 @@ PAIRS = {
     "llama pp 2 to 1": Pair("llama", prefill=PP, extra={"verify": "checksum"}),
     "llama pp 1 to 2": Pair("llama", decode=PP),
     "llama pp 2 to 2, chunks": Pair("llama", prefill=PP | CHUNKS, decode=PP),
-    "llama pp 2 to 2": Pair("llama", prefill=PP, decode=PP),
     "llama pp 2, tp 2 to tp 2": Pair("llama", prefill=PP | TP, decode=TP, both=EXACT),
     "gemma3": Pair("gemma3", both=EXACT, **pages(16, 1)),
 }
