@@ -68,6 +68,10 @@ class KvpoolManager(CommonKVManager):
         self.known: dict[str, set[tuple[str, ...]]] = defaultdict(set)
         """Endpoint addresses by bootstrap address, as they were when they were used last."""
         super().__init__(args, mode, *more)
+        # CP ranks of prefill gather what they compute, so that each has all of it, and one sends.
+        # Where they divide it, SGLang takes its own backends only
+        self.enable_all_cp_ranks_for_transfer = False
+        self.is_dummy_cp_rank = self.attn_cp_rank != 0
 
     def start(self, queue: Any) -> None:
         """Makes the endpoints, over the pools of the queue whose manager this is."""
@@ -108,8 +112,8 @@ class KvpoolManager(CommonKVManager):
         self.tells = self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1
         """Whether this rank of prefill sends the metadata, which all of them have."""
         document = model_conventions(model)
-        for draft in runners[:1]:
-            document |= draft_conventions(draft.model_config)
+        for runner in runners[:1]:
+            document |= draft_conventions(runner.model_config)
         self.rank = Rank(
             settings,
             self.layout.layout,
@@ -223,12 +227,6 @@ class KvpoolManager(CommonKVManager):
             (policy != "early", f"disaggregation_decode_allocation_policy {policy}", "early"),
             (options.enable_memory_saver, "enable_memory_saver", "memory that stays where it is"),
             (getattr(scheduler, "enable_hisparse", False), "enable_hisparse", "the device's pool"),
-            # decodes of hybrids with MLA have the flag too, to ask all of prefill's CP ranks
-            (
-                self.enable_all_cp_ranks_for_transfer and self.attn_cp_size > 1,
-                "state that CP ranks share",
-                "no CP sharding",
-            ),
             (self.dcp_size > 1, f"dcp_size {self.dcp_size}", "1"),
             (reused, RELEASE, "1"),
         ):

@@ -14,15 +14,15 @@ import torch
 from disagg.connectors.source import FIRST_TOKEN
 from disagg.protocol.codec import Aux
 
-ONE_SIDED = {
+NOTHING = {
     "kv_checksum": 0,
     "output_topk_p": 0,
     "output_topk_index": 0,
     "output_hidden_states": 0,
     "output_dsa_topk_indices": -1,
 }
-"""Buffers that one side may lack, and what decode's then hold: SGLang goes without. A draft model
-begins with the last four, without which few of its first tokens are accepted.
+"""Buffers that one side may lack, and what SGLang takes for an empty row of them. A row that was
+left as it is would have what another request told: its checksum, or what its draft began with.
 """
 DRAFT = ("output_topk_p", "output_topk_index", "output_hidden_states")
 """Buffers that an engine has, of some size, also where it drafts nothing."""
@@ -53,7 +53,7 @@ def write_row(
     """
     rows = buffer_rows(buffers, row, drafts=drafts)
     sent = values.keys() - {FIRST_TOKEN} if "output_ids" in values else set()
-    for name in sorted((sent ^ rows.keys()) - ONE_SIDED.keys()) if sent else ():
+    for name in sorted((sent ^ rows.keys()) - NOTHING.keys()) if sent else ():
         holder, lacking = ("prefill", "decode") if name in sent else ("decode", "prefill")
         raise ValueError(
             f"metadata buffer {name}: {holder} has it, {lacking} has not. Start both engines with "
@@ -69,7 +69,7 @@ def write_row(
                 "both engines with the same model and options."
             )
     for name in rows.keys() - sent:  # they hold what another request's were
-        rows[name].fill_(ONE_SIDED.get(name, 0))
+        rows[name].fill_(NOTHING.get(name, 0))
     for name in shared:
         tensor = rows[name]
         data = torch.frombuffer(bytearray(values[name]), dtype=torch.uint8).view(tensor.dtype)

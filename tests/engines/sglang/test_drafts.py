@@ -21,7 +21,6 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from disagg.connectors.sglang.metadata import DRAFT
 from tests.engines.sglang import oracle, queues, sides
-from tests.engines.sglang.oracle import Side
 from tests.engines.sglang.pairings import WINDOW, side
 from tests.engines.sglang.queues import DECODE_ROW, PREFILL_ROW, Engine, Model
 
