@@ -113,7 +113,7 @@ class KvpoolManager(CommonKVManager):
         """Whether this rank of prefill sends the metadata, which all of them have."""
         document = model_conventions(model)
         for runner in runners[:1]:
-            document |= draft_conventions(runner.model_config)
+            document |= draft_conventions(runner.model_config, self.drafts)
         self.rank = Rank(
             settings,
             self.layout.layout,
@@ -267,10 +267,13 @@ def model_conventions(model: Any) -> dict[str, Convention]:
     )
 
 
-def draft_conventions(model: Any) -> dict[str, Convention]:
-    """Those of what drafts, by names that begin with `draft.`."""
-    spec, document = get_spec(), model_conventions(model)
-    # a draft begins with so many of the tokens that prefill's has proposed
-    modules = spec.speculative_num_steps if spec.enable_multi_layer_eagle else 1
-    document["proposals"] = (spec.speculative_eagle_topk or 0) * modules
+def draft_conventions(model: Any, begins: bool) -> dict[str, Convention]:
+    """Those of what drafts, by names that begin with `draft.`. `begins`: with tokens that prefill's
+    has proposed, of which SGLang says no number.
+    """
+    document = model_conventions(model)
+    if begins:
+        spec = get_spec()
+        modules = spec.speculative_num_steps if spec.enable_multi_layer_eagle else 1
+        document["proposals"] = spec.speculative_eagle_topk * modules
     return {f"draft.{name}": value for name, value in document.items()}

@@ -76,6 +76,7 @@ class Engine:
     stages: Sequence[Sequence[Side]]
     model: Model = Model()
     draft: Model | None = None
+    speculation: str = "EAGLE"
     topk: int = 1
 
     @property
@@ -84,8 +85,7 @@ class Engine:
 
     @property
     def algorithm(self) -> SpeculativeAlgorithm:
-        none = self.draft is None
-        return SpeculativeAlgorithm.NONE if none else SpeculativeAlgorithm.EAGLE
+        return SpeculativeAlgorithm[self.speculation if self.draft else "NONE"]
 
     def options(self, role: str, port: int) -> dict[str, Any]:
         """Of SGLang's `ServerArgs`."""
@@ -138,7 +138,7 @@ def slots_of(side: Side) -> Any:
 def metadata_of(engine: Engine, seed: int) -> MetadataBuffers:
     """As the scheduler sizes them (`init_disaggregation`), with other requests' bytes."""
     hidden, dtype = 16, torch.float32
-    if engine.draft is not None:
+    if engine.draft is not None and engine.algorithm.carries_draft_hidden_states():
         hidden, dtype = engine.draft.hidden, torch.bfloat16
     buffers = MetadataBuffers(4, hidden, dtype, 8)
     random = np.random.default_rng(seed)

@@ -26,6 +26,8 @@ from tests.engines.sglang.queues import DECODE_ROW, PREFILL_ROW, Engine, Model
 
 TOKENS, PAGES = 83, 24
 ROPE = {"rope_theta": 1e4}
+ALONE = "a draft model"
+"""It reads tokens only: no hidden state comes with the first of them."""
 EITHER = {"prefill": (True, False), "decode": (False, True), "both": (True, True)}
 
 
@@ -90,7 +92,7 @@ MODELS: dict[str, tuple[Callable[[int], Any], Drafts, int]] = {  # target, draft
         lambda target, page: [mtp(target, page)],
         1,
     ),
-    "a draft model": (sides.mha, lambda _, page: [sides.mha(page, layers=2, dim=16)], 4),
+    ALONE: (sides.mha, lambda _, page: [sides.mha(page, layers=2, dim=16)], 4),
 }
 
 
@@ -104,11 +106,14 @@ def engine(name: str, seed: int, page: int, drafts: bool) -> Engine:
     oracle.fill(rank, seed)
     layers = 8 if hasattr(target, "mamba_pool") else 4
     model = Model(heads=heads, hidden=64, fields=ROPE) if drafts else None
-    return Engine(stages=[[rank]], model=Model(layers=layers), draft=model)
+    kind = "STANDALONE" if name == ALONE else "EAGLE"
+    return Engine(stages=[[rank]], model=Model(layers=layers), draft=model, speculation=kind)
 
 
 def check_metadata(there: Any, here: Any, before: dict[str, torch.Tensor], who: str) -> None:
-    """Decode's row has prefill's values, and no other row has changed. `before`: decode's."""
+    """Decode's row has prefill's values, and no other row has changed. `before`: decode's. `who`
+    has a draft that reads hidden states.
+    """
     for name, sent in queues.tensors_of(there.metadata_buffers).items():
         got, expected = getattr(here.metadata_buffers, name), before[name].clone()
         if name not in DRAFT or who == "both":
@@ -131,7 +136,7 @@ def test_a_request_moves_with_its_draft_and_first_hidden_state(name, who, monkey
         held = [tensor.clone() for tensor in oracle.memory(dest.sides[0])]
         assert queues.transfer(source, dest, pair, chunk=2) == []
         assert oracle.assert_handed_over(source.sides, dest.sides[0], held, missing)
-        check_metadata(pair[0][0], pair[1][0], rows, who)
+        check_metadata(pair[0][0], pair[1][0], rows, "none" if name == ALONE else who)
 
 
 def refused(source: Engine, dest: Engine) -> str:
