@@ -78,6 +78,8 @@ class Engine:
     draft: Model | None = None
     speculation: str = "EAGLE"
     topk: int = 1
+    group: Any = None
+    """Of tensor parallelism, if the draft is not divided as its target is."""
 
     @property
     def sides(self) -> list[Side]:
@@ -124,7 +126,7 @@ def worker_of(engine: Engine, side: Side) -> Any:
         SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=slots_of(side), model_config=model)
         for pool, model in ((pool, engine.draft.config()) for pool in side.drafts)
     ]
-    layout = SimpleNamespace(tp_group=None)
+    layout = SimpleNamespace(tp_group=engine.group)
     drafts = SimpleNamespace(draft_runners=runners, parallel_layout=layout)
     worker._draft_worker = drafts if runners else None
     return worker

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,3 +172,11 @@ def test_another_draft_is_refused_by_name(other, topk, name):
     pair = [engine("eagle", n, 16, True) for n in range(2)]
     another = Engine(stages=pair[0].stages, draft=other, topk=topk)
     assert name in refused(another, pair[1])
+
+
+def test_heads_of_a_draft_that_is_divided_among_more_ranks_than_its_target_are_missed():
+    """With data-parallel attention, SGLang divides some drafts among ranks of other requests."""
+    pair = [engine("eagle", n, 16, True) for n in range(2)]
+    group = SimpleNamespace(rank_in_group=1, world_size=2)
+    half = Engine(stages=pair[0].stages, draft=pair[0].draft, group=group)
+    assert "draft layer 0 k" in refused(half, pair[1])

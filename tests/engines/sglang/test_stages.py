@@ -37,22 +37,35 @@ SHAPES = {  # the stages' layers and the ranks of each, on prefill and on decode
 }
 Make = Callable[[int, int, int], Any]
 """A pool of layers from the first on, of a rank among several."""
-MODELS: dict[str, tuple[Make, Callable[[Any, int], Any]]] = {  # target, and its draft
-    "llama": (
-        lambda first, count, ranks: sides.mha(heads=4 // ranks, layers=count, start=first),
-        lambda target, ranks: sides.mha(heads=2 // ranks, layers=1),
-    ),
+
+
+def llama(first: int, count: int, ranks: int) -> Any:
+    return sides.mha(heads=4 // ranks, layers=count, start=first)
+
+
+def one_head(target: Any, ranks: int) -> Any:
+    """All ranks hold the only head."""
+    pool = sides.mha(heads=1, layers=1)
+    pool.total_heads = 1
+    return pool
+
+
+MODELS: dict[str, tuple[Make, Callable[[Any, int], Any], int]] = {  # target, draft, and its heads
+    "llama": (llama, lambda target, ranks: sides.mha(heads=2 // ranks, layers=1), 2),
+    "llama, a draft of one head": (llama, one_head, 1),
     "gated delta net": (
         lambda first, count, ranks: sides.hybrid(
             heads=4 // ranks, first=first, layers=count, ranks=ranks
         ),
         lambda target, ranks: mtp(target, 16),
+        4,
     ),
     "kimi": (
         lambda first, count, ranks: sides.hybrid(
             first=first, layers=count, ranks=ranks, kind="kda", full="mla"
         ),
         lambda target, ranks: mtp(target, 16),
+        4,
     ),
 }
 
@@ -65,7 +78,7 @@ def one_rank():
 
 def engine(name: str, seed: int, cuts: Any, ranks: int, drafts: bool) -> Engine:
     """What ranks hold twice is equal, as a model would have it."""
-    make, draft = MODELS[name]
+    make, draft, heads = MODELS[name]
     stages = []
     for first, stop in cuts:
         pools = [make(first, stop - first, ranks) for _ in range(ranks)]
@@ -81,7 +94,6 @@ def engine(name: str, seed: int, cuts: Any, ranks: int, drafts: bool) -> Engine:
     for number, rank in enumerate(everyone):
         oracle.fill(rank, seed + number)
     oracle.agree(everyone)
-    heads = 2 if name == "llama" else 4
     model = Model(heads=heads, hidden=64) if drafts else None
     return Engine(stages=stages, model=Model(layers=LAYERS), draft=model)
 
@@ -101,7 +113,7 @@ def move(source: Engine, dest: Engine) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if "draft" not in name])
 def test_stages_of_any_cut_pair(name, shape, monkeypatch):
     monkeypatch.setenv("KVPOOL_SGLANG", json.dumps({"verify": "checksum"}))
     there, ranks, here, others = SHAPES[shape]
@@ -111,7 +123,9 @@ def test_stages_of_any_cut_pair(name, shape, monkeypatch):
 @pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if shape[2] == WHOLE])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_draft_of_the_last_stage_comes_with_it(name, shape, monkeypatch):
-    """SGLang drafts in no pipeline but prefill's, of which the last stage has the draft."""
+    """SGLang drafts in no pipeline but prefill's, of which the last stage has the draft (its issues
+    33584, 39378).
+    """
     monkeypatch.setenv("KVPOOL_SGLANG", json.dumps({"verify": "checksum"}))
     there, ranks, here, others = SHAPES[shape]
     move(engine(name, 1, there, ranks, True), engine(name, 50, here, others, True))
