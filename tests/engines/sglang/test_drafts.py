@@ -126,7 +126,7 @@ def check_metadata(there: Any, here: Any, before: dict[str, torch.Tensor], who: 
 
 @pytest.mark.parametrize("who", EITHER)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_request_moves_with_its_draft_and_first_hidden_state(name, who, monkeypatch):
+def test_a_request_moves_with_its_draft_and_first_hidden_state(name, who, monkeypatch, caplog):
     missing = ["draft"] if who == "decode" else []
     monkeypatch.setenv(
         "KVPOOL_SGLANG", json.dumps({"verify": "checksum", "allow_missing": missing})
@@ -137,6 +137,7 @@ def test_a_request_moves_with_its_draft_and_first_hidden_state(name, who, monkey
         held = [tensor.clone() for tensor in oracle.memory(dest.sides[0])]
         assert queues.transfer(source, dest, pair, chunk=2) == []
         assert oracle.assert_handed_over(source.sides, dest.sides[0], held, missing)
+        assert ("a prefill has no draft" in caplog.text) == (who == "decode")
         check_metadata(pair[0][0], pair[1][0], rows, "none" if name == ALONE else who)
 
 
