@@ -168,7 +168,7 @@ def dsa(layers=4, start=0, fp8=True, skip=()):
     )
 
 
-def swa(page=16, heads=4, layers=4, inner="", **more):
+def swa(page=16, heads=4, layers=4, inner="", first=0, **more):
     """Every other layer sees a window."""
     return SWAKVPool(
         size=size(page),
@@ -177,8 +177,8 @@ def swa(page=16, heads=4, layers=4, inner="", **more):
         dtype=torch.float8_e4m3fn if inner else torch.float16,
         head_num=heads,
         head_dim=64,
-        swa_attention_layer_ids=[*range(0, layers, 2)],
-        full_attention_layer_ids=[*range(1, layers, 2)],
+        swa_attention_layer_ids=[n for n in range(first, first + layers) if n % 2 == 0],
+        full_attention_layer_ids=[n for n in range(first, first + layers) if n % 2],
         token_to_kv_pool_class=getattr(memory_pool, inner or "MHATokenToKVPool"),
         **CPU,
         **more,

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("sglang")
 
 from tests.engines.sglang import oracle, queues, sides
-from tests.engines.sglang.pairings import side
+from tests.engines.sglang.pairings import WINDOW, side
 from tests.engines.sglang.queues import DECODE_ROW, PREFILL_ROW, Engine, Model
 from tests.engines.sglang.test_drafts import mtp
 
@@ -53,6 +53,11 @@ def one_head(target: Any, ranks: int) -> Any:
 MODELS: dict[str, tuple[Make, Callable[[Any, int], Any], int]] = {  # target, draft, and its heads
     "llama": (llama, lambda target, ranks: sides.mha(heads=2 // ranks, layers=1), 2),
     "llama, a draft of one head": (llama, one_head, 1),
+    "windows": (
+        lambda first, count, ranks: sides.swa(heads=4 // ranks, first=first, layers=count),
+        lambda target, ranks: sides.mha(heads=4 // ranks, layers=1),
+        4,
+    ),
     "gated delta net": (
         lambda first, count, ranks: sides.hybrid(
             heads=4 // ranks, first=first, layers=count, ranks=ranks
@@ -79,13 +84,14 @@ def one_rank():
 def engine(name: str, seed: int, cuts: Any, ranks: int, drafts: bool) -> Engine:
     """What ranks hold twice is equal, as a model would have it."""
     make, draft, heads = MODELS[name]
+    window = WINDOW if name == "windows" else None
     stages = []
     for first, stop in cuts:
         pools = [make(first, stop - first, ranks) for _ in range(ranks)]
         stages.append(
             [
-                side(pool, seed + 7 * first + rank, TOKENS, PAGES, rank=rank, ranks=ranks)
-                for rank, pool in enumerate(pools)
+                side(pool, seed + 7 * first + n, TOKENS, PAGES, rank=n, ranks=ranks, window=window)
+                for n, pool in enumerate(pools)
             ]
         )
     if drafts:
