@@ -248,7 +248,7 @@ def draft_pools(scheduler: Any, runner: Any, target: Ranks) -> ModelPools:
     """
     heads = runner.model_config.get_total_num_kv_heads()
     ranks = replace(target, total_kv_heads=heads, sliding=())
-    placement = scheduler.draft_worker.draft_parallel_layout
+    placement = getattr(scheduler.draft_worker, "draft_parallel_layout", None)  # since 0.5.23
     if placement is not None and (group := placement.tp_group) is not None:
         ranks = replace(ranks, tp_rank=group.rank_in_group, tp_size=group.world_size)
     return ModelPools(
