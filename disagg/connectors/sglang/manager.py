@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import requests
@@ -14,6 +16,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_spec
 
 from disagg.connectors.conventions import conventions
 from disagg.connectors.rank import Rank
@@ -21,7 +24,7 @@ from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
 from disagg.connectors.sglang.metadata import write_row
-from disagg.connectors.sglang.pools import engine_layout
+from disagg.connectors.sglang.pools import ModelPools, engine_layout
 from disagg.connectors.sglang.scales import rank_scales
 from disagg.connectors.sglang.states import Ranks
 from disagg.connectors.stats import summary
@@ -38,6 +41,8 @@ ALL_RANKS = dict.fromkeys(
 """What a bootstrap server is asked for, to know how many there are."""
 TURN_SECONDS = 0.0002
 """Between two turns at least: SGLang polls hundreds of requests one after the other."""
+STAGE_SECONDS = 0.001
+"""Between two turns of a pipeline stage whose senders are not polled."""
 LINE_SECONDS = 60.0
 """Between two lines of the log that have the numbers of what has ended."""
 RELEASE = (
@@ -58,6 +63,8 @@ class KvpoolManager(CommonKVManager):
     def __init__(self, args: Any, mode: DisaggregationMode, *more: Any) -> None:
         self._next_turn = 0.0
         self._next_line = time.monotonic() + LINE_SECONDS
+        self.lock = threading.RLock()
+        """Of what `turn` changes: it has a thread where SGLang polls no sender."""
         self.sending: set[int] = set()
         """Rooms of which SGLang has not been told the end."""
         self.reading: dict[int, int] = {}
@@ -92,23 +99,27 @@ class KvpoolManager(CommonKVManager):
             lease=float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()),
             offer_timeout=float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()),
         )
+        runners = draft_runners(scheduler)
+        own = [] if queue.draft_token_to_kv_pool is None else runners  # others read the target's
         self.layout = engine_layout(
             queue.token_to_kv_pool,
             ranks,
             state_types=self.kv_args.state_types,
             total_layers=model.num_hidden_layers,
-            draft=queue.draft_token_to_kv_pool,
+            drafts=[draft_pools(scheduler, runner, ranks) for runner in own],
             requests=scheduler.req_to_token_pool,
             model=model.model_path,
         )
+        self.drafts: bool = scheduler.spec_algorithm.carries_draft_hidden_states()
+        """Whether a draft begins with hidden states that prefill sends as metadata."""
         self.metadata = queue.metadata_buffers if prefill else queue.transfer_queue.metadata_buffers
         self.tells = self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1
         """Whether this rank of prefill sends the metadata, which all of them have."""
         document = engine_conventions(model, modules)
-        worker = scheduler.draft_worker
-        drafts = [] if worker is None else [runner for _, runner in worker.weight_update_runners()]
-        runners = [scheduler.tp_worker.model_runner, *drafts]
-        document |= scale_conventions(self.layout.layout, rank_scales(runners))
+        for runner in runners[:1]:
+            document |= draft_conventions(runner, self.drafts)
+        models = [scheduler.tp_worker.model_runner, *runners]
+        document |= scale_conventions(self.layout.layout, rank_scales(models))
         self.rank = Rank(
             settings,
             self.layout.layout,
@@ -121,6 +132,8 @@ class KvpoolManager(CommonKVManager):
         if prefill:
             self.local_ip, self.rank_port = split(self.rank.prefill.address)
             super().register_to_bootstrap()
+            if self.pp_rank:
+                threading.Thread(target=self._keep_turning, daemon=True).start()
         else:
             queue.transfer_queue.deferred_kv_release_timeout = math.inf  # reads do end
 
@@ -148,8 +161,12 @@ class KvpoolManager(CommonKVManager):
 
     def turn(self) -> None:
         """Lets the endpoints go on, and notes what has become of rooms."""
-        if time.monotonic() < self._next_turn:
-            return
+        with self.lock:
+            if time.monotonic() >= self._next_turn:
+                self._turn()
+                self._next_turn = time.monotonic() + TURN_SECONDS
+
+    def _turn(self) -> None:
         results = self.rank.results([str(room) for room in self.sending])
         for name in results.sent | results.received:
             try:
@@ -164,7 +181,15 @@ class KvpoolManager(CommonKVManager):
             line = ", ".join(f"{name} {number}" for name, number in summary(numbers).items())
             log.info("kvpool: %s", line)
             self._next_line = now + LINE_SECONDS
-        self._next_turn = now + TURN_SECONDS
+
+    def _keep_turning(self) -> None:
+        """Of pipeline stages SGLang polls the first one's senders only, and reads of the others how
+        their rooms stand.
+        """
+        while True:
+            time.sleep(STAGE_SECONDS)
+            if self.sending:
+                self.turn()
 
     def _ended(self, room: int, why: object, aux: Aux | None) -> None:
         """Tells SGLang that a room has ended: `why` it failed, or what has come with it."""
@@ -172,7 +197,7 @@ class KvpoolManager(CommonKVManager):
         row = self.reading.pop(room, 0)
         try:
             if aux is not None:
-                write_row(self.metadata, row, room, aux)
+                write_row(self.metadata, row, room, aux, drafts=self.drafts)
         except Exception as error:  # values of a peer, which torch may not take
             why = error
         if why is None:
@@ -213,7 +238,29 @@ class KvpoolManager(CommonKVManager):
                 raise ValueError(f"backend kvpool does not know {what}. Use {instead}.")
 
 
-def engine_conventions(model: Any, modules: Iterable[Any]) -> dict[str, Convention]:
+def draft_runners(scheduler: Any) -> list[Any]:
+    """SGLang's model runners of what drafts, one for each MTP module; of prefill's pipeline stages
+    the last one has them. Its queues know the first one's pool only.
+    """
+    worker = scheduler.draft_worker
+    return [] if worker is None else [runner for _, runner in worker.weight_update_runners()]
+
+
+def draft_pools(scheduler: Any, runner: Any, target: Ranks) -> ModelPools:
+    """The pools of a module. In windows whose pages its target allocates, it keeps what that one
+    does; of heads it may have others, divided among other ranks.
+    """
+    heads = runner.model_config.get_total_num_kv_heads()
+    ranks = replace(target, total_kv_heads=heads, sliding=())
+    placement = getattr(scheduler.draft_worker, "draft_parallel_layout", None)  # since 0.5.23
+    if placement is not None and (group := placement.tp_group) is not None:
+        ranks = replace(ranks, tp_rank=group.rank_in_group, tp_size=group.world_size)
+    return ModelPools(
+        tokens=runner.token_to_kv_pool, ranks=ranks, requests=runner.req_to_token_pool
+    )
+
+
+def engine_conventions(model: Any, modules: Sequence[Any]) -> dict[str, Convention]:
     """Of SGLang's model configuration, and of what its indexers write."""
     return conventions(
         model.hf_text_config,
@@ -224,7 +271,7 @@ def engine_conventions(model: Any, modules: Iterable[Any]) -> dict[str, Conventi
     )
 
 
-def index_keys(modules: Iterable[Any]) -> str | None:
+def index_keys(modules: Sequence[Any]) -> str | None:
     """Whether indexers turn their keys, as far as a stage has any. Those of DSA do, but where a
     fused kernel writes them (`Indexer._maybe_rotate`): of one model, on CUDA, where its index keys
     have interleaved rope (GLM-5).
@@ -234,3 +281,15 @@ def index_keys(modules: Iterable[Any]) -> str | None:
         return "plain"
     turns = indexers or any(getattr(module, "is_in_indexer", False) for module in modules)
     return "hadamard" if turns else None
+
+
+def draft_conventions(runner: Any, begins: bool) -> dict[str, Convention]:
+    """Those of what drafts, by names that begin with `draft.`. `begins`: with tokens that prefill's
+    has proposed, of which SGLang says no number.
+    """
+    document = engine_conventions(runner.model_config, [*runner.model.modules()])
+    if begins:
+        spec = get_spec()
+        modules = spec.speculative_num_steps if spec.enable_multi_layer_eagle else 1
+        document["proposals"] = spec.speculative_eagle_topk * modules
+    return {f"draft.{name}": value for name, value in document.items()}

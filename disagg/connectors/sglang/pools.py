@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from disagg.connectors.sglang.states import Ranks, read_pool
-from disagg.connectors.tensors import layout_of
+from disagg.connectors.tensors import PlacedTensor, layout_of
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 
 IDS = {"swa": ("swa", "c4.ring"), "mamba": ("state",), "c128_state": ("c128.ring",)}
@@ -63,29 +63,53 @@ class SglangLayout:
         return Span(items, first * ratio)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelPools:
+    """What one model of a rank keeps: its `token_to_kv_pool`, and its `req_to_token_pool`
+    (`requests`), which may have the slots of linear attention.
+    """
+
+    tokens: Any
+    ranks: Ranks
+    requests: Any | None = None
+
+
 def engine_layout(
     target: Any,
     ranks: Ranks,
     *,
     state_types: Sequence[Any],
     total_layers: int,
-    draft: Any | None = None,
+    drafts: Sequence[ModelPools] = (),
     requests: Any | None = None,
     model: str = "",
 ) -> SglangLayout:
-    """The layout of a rank's pools: `token_to_kv_pool` of a target model of `total_layers` layers
-    and of its draft, and `req_to_token_pool` (`requests`), which may hold the states of linear
-    attention. `state_types`: those of SGLang's KVArgs.
+    """The layout of a rank's pools: `token_to_kv_pool` and `req_to_token_pool` (`requests`) of a
+    target model of `total_layers` layers, and those of the modules of its draft, whose layers are
+    numbered from 0 on, module by module. `state_types`: those of SGLang's KVArgs.
 
     Raises UnknownFormat, which names the owner, the pool's class and what is known, and LayoutError
     where its tensors cannot be described.
     """
-    states = read_pool(target, ranks)
-    if draft is not None:
-        states += read_pool(draft, ranks, "draft")
-    linear = getattr(requests, "mamba_pool", None)
-    if linear is not None and linear is not getattr(target, "mamba_pool", None):
-        states += read_pool(linear, ranks)
+    models = [ModelPools(tokens=target, ranks=ranks, requests=requests), *drafts]
+    states: list[PlacedTensor] = []
+    slots: list[Any] = []
+    layers = 0  # of the draft
+    for owner, pools in zip(("target", *("draft" for _ in drafts)), models):
+        tensors = read_pool(pools.tokens, pools.ranks, owner)
+        for holder in (pools.tokens, pools.requests):
+            pool = getattr(holder, "mamba_pool", None)
+            # a draft of a hybrid names its target's slots, in which it keeps nothing
+            if pool is not None and not any(pool is known for known in slots):
+                slots.append(pool)
+                tensors += read_pool(pool, pools.ranks, owner)
+        if owner == "draft":
+            numbers = {
+                n: layers + at for at, n in enumerate(sorted({t.number for _, t in tensors}))
+            }
+            tensors = [(space, replace(t, number=numbers[t.number])) for space, t in tensors]
+            layers += len(numbers)
+        states += tensors
     pages = Space("kv", entries_per_item=getattr(target, "page_size", 1))
     layout = layout_of(states, total_layers, model, pages)
     return SglangLayout(layout, tuple(str(getattr(kind, "value", kind)) for kind in state_types))

@@ -195,11 +195,15 @@ def read_npu_mla(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
 
 
 def read_swa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
-    """A pool of layers that see every token, and one of those that see a window."""
-    if layers.ranks.window is None:
-        raise UnknownFormat("sliding_window_size is None. Pass that of the scheduler.")
-    window = Space("swa", entries_per_item=pool.page_size, window=layers.ranks.window)
-    full, swa = layers, replace(layers, space=window, prefix="swa.")
+    """A pool of layers that see every token, and one of those that see a window: in pages of the
+    window, or (of a draft's MTP modules) in those of all tokens.
+    """
+    full, swa = layers, replace(layers, prefix="swa.")
+    if not pool.swa_uses_full_indices:
+        if layers.ranks.window is None:
+            raise UnknownFormat("sliding_window_size is None. Pass that of the scheduler.")
+        window = Space("swa", entries_per_item=pool.page_size, window=layers.ranks.window)
+        swa = replace(swa, space=window)
     for part, slides, holders in (pool.full_kv_pool, False, full), (pool.swa_kv_pool, True, swa):
         places = {at: n for n, (at, is_swa) in pool.layers_mapping.items() if is_swa == slides}
         if places:
@@ -207,10 +211,9 @@ def read_swa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
 
 
 def read_hybrid(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
-    """A pool of the layers of attention, and the slots of those of linear attention."""
+    """A pool of the layers of attention. Those of linear attention have slots: `slot_pools`."""
     numbers = [*pool.full_attention_layer_id_mapping]
     yield from read(pool.full_kv_pool, replace(layers, numbers=numbers))
-    yield from read(pool.mamba_pool, layers)
 
 
 def read_mamba(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
@@ -336,15 +339,11 @@ def read(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         yield from reader(type(pool))(pool, replace(layers, pool=f"{layers.pool}: {name}"))
 
 
-def read_pool(pool: Any, ranks: Ranks, owner: str = "target") -> list[PlacedTensor]:
-    """The states of a whole pool. Layers of a draft are numbered from 0."""
+def read_pool(pool: Any, ranks: Ranks, owner: str) -> list[PlacedTensor]:
+    """The states of a whole pool."""
     first, count = getattr(pool, "start_layer", 0), getattr(pool, "layer_num", 0)
     space = Space("kv", entries_per_item=getattr(pool, "page_size", 1))
     numbers: Sequence[int] = range(first, first + count)
     layers = LayerSet(ranks=ranks, owner=owner, numbers=numbers, space=space, pool=owner)
     with naming(owner):
-        tensors = [*read(pool, layers)]
-    if owner == "target":
-        return tensors
-    numbers = sorted({layer.number for _, layer in tensors})
-    return [(space, replace(layer, number=numbers.index(layer.number))) for space, layer in tensors]
+        return [*read(pool, layers)]

@@ -37,11 +37,12 @@ class KvpoolSender(CommonKVSender):
         self._tokens = self._offered = 0
         if not mgr.is_dummy_cp_rank and mgr.check_status(bootstrap_room) != KVPoll.Failed:
             self.init_time = time.time()
-            try:
-                mgr.rank.expect(str(bootstrap_room), bootstrap_room)
-                mgr.sending.add(bootstrap_room)
-            except ValueError as error:  # a client chooses the number
-                mgr.fail(bootstrap_room, error)
+            with mgr.lock:
+                try:
+                    mgr.rank.expect(str(bootstrap_room), bootstrap_room)
+                    mgr.sending.add(bootstrap_room)
+                except ValueError as error:  # a client chooses the number
+                    mgr.fail(bootstrap_room, error)
 
     def send(
         self,
@@ -67,14 +68,17 @@ class KvpoolSender(CommonKVSender):
         after, self._early_send_wait_event = getattr(self, "_early_send_wait_event", None), None
         if start == stop and not last:
             return
-        try:
-            address = mgr.layout.address(stop, self._pages, state_indices)
-            aux = read_row(mgr.metadata, self.aux_index) if last and mgr.tells else None
-            tokens = range(start, stop)
-            mgr.rank.send(str(room), room, address, tokens, last=last, aux=aux, after=after)
-            mgr.update_status(room, KVPoll.Transferring)
-        except Exception as error:  # of one request: the engine serves others
-            mgr.rank.not_sent(str(room), room, error)
+        with mgr.lock:
+            try:
+                address = mgr.layout.address(stop, self._pages, state_indices)
+                aux = None
+                if last and mgr.tells:
+                    aux = read_row(mgr.metadata, self.aux_index, drafts=mgr.drafts)
+                tokens = range(start, stop)
+                mgr.rank.send(str(room), room, address, tokens, last=last, aux=aux, after=after)
+                mgr.update_status(room, KVPoll.Transferring)
+            except Exception as error:  # of one request: the engine serves others
+                mgr.rank.not_sent(str(room), room, error)
         self._record_transfer_indices(kv_indices, state_indices)
 
     def poll(self) -> Any:
@@ -94,9 +98,10 @@ class KvpoolSender(CommonKVSender):
         super().abort()
 
     def _give_up(self) -> None:
-        if self.bootstrap_room in self.kv_mgr.sending:
-            self.kv_mgr.sending.remove(self.bootstrap_room)
-            self.kv_mgr.rank.abort(str(self.bootstrap_room))
+        with self.kv_mgr.lock:
+            if self.bootstrap_room in self.kv_mgr.sending:
+                self.kv_mgr.sending.remove(self.bootstrap_room)
+                self.kv_mgr.rank.abort(str(self.bootstrap_room))
 
     def _polled(self, check: Callable[[int], Any]) -> Any:
         if self.conclude_state is not None:

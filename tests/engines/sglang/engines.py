@@ -77,8 +77,7 @@ class Engine(Process):
             "KVPOOL_WATCH": str(watch or ""),
             "KVPOOL_NOISE": "1" if noise else "",
             "KVPOOL_SGLANG": json.dumps(extra or {}),
-            # SGLang asks for cores for each rank
-            "SGLANG_CPU_OMP_THREADS_BIND": "0|1" if arguments.get("tp_size", 1) > 1 else "0-1",
+            "SGLANG_CPU_OMP_THREADS_BIND": _cores(arguments),
             **(environ or {}),
         }
         super().__init__(role, logs)
@@ -99,6 +98,12 @@ class Engine(Process):
             for rank in self.held()
             if rank["tokens"] != cached * rank["cached"] or rank["requests"] or rank["metadata"]
         ]
+
+
+def _cores(arguments: dict[str, Any]) -> str:
+    """SGLang asks for cores for each rank of a stage, and of each stage."""
+    ranks = arguments.get("tp_size", 1) * arguments.get("pp_size", 1)
+    return "0-1" if ranks == 1 else "|".join(str(rank % 2) for rank in range(ranks))
 
 
 def failure(answer: dict[str, Any]) -> str:

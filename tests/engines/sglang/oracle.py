@@ -68,14 +68,22 @@ def paged(at: Locate, page: int) -> Index:
 
 
 class Side(NamedTuple):
-    """One rank: its pools, its place, and its request."""
+    """One rank: its pools, its place, and its request. `modules`: pools of the draft's MTP modules
+    behind the first.
+    """
 
     target: Any
     request: Request
     draft: Any = None
+    modules: tuple[Any, ...] = ()
     rank: int = 0
     ranks: int = 1
     window: int | None = None
+
+    @property
+    def drafts(self) -> tuple[Any, ...]:
+        """Pools of all modules."""
+        return () if self.draft is None else (self.draft, *self.modules)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,10 +96,13 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def rows_of(side: Side) -> dict[Key, Rows]:
     """All rows of a request, by owner, layer and what they are."""
     found = dict(read(side, side.target, "target", None))
-    if side.draft is not None:
-        seen = dict(read(side, side.draft, "draft", None))
+    before = 0
+    for pool in side.drafts:
+        seen = dict(read(side, pool, "draft", None))
         layers = sorted({layer for _, layer, _ in seen})
-        found |= {(o, layers.index(layer), what): rows for (o, layer, what), rows in seen.items()}
+        for (owner, layer, what), rows in seen.items():
+            found[owner, before + layers.index(layer), what] = rows
+        before += len(layers)
     return found
 
 
@@ -105,7 +116,7 @@ def read(side: Side, pool: Any, owner: str, layers: Sequence[int] | None) -> Ite
         for layer, (nth, slides) in pool.layers_mapping.items():
             inside = pool.swa_kv_pool if slides else pool.full_kv_pool
             alive, at = every, ask.at
-            if slides:
+            if slides and not pool.swa_uses_full_indices:
                 alive, at = np.arange(max(0, tokens - side.window), tokens), ask.window_at
             for key, rows in mha(side, inside, owner, [(layer, nth)], alive, rest, at):
                 yield (*key[:2], "window " * slides + key[2]), rows
@@ -113,7 +124,8 @@ def read(side: Side, pool: Any, owner: str, layers: Sequence[int] | None) -> Ite
     if kind == "HybridLinearKVPool":
         inside = pool.full_kv_pool
         yield from read(side, inside, owner, list(pool.full_attention_layer_id_mapping))
-        yield from mamba(side, pool.mamba_pool, owner)
+        if owner == "target":  # a draft names the same slots, and none of its layers has any
+            yield from mamba(side, pool.mamba_pool, owner)
         return
     if kind == "DeepSeekV4TokenToKVPool":
         yield from dsv4(side, pool, owner)
@@ -279,8 +291,8 @@ def tensors(pool: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
 def memory(side: Side) -> list[torch.Tensor]:
     """The storages of a rank's pools, as bytes."""
     found = {}
-    for pool in (side.target, side.draft):
-        for tensor in tensors(pool) if pool is not None else ():
+    for pool in (side.target, *side.drafts):
+        for tensor in tensors(pool):
             storage = tensor.untyped_storage()
             if storage.nbytes():
                 found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)

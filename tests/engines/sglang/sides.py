@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
-from disagg.connectors.sglang.pools import SglangLayout, engine_layout
+from disagg.connectors.sglang.pools import ModelPools, SglangLayout, engine_layout
 from disagg.connectors.sglang.states import Ranks
 from kvpool.layout import RequestAddress
 from tests.engines.sglang import oracle
@@ -66,8 +66,9 @@ def state_types(side: Side) -> list[str]:
 def described(side: Side, total_layers: int, heads: int = 4, groups: int = 0) -> SglangLayout:
     place = {"tp_rank": side.rank, "tp_size": side.ranks}
     ranks = Ranks(**place, total_kv_heads=heads, window=side.window, groups=groups)
+    drafts = [ModelPools(tokens=pool, ranks=ranks) for pool in side.drafts]
     more = {"state_types": state_types(side), "total_layers": total_layers}
-    return engine_layout(side.target, ranks, draft=side.draft, **more)
+    return engine_layout(side.target, ranks, drafts=drafts, **more)
 
 
 def address_of(made: SglangLayout, side: Side) -> RequestAddress:
@@ -167,7 +168,7 @@ def dsa(layers=4, start=0, fp8=True, skip=()):
     )
 
 
-def swa(page=16, heads=4, layers=4, inner="", **more):
+def swa(page=16, heads=4, layers=4, inner="", first=0, **more):
     """Every other layer sees a window."""
     return SWAKVPool(
         size=size(page),
@@ -176,8 +177,8 @@ def swa(page=16, heads=4, layers=4, inner="", **more):
         dtype=torch.float8_e4m3fn if inner else torch.float16,
         head_num=heads,
         head_dim=64,
-        swa_attention_layer_ids=[*range(0, layers, 2)],
-        full_attention_layer_ids=[*range(1, layers, 2)],
+        swa_attention_layer_ids=[n for n in range(first, first + layers) if n % 2 == 0],
+        full_attention_layer_ids=[n for n in range(first, first + layers) if n % 2],
         token_to_kv_pool_class=getattr(memory_pool, inner or "MHATokenToKVPool"),
         **CPU,
         **more,

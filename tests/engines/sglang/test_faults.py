@@ -52,6 +52,28 @@ def test_a_killed_decode_frees_prefill(start, expected):
     prefill.idle()
 
 
+def test_aborts_and_a_killed_decode_free_every_stage(start, expected):
+    """SGLang tells the later stages of prefill what has become of a request by the first one."""
+    prefill = start("prefill", "llama", pp_size=2, **ROOMY).ready()
+    decode, other = (start("decode", "llama", **ROOMY).ready() for _ in range(2))
+    first, last = asked(prefill, decode, prompts(*LONG), tokens=4)
+    for engine, names in ((prefill, first[:1]), (decode, last[1:2])):
+        engine.send(do="abort", id=names[0])
+    for engine, names in ((prefill, first), (decode, last)):
+        for name in names:
+            engine.finished(name)
+        engine.idle()
+    first, _ = asked(prefill, decode, prompts(*LONG))
+    time.sleep(1.0)  # it has asked for both
+    decode.kill()
+    for name in first:
+        prefill.finished(name)
+    prefill.idle()
+    got = handed_over(prefill, other, prompts(*LENGTHS))
+    assert [one["tokens"] for one in got] == [one["tokens"] for one in expected("llama")]
+    prefill.idle()
+
+
 @pytest.mark.parametrize("wait", [0.0, 0.3])
 @pytest.mark.parametrize("side", ["prefill", "decode", "both"])
 def test_aborts_free_both_sides(side, wait, pair):

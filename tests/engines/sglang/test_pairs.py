@@ -19,7 +19,7 @@ def pages(prefill: int, decode: int) -> dict[str, dict[str, Any]]:
     return {"prefill": {"page_size": prefill}, "decode": {"page_size": decode}}
 
 
-TP = {"tp_size": 2}
+TP, PP = {"tp_size": 2}, {"pp_size": 2}
 CHUNKS = {"chunked_prefill_size": 128}
 PAIRS = {
     "llama 1 to 16": Pair("llama", **pages(1, 16), extra={"verify": "checksum"}),
@@ -29,6 +29,10 @@ PAIRS = {
     "llama chunks": Pair("llama", prefill={"page_size": 16, **CHUNKS}, both=EXACT),
     "llama tp 2 to 1": Pair("llama", prefill=TP, both=EXACT, extra={"verify": "checksum"}),
     "llama tp 1 to 2": Pair("llama", decode=TP, both=EXACT),
+    "llama pp 2 to 1": Pair("llama", prefill=PP, extra={"verify": "checksum"}),
+    "llama pp 1 to 2": Pair("llama", decode=PP),
+    "llama pp 2 to 2, chunks": Pair("llama", prefill=PP | CHUNKS, decode=PP),
+    "llama pp 2, tp 2 to tp 2": Pair("llama", prefill=PP | TP, decode=TP, both=EXACT),
     "gemma3": Pair("gemma3", both=EXACT, **pages(16, 1)),
 }
 

@@ -74,12 +74,13 @@ def save(side: str, scheduler: Any, req: Any) -> None:
 def tensors(scheduler: Any) -> Any:
     """Names and tensors `[token, ...]` of a scheduler's pool."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-    for number in range(pool.layer_num):
+    for index in range(pool.layer_num):
+        number = pool.start_layer + index
         if hasattr(pool, "kv_buffer"):
-            yield f"{number}/row", pool.kv_buffer[number]
+            yield f"{number}/row", pool.kv_buffer[index]
         else:
-            yield f"{number}/k", pool.k_buffer[number]
-            yield f"{number}/v", pool.v_buffer[number]
+            yield f"{number}/k", pool.k_buffer[index]
+            yield f"{number}/v", pool.v_buffer[index]
 
 
 def counts(scheduler: Any, folder: str) -> None:
@@ -100,8 +101,9 @@ def counts(scheduler: Any, folder: str) -> None:
 
 
 def _rank() -> int:
-    """This process's of attention's tensor parallelism."""
+    """This process's: of each pipeline stage, its ranks of attention's tensor parallelism."""
     from sglang.srt.runtime_context import get_parallel
 
-    rank: int = get_parallel().attn_tp_rank
+    parallel = get_parallel()
+    rank: int = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
     return rank

@@ -10,11 +10,15 @@ import torch
 from disagg.connectors.sglang.metadata import FIRST_TOKEN, read_row, write_row
 
 
-def filled(*, hidden: int = 8, mask: bool = False, checksum: bool = False, seeds: bool = False):
+def filled(
+    *, hidden: int = 8, mask: bool = False, checksum: bool = False, seeds: bool = False
+) -> SimpleNamespace:
     """As SGLang's `MetadataBuffers`: tensors `[row, ...]`, some only with an option."""
     buffers = {
         "output_ids": torch.zeros((4, 16), dtype=torch.int32),
         "output_token_logprobs_val": torch.zeros((4, 16)),
+        "output_topk_p": torch.zeros((4, 16)),
+        "output_topk_index": torch.zeros((4, 16), dtype=torch.int64),
         "output_hidden_states": torch.zeros((4, hidden), dtype=torch.bfloat16),
         "bootstrap_room": torch.zeros((4, 8), dtype=torch.uint64),
     }
@@ -46,9 +50,9 @@ def assert_equal(one, other) -> None:
 def test_a_row_comes_to_decodes_row_and_to_no_other():
     prefill, decode = filled(), filled()
     expected = bytes_of(decode)
-    values = read_row(prefill, 1)
+    values = read_row(prefill, 1, drafts=True)
     assert values[FIRST_TOKEN] == prefill.output_ids[1, 0].item()  # for any other engine
-    write_row(decode, 3, 7, values)
+    write_row(decode, 3, 7, values, drafts=True)
     for name, tensor in bytes_of(prefill).items():
         expected[name][3] = tensor[1]
     assert_equal(bytes_of(decode), expected)
@@ -56,7 +60,7 @@ def test_a_row_comes_to_decodes_row_and_to_no_other():
 
 def test_of_another_engine_the_first_token_is_enough():
     decode = filled()
-    write_row(decode, 1, 2**60, {FIRST_TOKEN: 42})
+    write_row(decode, 1, 2**60, {FIRST_TOKEN: 42}, drafts=True)
     assert decode.output_ids[1].tolist() == [42] + [0] * 15
     assert decode.bootstrap_room[1].tolist() == [2**60] + [0] * 7
     assert not decode.output_token_logprobs_val[1].any()
@@ -68,27 +72,60 @@ def test_a_buffer_that_one_side_lacks_is_refused_by_name(side):
     prefill, decode = filled(mask=side == "prefill"), filled(mask=side == "decode")
     before = bytes_of(decode)
     with pytest.raises(ValueError, match=f"output_token_sampling_mask_idx: {side} has it"):
-        write_row(decode, 0, 7, read_row(prefill, 0))
+        write_row(decode, 0, 7, read_row(prefill, 0, drafts=True), drafts=True)
     assert_equal(bytes_of(decode), before)
+
+
+DRAFT = ("output_topk_p", "output_topk_index", "output_hidden_states")
+
+
+def test_what_a_draft_begins_with_comes_where_both_sides_have_one():
+    """SGLang sizes these buffers by the draft model, and by nothing where there is none."""
+    prefill, decode = filled(hidden=16), filled(hidden=16)
+    write_row(decode, 2, 7, read_row(prefill, 1, drafts=True), drafts=True)
+    for name in DRAFT:
+        assert torch.equal(getattr(decode, name)[2], getattr(prefill, name)[1])
+
+
+def test_a_draft_on_decode_only_begins_with_nothing_and_not_with_another_requests():
+    prefill, decode = filled(), filled(hidden=16, seeds=True)
+    expected = bytes_of(decode)
+    values = read_row(prefill, 1, drafts=False)
+    assert not values.keys() & {*DRAFT}
+    write_row(decode, 3, 7, values, drafts=True)
+    for name, tensor in bytes_of(prefill).items():
+        expected[name][3] = 0 if name in DRAFT else tensor[1]
+    expected["output_dsa_topk_indices"][3] = 255  # -1: none, to SGLang
+    assert_equal(bytes_of(decode), expected)
+
+
+def test_a_draft_on_prefill_only_is_left_out():
+    prefill, decode = filled(hidden=16, seeds=True), filled()
+    expected = bytes_of(decode)
+    write_row(decode, 3, 7, read_row(prefill, 1, drafts=True), drafts=False)
+    for name, tensor in bytes_of(prefill).items():
+        if name in expected and name not in DRAFT:
+            expected[name][3] = tensor[1]
+    assert_equal(bytes_of(decode), expected)
 
 
 @pytest.mark.parametrize("one_sided", ["checksum", "seeds"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_one_side_alone_may_have_a_checksum_or_seeds(side, one_sided):
-    prefill, decode = (
-        filled(**{one_sided: side == "prefill"}),
-        filled(**{one_sided: side != "prefill"}),
-    )
-    write_row(decode, 0, 7, read_row(prefill, 0))
+    prefill = filled(**{one_sided: side == "prefill"})
+    decode = filled(**{one_sided: side == "decode"})
+    write_row(decode, 0, 7, read_row(prefill, 0, drafts=True), drafts=True)
     assert torch.equal(decode.output_ids[0], prefill.output_ids[0])
 
 
-@pytest.mark.parametrize("values", [read_row(filled(), 0), {FIRST_TOKEN: 42}], ids=["row", "token"])
+@pytest.mark.parametrize(
+    "values", [read_row(filled(), 0, drafts=True), {FIRST_TOKEN: 42}], ids=["row", "token"]
+)
 def test_seeds_and_a_checksum_of_another_request_do_not_stay(values):
     """SGLang takes seeds below 0 for none, and 0 for no checksum; all else would be used."""
     decode = filled(checksum=True, seeds=True)
     others = bytes_of(decode)["output_dsa_topk_indices"][[0, 2, 3]]
-    write_row(decode, 1, 7, values)
+    write_row(decode, 1, 7, values, drafts=True)
     assert (decode.output_dsa_topk_indices[1] == -1).all()
     assert not decode.kv_checksum[1].view(torch.int64).any()
     assert torch.equal(bytes_of(decode)["output_dsa_topk_indices"][[0, 2, 3]], others)
@@ -98,5 +135,5 @@ def test_a_buffer_of_another_size_is_refused_before_anything_is_written():
     prefill, decode = filled(hidden=8), filled(hidden=16)
     before = bytes_of(decode)
     with pytest.raises(ValueError, match="output_hidden_states: 16 bytes on prefill, 32 bytes"):
-        write_row(decode, 0, 7, read_row(prefill, 0))
+        write_row(decode, 0, 7, read_row(prefill, 0, drafts=True), drafts=True)
     assert_equal(bytes_of(decode), before)
