@@ -62,10 +62,8 @@ def test_a_drafts_are_its_own():
 
 def test_differing_scales_are_refused_with_layer_role_and_both_values():
     sides = [scale_conventions(FP8, [scale("k", value)]) for value in (0.5, 0.25)]
-    assert differences(*sides) == [
-        "k_scale of layer 3: 0.5 on prefill, 0.25 on decode. Run the same model with the same "
-        "settings on both sides."
-    ]
+    (difference,) = differences(*sides)
+    assert difference.startswith("k_scale of layer 3: 0.5 on prefill, 0.25 on decode. Run the same")
 
 
 def test_a_number_of_a_file_is_that_of_a_checkpoint():
