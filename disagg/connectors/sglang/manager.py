@@ -72,8 +72,8 @@ class KvpoolManager(CommonKVManager):
         self.known: dict[str, set[tuple[str, ...]]] = defaultdict(set)
         """Endpoint addresses by bootstrap address, as they were when they were used last."""
         super().__init__(args, mode, *more)
-        # CP ranks of prefill gather what they compute, so that each has all of it, and one sends.
-        # Where they divide it, SGLang takes its own backends only
+        # each CP rank of prefill gathers what the others compute, so one sends all of it; where
+        # they divide it instead, SGLang takes its own backends only
         self.enable_all_cp_ranks_for_transfer = False
         self.is_dummy_cp_rank = self.attn_cp_rank != 0
 
@@ -272,9 +272,9 @@ def engine_conventions(model: Any, modules: Sequence[Any]) -> dict[str, Conventi
 
 
 def index_keys(modules: Sequence[Any]) -> str | None:
-    """Whether indexers turn their keys, as far as a stage has any. Those of DSA do, but where a
-    fused kernel writes them (`Indexer._maybe_rotate`): of one model, on CUDA, where its index keys
-    have interleaved rope (GLM-5).
+    """Whether indexers turn their keys; None on a stage without any. Those of DSA do, but where a
+    fused kernel writes the keys (`Indexer._maybe_rotate`): on CUDA, of models whose indexers have
+    interleaved rope (GLM-5).
     """
     indexers = [module for module in modules if hasattr(module, "use_dsa_indexer_fusion")]
     if any(one.use_dsa_indexer_fusion or one.use_aiter_fused_fp8_writer for one in indexers):
