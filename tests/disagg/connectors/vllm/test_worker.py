@@ -123,9 +123,7 @@ class WindowSide(engines.WorkerSide):
 @pytest.mark.parametrize(("there", "whole"), [(0, 0), (0, 1), (1, 1)])
 @pytest.mark.parametrize("chunks", [(0, 20), (0, 10, 20), (0, 17, 20)])
 @pytest.mark.parametrize("extra", [{}, {"verify": "checksum"}])
-def test_a_window_that_moves_whole_comes_behind_decodes_own_prefix(
-    there, whole, chunks, extra
-):
+def test_a_window_that_moves_whole_comes_behind_decodes_own_prefix(there, whole, chunks, extra):
     """vLLM's bounded replay: decode has 16 of 20 tokens, but of the window none."""
     sides = WindowSide(True, bool(there), **extra), WindowSide(False, bool(whole), **extra)
     with sides[0] as prefill, sides[1] as decode:
