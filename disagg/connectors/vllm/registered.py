@@ -17,8 +17,8 @@ from kvpool.layout.formats import Heads
 OPEN_WINDOWS = "CompressorBackend"
 """The backend of what DeepSeek-V4 has not yet compressed."""
 RATIOS = {8: 4, 128: 128, None: 2}
-"""Tokens a state, by the window of what is not yet compressed: states of 4 overlap, and those of 2
-are in a ring.
+"""Tokens a state, by the window of what is not yet compressed: states of 4 overlap, of 2 there is a
+ring instead.
 """
 V4_LATENTS = (
     *("FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "CPU_V4_MLA_SPARSE"),
