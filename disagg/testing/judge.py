@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 Answers = tuple[tuple[int, ...], ...]
 """Tokens, of a prompt each."""
@@ -31,3 +33,101 @@ class Observation:
     differences: str | None = None
     errors: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+
+
+Result = Literal[
+    "serves", "refuses", "WRONG", "unsteady", "lost", "fails", "cannot be judged", "not here"
+]
+WRONG_RUNS = 3
+"""Runs with a wrong answer before a row is WRONG: the first, and two that reproduce it."""
+TRIED_TWICE = "refuses", "lost", "fails"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is written of a row."""
+
+    result: Result
+    reason: str
+    runs: int = 1
+
+    def words(self) -> str:
+        return f"{self.result} ({self.reason})" if self.reason else self.result
+
+
+def judge(runs: Sequence[Observation]) -> Verdict | None:
+    """What is written after these runs of a pair; None if that needs another run.
+
+    A pair that refuses, fails or loses an engine is tried twice. A wrong answer is tried until it
+    has been seen WRONG_RUNS times in succession; one that is not reproduced leaves a row unsteady.
+    """
+    verdicts = [judge_run(run) for run in runs]
+    results = [verdict.result for verdict in verdicts]
+    if not results:
+        return None
+    if "WRONG" in results:
+        first = results.index("WRONG")
+        if len(results) < first + WRONG_RUNS:
+            return None
+        times = results.count("WRONG")
+        if times < WRONG_RUNS:
+            reason = f"WRONG in {times} of {len(runs)} runs: {verdicts[first].reason}"
+            return Verdict(result="unsteady", reason=reason, runs=len(runs))
+        return replace(verdicts[first], runs=len(runs))
+    if results[0] not in TRIED_TWICE:
+        return verdicts[0]
+    if len(results) == 1:
+        return None
+    if results[0] == results[1]:
+        return replace(verdicts[0], runs=2)
+    if results == ["refuses", "serves"]:
+        reason = f"{verdicts[1].reason}; the first run refused: {verdicts[0].reason}"
+        return Verdict(result="serves", reason=reason, runs=2)
+    reason = "; then ".join(verdict.words() for verdict in verdicts)
+    return Verdict(result="unsteady", reason=reason, runs=2)
+
+
+def judge_run(run: Observation) -> Verdict:
+    """What one run shows. A wrong answer counts before a loss, a refusal or an error."""
+    wrong, doubt = _token_difference(run)
+    if run.differences:
+        return Verdict(result="WRONG", reason=run.differences)
+    if wrong and run.differences is None:
+        return Verdict(result="WRONG", reason=wrong)
+    if run.lost is not None:
+        return Verdict(result="lost", reason=run.lost)
+    if run.refused is not None:
+        return Verdict(result="refuses", reason=run.refused)
+    if run.errors:
+        return Verdict(result="fails", reason=run.errors[0])
+    if run.here is not None:
+        return Verdict(result="not here", reason=run.here)
+    if run.differences == "":
+        return Verdict(result="serves", reason=f"bytes, but {wrong}" if wrong else "bytes")
+    if doubt:
+        return Verdict(result="cannot be judged", reason=doubt)
+    return Verdict(result="serves", reason="tokens")
+
+
+def _token_difference(run: Observation) -> tuple[str, str]:
+    """The first token that both single engines have otherwise, and why tokens cannot tell; each
+    empty if there is none. Where the single engines differ, either may be right and so may a third.
+    """
+    wrong = doubt = ""
+    if run.tokens is None or run.alone_prefill is None or run.alone_decode is None:
+        return wrong, "there are neither bytes nor tokens to compare"
+    answers = zip(run.tokens, run.alone_prefill, run.alone_decode, strict=True)
+    for number, (tokens, prefill, decode) in enumerate(answers, 1):
+        if prefill != decode:
+            at = _first_difference(prefill, decode)
+            doubt = doubt or f"the single engines differ by themselves at prompt {number}, {at}"
+        elif tokens != prefill and (tokens or not run.errors):  # a request that failed has none
+            at = _first_difference(tokens, prefill)
+            wrong = wrong or f"prompt {number}, {at} of both single engines"
+    return wrong, doubt
+
+
+def _first_difference(one: tuple[int, ...], other: tuple[int, ...]) -> str:
+    pairs = itertools.zip_longest(one, other, fillvalue="none")
+    number, (left, right) = next(p for p in enumerate(pairs, 1) if p[1][0] != p[1][1])
+    return f"token {number}: {left}, not {right}"

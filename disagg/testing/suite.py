@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpool.layout.sentences import nearest
 
@@ -106,3 +107,236 @@ class Suite:
             "models": {name: self.models[name] for name in sorted(filter(None, names))},
         }
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Kind(NamedTuple):
+    """What a value has to be: in words, and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and bool(value) and all(map(holds, value))
+
+
+def _one_of(names: tuple[str, ...]) -> Kind:
+    return Kind(f"one of {', '.join(names)}", lambda value: value in names)
+
+
+TEXT = Kind("a text that is not empty", _is_text)
+COUNT = Kind("a whole number from 1", _is_count)
+TABLE = Kind("a table", _is_table)
+TEXTS = Kind("a table of texts", lambda v: _is_table(v) and all(map(_is_text, v.values())))
+COUNTS = Kind("a list of whole numbers from 1", _is_list(_is_count))
+MODEL = Kind(
+    "a folder, or a list: an engine and the arguments of its Python",
+    lambda value: _is_text(value) or _is_list(_is_text)(value),
+)
+FILE = {
+    "engines": TABLE,
+    "models": TABLE,
+    "defaults": TABLE,
+    "pair": Kind("one [[pair]] or more", _is_list(_is_table)),
+}
+SPEC = {"python": TEXT, "pythonpath": TEXT, "env": TEXTS}
+SIDE = {
+    "engine": _one_of(ENGINES),
+    "block_size": COUNT,
+    "tp": COUNT,
+    "pp": COUNT,
+    "dtype": TEXT,
+    "draft": TEXT,
+    "method": TEXT,
+    "args": TABLE,
+}
+ROW = {
+    "name": TEXT,
+    "connector": _one_of((*CONNECTORS,)),
+    "model": TEXT,
+    "prefill": TABLE,
+    "decode": TABLE,
+    "transport": _one_of(TRANSPORTS),
+    "settings": TABLE,
+    "prompts": COUNTS,
+    "new_tokens": COUNT,
+}
+USUAL = {
+    "name": "",
+    "transport": "local",
+    "settings": {},
+    "prompts": [70, 200],
+    "new_tokens": 16,
+    "side": {"tp": 1, "pp": 1, "dtype": "bfloat16", "draft": None, "method": None, "args": {}},
+}
+SIDES = "prefill", "decode"
+
+
+def load(path: Path) -> Suite:
+    """Reads a suite. Raises SuiteError, and OSError if the file cannot be read."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SuiteError(f"{path}: not TOML: {error}.") from None
+    try:
+        return _suite(table, path.absolute().parent)
+    except SuiteError as error:
+        raise SuiteError(f"{path}: {error}") from None
+
+
+def _suite(table: dict[str, Any], folder: Path) -> Suite:
+    _check("", table, FILE)
+    for key in ("engines", "models", "pair"):
+        _value("", table, key, FILE[key])
+    engines = {name: _spec(name, spec, folder) for name, spec in table["engines"].items()}
+    models = {name: _model(name, table["models"], folder) for name in table["models"]}
+    defaults = table.get("defaults", {})
+    _check_row("defaults: ", defaults, ROW | {"side": TABLE})
+    suite = Suite(engines=engines, models=models, pairs=())
+    pairs: dict[str, Pair] = {}
+    for number, row in enumerate(table["pair"], 1):
+        place = f"pair {number}: "
+        _check_row(place, row, ROW)
+        for values, choice in _expanded(_flat(USUAL) | _flat(defaults) | _flat(row)):
+            pair = _pair(place, values, choice)
+            _agree(place, pair, suite)
+            if pair.name in pairs:
+                raise SuiteError(f"{place}name: {pair.name!r} is another row's; give it its own.")
+            pairs[pair.name] = pair
+    return replace(suite, pairs=tuple(pairs.values()))
+
+
+def _check(place: str, table: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+    """Raises SuiteError for a key that is not known, or a value that is not of its kind."""
+    for key, value in table.items():
+        if key not in kinds:
+            known = f"no such key; there are {', '.join(kinds)}."
+            raise SuiteError(f"{place}{key}: {known}{nearest(key, kinds)}")
+        if not kinds[key].holds(value):
+            raise SuiteError(f"{place}{key}: {value!r} is not {kinds[key].words}.")
+
+
+def _value(place: str, table: Mapping[str, Any], key: str, kind: Kind) -> Any:
+    if key not in table:
+        raise SuiteError(f"{place}{key}: missing; give {kind.words}.")
+    return table[key]
+
+
+def _check_row(place: str, row: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+    """As `_check`, for each value of a list where several rows are meant; and for the sides."""
+    for key, value in row.items():
+        if key in (*SIDES, "side") and key in kinds and _is_table(value):
+            _check_row(f"{place}{key}.", value, SIDE)
+        several = _is_list(bool)(value) and key != "prompts"
+        for one in value if several else [value]:
+            _check(place, {key: one}, kinds)
+
+
+def _spec(name: str, table: Any, folder: Path) -> EngineSpec:
+    _check("engines.", {name: table}, dict.fromkeys(ENGINES, TABLE))
+    _check(f"engines.{name}.", table, SPEC)
+    paths = [path for path in table.get("pythonpath", "").split(os.pathsep) if path]
+    return EngineSpec(
+        name=name,
+        python=_absolute(table.get("python", sys.executable), folder),
+        pythonpath=os.pathsep.join(_absolute(path, folder) for path in paths),
+        env=table.get("env", {}),
+    )
+
+
+def _absolute(path: str, folder: Path) -> str:
+    """Links are kept: the Python of a virtual environment is one."""
+    return os.path.abspath(folder / Path(path).expanduser())
+
+
+def _model(name: str, table: Mapping[str, Any], folder: Path) -> str | tuple[str, ...]:
+    _check("models.", {name: table[name]}, {name: MODEL})
+    value = table[name]
+    return _absolute(value, folder) if isinstance(value, str) else tuple(value)
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row whose sides' settings are keys as `prefill.tp`."""
+    flat = {key: value for key, value in row.items() if key not in (*SIDES, "side")}
+    for side in SIDES:
+        settings = row.get("side", {}) | row.get(side, {})
+        flat |= {f"{side}.{key}": value for key, value in settings.items()}
+    return flat
+
+
+def _expanded(row: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """A row for each combination of the values that are lists, and which it is, in words."""
+    lists = {k: v for k, v in row.items() if isinstance(v, list) and k != "prompts"}
+    for choice in itertools.product(*lists.values()):
+        chosen = dict(zip(lists, choice))
+        yield row | chosen, [f"{key}={value}" for key, value in chosen.items()]
+
+
+def _pair(place: str, row: dict[str, Any], choice: list[str]) -> Pair:
+    connector = _value(place, row, "connector", ROW["connector"])
+    model = _value(place, row, "model", ROW["model"])
+    prefill, decode = (_side(f"{place}{side}.", row, side) for side in SIDES)
+    usual = f"{connector}: {model}, {prefill.words()} to {decode.words()}"
+    return Pair(
+        name=", ".join([row["name"], *choice]) if row["name"] else usual,
+        connector=connector,
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        transport=row["transport"],
+        settings=row["settings"],
+        prompts=tuple(row["prompts"]),
+        new_tokens=row["new_tokens"],
+    )
+
+
+def _side(place: str, row: dict[str, Any], side: str) -> Side:
+    settings = {key: row[f"{side}.{key}"] for key in SIDE if f"{side}.{key}" in row}
+    return Side(
+        engine=_value(place, settings, "engine", SIDE["engine"]),
+        block_size=_value(place, settings, "block_size", SIDE["block_size"]),
+        tp=settings["tp"],
+        pp=settings["pp"],
+        dtype=settings["dtype"],
+        draft=settings["draft"],
+        method=settings["method"],
+        args=settings["args"],
+    )
+
+
+def _agree(place: str, pair: Pair, suite: Suite) -> None:
+    """Raises SuiteError for settings that exclude one another, or a name that nothing has."""
+    _known(f"{place}model", pair.model, suite.models)
+    for name, side in (("prefill", pair.prefill), ("decode", pair.decode)):
+        _known(f"{place}{name}.engine", side.engine, suite.engines)
+        engines = CONNECTORS[pair.connector]
+        if side.engine not in engines:
+            raise SuiteError(
+                f"{place}{name}.engine: {side.engine!r} cannot have connector {pair.connector!r}, "
+                f"only {' and '.join(engines)} can."
+            )
+        if side.draft is not None:
+            _known(f"{place}{name}.draft", side.draft, suite.models)
+            if side.method is None:
+                raise SuiteError(
+                    f"{place}{name}.method: missing beside draft {side.draft!r}; give eagle, "
+                    "eagle3, mtp or what else the engine calls it."
+                )
+
+
+def _known(place: str, name: str, names: Collection[str]) -> None:
+    if name not in names:
+        words = f"{name!r} is not in this file, which has {', '.join(names)}."
+        raise SuiteError(f"{place}: {words}{nearest(name, names)}")
