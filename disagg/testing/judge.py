@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Answers = tuple[tuple[int, ...], ...]
-"""Tokens, of a prompt each."""
+Tokens = tuple[int, ...]
+Answers = tuple[Tokens, ...]
+"""Of a prompt each; of a request that failed `()`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +120,17 @@ def _token_difference(run: Observation) -> tuple[str, str]:
     answers = zip(run.tokens, run.alone_prefill, run.alone_decode, strict=True)
     for number, (tokens, prefill, decode) in enumerate(answers, 1):
         if prefill != decode:
-            at = _first_difference(prefill, decode)
-            doubt = doubt or f"the single engines differ by themselves at prompt {number}, {at}"
+            token, left, right = _first_difference(prefill, decode)
+            at = f"prompt {number}, token {token}: {left} and {right}"
+            doubt = doubt or f"the single engines differ from each other at {at}"
         elif tokens != prefill and (tokens or not run.errors):  # a request that failed has none
-            at = _first_difference(tokens, prefill)
-            wrong = wrong or f"prompt {number}, {at} of both single engines"
+            token, left, right = _first_difference(tokens, prefill)
+            at = f"prompt {number}, token {token}"
+            wrong = wrong or f"{at} is {left}, {right} of both single engines"
     return wrong, doubt
 
 
-def _first_difference(one: tuple[int, ...], other: tuple[int, ...]) -> str:
-    pairs = itertools.zip_longest(one, other, fillvalue="none")
-    number, (left, right) = next(p for p in enumerate(pairs, 1) if p[1][0] != p[1][1])
-    return f"token {number}: {left}, not {right}"
+def _first_difference(one: Tokens, other: Tokens) -> tuple[int, int | str, int | str]:
+    """The number of the first token that differs, and both; `none` where an answer has ended."""
+    pairs = enumerate(itertools.zip_longest(one, other, fillvalue="none"), 1)
+    return next((number, left, right) for number, (left, right) in pairs if left != right)

@@ -248,9 +248,10 @@ def _spec(name: str, table: Any, folder: Path) -> EngineSpec:
     _check("engines.", {name: table}, dict.fromkeys(ENGINES, TABLE))
     _check(f"engines.{name}.", table, SPEC)
     paths = [path for path in table.get("pythonpath", "").split(os.pathsep) if path]
+    variable = f"KVPOOL_{name.upper()}_PYTHON"
     return EngineSpec(
         name=name,
-        python=_absolute(table.get("python", sys.executable), folder),
+        python=_absolute(table.get("python") or os.environ.get(variable, sys.executable), folder),
         pythonpath=os.pathsep.join(_absolute(path, folder) for path in paths),
         env=table.get("env", {}),
     )
