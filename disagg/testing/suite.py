@@ -168,6 +168,7 @@ ROW = {
     "model": TEXT,
     "prefill": TABLE,
     "decode": TABLE,
+    "side": TABLE,
     "transport": _one_of(TRANSPORTS),
     "settings": TABLE,
     "prompts": COUNTS,
@@ -201,9 +202,12 @@ def _suite(table: dict[str, Any], folder: Path) -> Suite:
     for key in ("engines", "models", "pair"):
         _value("", table, key, FILE[key])
     engines = {name: _spec(name, spec, folder) for name, spec in table["engines"].items()}
-    models = {name: _model(name, table["models"], folder) for name in table["models"]}
+    models = {name: _model(name, value, folder) for name, value in table["models"].items()}
+    for name, model in models.items():
+        if not isinstance(model, str):
+            _known(f"models.{name}", model[0], engines)
     defaults = table.get("defaults", {})
-    _check_row("defaults: ", defaults, ROW | {"side": TABLE})
+    _check_row("defaults: ", defaults, ROW)
     suite = Suite(engines=engines, models=models, pairs=())
     pairs: dict[str, Pair] = {}
     for number, row in enumerate(table["pair"], 1):
@@ -235,13 +239,16 @@ def _value(place: str, table: Mapping[str, Any], key: str, kind: Kind) -> Any:
 
 
 def _check_row(place: str, row: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
-    """As `_check`, for each value of a list where several rows are meant; and for the sides."""
+    """As `_check`, for each value of a list where several rows are meant, and for the sides."""
     for key, value in row.items():
-        if key in (*SIDES, "side") and key in kinds and _is_table(value):
-            _check_row(f"{place}{key}.", value, SIDE)
-        several = _is_list(bool)(value) and key != "prompts"
-        for one in value if several else [value]:
+        for one in value if _is_several(key, value) else [value]:
             _check(place, {key: one}, kinds)
+        if key in (*SIDES, "side"):
+            _check_row(f"{place}{key}.", value, SIDE)
+
+
+def _is_several(key: str, value: object) -> bool:
+    return isinstance(value, list) and bool(value) and key != "prompts"
 
 
 def _spec(name: str, table: Any, folder: Path) -> EngineSpec:
@@ -262,9 +269,8 @@ def _absolute(path: str, folder: Path) -> str:
     return os.path.abspath(folder / Path(path).expanduser())
 
 
-def _model(name: str, table: Mapping[str, Any], folder: Path) -> str | tuple[str, ...]:
-    _check("models.", {name: table[name]}, {name: MODEL})
-    value = table[name]
+def _model(name: str, value: Any, folder: Path) -> str | tuple[str, ...]:
+    _check("models.", {name: value}, {name: MODEL})
     return _absolute(value, folder) if isinstance(value, str) else tuple(value)
 
 
@@ -279,7 +285,7 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _expanded(row: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """A row for each combination of the values that are lists, and which it is, in words."""
-    lists = {k: v for k, v in row.items() if isinstance(v, list) and k != "prompts"}
+    lists = {key: value for key, value in row.items() if _is_several(key, value)}
     for choice in itertools.product(*lists.values()):
         chosen = dict(zip(lists, choice))
         yield row | chosen, [f"{key}={value}" for key, value in chosen.items()]
