@@ -117,7 +117,7 @@ def _run(
     def progress(line: str) -> None:
         typer.echo(line, err=True)
 
-    with suppress(KeyboardInterrupt), Arena(suite, out, progress) as arena:
+    with suppress(KeyboardInterrupt), Arena(suite, out.absolute(), progress) as arena:
         tried = try_pairs(suite, pairs, observe=arena.observe, kept=rows, progress=progress)
         for row in tried:
             rows[row.digest] = row

@@ -117,13 +117,14 @@ def _token_difference(run: Observation) -> tuple[str, str]:
     wrong = doubt = ""
     if run.tokens is None or run.alone_prefill is None or run.alone_decode is None:
         return wrong, "there are neither bytes nor tokens to compare"
+    failed = bool(run.errors or run.lost or run.refused)
     answers = zip(run.tokens, run.alone_prefill, run.alone_decode, strict=True)
     for number, (tokens, prefill, decode) in enumerate(answers, 1):
         if prefill != decode:
             token, left, right = _first_difference(prefill, decode)
             at = f"prompt {number}, token {token}: {left} and {right}"
             doubt = doubt or f"the single engines differ from each other at {at}"
-        elif tokens != prefill and (tokens or not run.errors):  # a request that failed has none
+        elif tokens != prefill and (tokens or not failed):
             token, left, right = _first_difference(tokens, prefill)
             at = f"prompt {number}, token {token}"
             wrong = wrong or f"{at} is {left}, {right} of both single engines"

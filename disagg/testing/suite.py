@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvpool.layout.sentences import nearest
 
 if sys.version_info >= (3, 11):
@@ -121,11 +123,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict)
+    return type(value) is int and value > 0  # True is an int
 
 
 def _is_list(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -138,8 +136,10 @@ def _one_of(names: tuple[str, ...]) -> Kind:
 
 TEXT = Kind("a text that is not empty", _is_text)
 COUNT = Kind("a whole number from 1", _is_count)
-TABLE = Kind("a table", _is_table)
-TEXTS = Kind("a table of texts", lambda v: _is_table(v) and all(map(_is_text, v.values())))
+TABLE = Kind("a table", lambda value: isinstance(value, dict))
+TEXTS = Kind(
+    "a table of texts", lambda value: TABLE.holds(value) and all(map(_is_text, value.values()))
+)
 COUNTS = Kind("a list of whole numbers from 1", _is_list(_is_count))
 MODEL = Kind(
     "a folder, or a list: an engine and the arguments of its Python",
@@ -149,7 +149,7 @@ FILE = {
     "engines": TABLE,
     "models": TABLE,
     "defaults": TABLE,
-    "pair": Kind("one [[pair]] or more", _is_list(_is_table)),
+    "pair": Kind("one [[pair]] or more", _is_list(TABLE.holds)),
 }
 SPEC = {"python": TEXT, "pythonpath": TEXT, "env": TEXTS}
 SIDE = {
@@ -183,6 +183,7 @@ USUAL = {
     "side": {"tp": 1, "pp": 1, "dtype": "bfloat16", "draft": None, "method": None, "args": {}},
 }
 SIDES = "prefill", "decode"
+TABLES = "side", *SIDES
 
 
 def load(path: Path) -> Suite:
@@ -200,7 +201,7 @@ def load(path: Path) -> Suite:
 def _suite(table: dict[str, Any], folder: Path) -> Suite:
     _check("", table, FILE)
     for key in ("engines", "models", "pair"):
-        _value("", table, key, FILE[key])
+        _need("", table, key, FILE[key])
     engines = {name: _spec(name, spec, folder) for name, spec in table["engines"].items()}
     models = {name: _model(name, value, folder) for name, value in table["models"].items()}
     for name, model in models.items():
@@ -232,10 +233,9 @@ def _check(place: str, table: Mapping[str, Any], kinds: Mapping[str, Kind]) -> N
             raise SuiteError(f"{place}{key}: {value!r} is not {kinds[key].words}.")
 
 
-def _value(place: str, table: Mapping[str, Any], key: str, kind: Kind) -> Any:
+def _need(place: str, table: Mapping[str, Any], key: str, kind: Kind) -> None:
     if key not in table:
         raise SuiteError(f"{place}{key}: missing; give {kind.words}.")
-    return table[key]
 
 
 def _check_row(place: str, row: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
@@ -243,25 +243,31 @@ def _check_row(place: str, row: Mapping[str, Any], kinds: Mapping[str, Kind]) ->
     for key, value in row.items():
         for one in value if _is_several(key, value) else [value]:
             _check(place, {key: one}, kinds)
-        if key in (*SIDES, "side"):
+        if key in TABLES:
             _check_row(f"{place}{key}.", value, SIDE)
 
 
 def _is_several(key: str, value: object) -> bool:
-    return isinstance(value, list) and bool(value) and key != "prompts"
+    return isinstance(value, list) and bool(value) and key not in ("prompts", *TABLES)
 
 
 def _spec(name: str, table: Any, folder: Path) -> EngineSpec:
     _check("engines.", {name: table}, dict.fromkeys(ENGINES, TABLE))
     _check(f"engines.{name}.", table, SPEC)
-    paths = [path for path in table.get("pythonpath", "").split(os.pathsep) if path]
     variable = f"KVPOOL_{name.upper()}_PYTHON"
+    python = table.get("python") or os.environ.get(variable, sys.executable)
+    paths = _paths(table.get("pythonpath", ""), folder)
+    paths += _paths(os.environ.get(f"{variable}PATH", ""), Path.cwd())
     return EngineSpec(
         name=name,
-        python=_absolute(table.get("python") or os.environ.get(variable, sys.executable), folder),
-        pythonpath=os.pathsep.join(_absolute(path, folder) for path in paths),
+        python=_absolute(python, folder if "python" in table else Path.cwd()),
+        pythonpath=os.pathsep.join(paths),
         env=table.get("env", {}),
     )
+
+
+def _paths(text: str, folder: Path) -> list[str]:
+    return [_absolute(path, folder) for path in text.split(os.pathsep) if path]
 
 
 def _absolute(path: str, folder: Path) -> str:
@@ -276,7 +282,7 @@ def _model(name: str, value: Any, folder: Path) -> str | tuple[str, ...]:
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row whose sides' settings are keys as `prefill.tp`."""
-    flat = {key: value for key, value in row.items() if key not in (*SIDES, "side")}
+    flat = {key: value for key, value in row.items() if key not in TABLES}
     for side in SIDES:
         settings = row.get("side", {}) | row.get(side, {})
         flat |= {f"{side}.{key}": value for key, value in settings.items()}
@@ -292,35 +298,18 @@ def _expanded(row: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]
 
 
 def _pair(place: str, row: dict[str, Any], choice: list[str]) -> Pair:
-    connector = _value(place, row, "connector", ROW["connector"])
-    model = _value(place, row, "model", ROW["model"])
-    prefill, decode = (_side(f"{place}{side}.", row, side) for side in SIDES)
-    usual = f"{connector}: {model}, {prefill.words()} to {decode.words()}"
-    return Pair(
-        name=", ".join([row["name"], *choice]) if row["name"] else usual,
-        connector=connector,
-        model=model,
-        prefill=prefill,
-        decode=decode,
-        transport=row["transport"],
-        settings=row["settings"],
-        prompts=tuple(row["prompts"]),
-        new_tokens=row["new_tokens"],
-    )
-
-
-def _side(place: str, row: dict[str, Any], side: str) -> Side:
-    settings = {key: row[f"{side}.{key}"] for key in SIDE if f"{side}.{key}" in row}
-    return Side(
-        engine=_value(place, settings, "engine", SIDE["engine"]),
-        block_size=_value(place, settings, "block_size", SIDE["block_size"]),
-        tp=settings["tp"],
-        pp=settings["pp"],
-        dtype=settings["dtype"],
-        draft=settings["draft"],
-        method=settings["method"],
-        args=settings["args"],
-    )
+    for key in ("connector", "model"):
+        _need(place, row, key, ROW[key])
+    sides = {}
+    for side in SIDES:
+        settings = {key: row[f"{side}.{key}"] for key in SIDE if f"{side}.{key}" in row}
+        for key in ("engine", "block_size"):
+            _need(f"{place}{side}.", settings, key, SIDE[key])
+        sides[side] = msgspec.convert(settings, Side)
+    prefill, decode = sides.values()
+    usual = f"{row['connector']}: {row['model']}, {prefill.words()} to {decode.words()}"
+    name = ", ".join([row["name"], *choice]) if row["name"] else usual
+    return msgspec.convert(row | sides | {"name": name}, Pair)
 
 
 def _agree(place: str, pair: Pair, suite: Suite) -> None:

@@ -95,6 +95,10 @@ def test_a_wrong_answer_is_written_when_it_was_reproduced_twice(run, reason):
             {"errors": ("prompt 2: 500", "prompt 3"), "tokens": ((5, 6, 7), ()), **ALONE},
             ("fails", "prompt 2: 500"),
         ),
+        (
+            {"lost": "decode: exit 1", "tokens": ((5, 6, 7), ()), **ALONE},
+            ("lost", "decode: exit 1"),
+        ),
         ({"errors": ("prompt 2: 500",), "differences": ""}, ("fails", "prompt 2: 500")),
     ],
 )

@@ -49,7 +49,8 @@ def test_rows_have_defaults_and_their_own_settings(suite_of, tmp_path):
 
 
 def test_paths_are_those_beside_the_file(suite_of, tmp_path, monkeypatch):
-    monkeypatch.delenv("KVPOOL_VLLM_PYTHON", raising=False)
+    for name in ("PYTHON", "PYTHONPATH"):
+        monkeypatch.delenv(f"KVPOOL_VLLM_{name}", raising=False)
     suite = suite_of()
     assert suite.engines["vllm"].python == sys.executable
     assert suite.engines["vllm"].pythonpath == f"{tmp_path.parent}:{tmp_path / 'site'}"
@@ -58,7 +59,13 @@ def test_paths_are_those_beside_the_file(suite_of, tmp_path, monkeypatch):
     assert suite.models["eagle"] == str(tmp_path / "drafts/eagle")
     assert suite.models["llama"] == ("vllm", "-m", "maker", "{folder}", "llama")
     monkeypatch.setenv("KVPOOL_VLLM_PYTHON", "/venv/bin/python")
-    assert suite_of().engines["vllm"].python == "/venv/bin/python"
+    monkeypatch.setenv("KVPOOL_SGLANG_PYTHON", "/venv/bin/python")
+    monkeypatch.setenv("KVPOOL_VLLM_PYTHONPATH", "/lmcache")
+    suite = suite_of()
+    assert suite.engines["vllm"].python == "/venv/bin/python"
+    assert suite.engines["vllm"].pythonpath.endswith(f"{tmp_path / 'site'}:/lmcache")
+    assert suite.engines["sglang"].python == str(tmp_path / "venv/bin/python")
+    assert suite.engines["sglang"].pythonpath == ""
 
 
 def test_values_in_a_list_make_a_row_each(suite_of):
@@ -109,6 +116,7 @@ def test_values_in_a_list_make_a_row_each(suite_of):
             "pair 1: prefill.tpp: no such key; there are engine, block_size, "
             "tp, pp, dtype, draft, method, args. Did you mean",
         ),
+        ("{tp = 2}", "[{tp = 2}]", "pair 1: prefill: [{'tp': 2}] is not a table."),
         (
             "prompts = [9]",
             "prompts = [0]",
