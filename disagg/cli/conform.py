@@ -17,24 +17,25 @@ if TYPE_CHECKING:
     from disagg.testing.suite import Pair, Suite
 
 
+_File = Annotated[Path, typer.Argument(help="The suite: engines, models and pairs, in TOML.")]
+_Only = Annotated[list[str] | None, typer.Option(help="Rows whose name has this text; repeatable.")]
+_List = Annotated[bool, typer.Option("--list", help="Print the names of rows, and run none.")]
+_Out = Annotated[Path, typer.Option(help="Folder of reports, logs and models; made if missing.")]
+_Resume = Annotated[
+    bool, typer.Option("--resume", help="Keep rows that --out has, if their settings are the same.")
+]
+_AsJson = Annotated[
+    bool, typer.Option("--json", help="Print conform.json too; all else on stderr.")
+]
+
+
 def conform(
-    file: Annotated[Path, typer.Argument(help="The suite: engines, models and pairs, in TOML.")],
-    only: Annotated[
-        list[str] | None, typer.Option(help="Rows whose name has this text; repeatable.")
-    ] = None,
-    list_rows: Annotated[
-        bool, typer.Option("--list", help="Print the names of rows, and run none.")
-    ] = False,
-    out: Annotated[
-        Path, typer.Option(help="Folder of the reports, logs and models; made if missing.")
-    ] = Path("conform"),
-    resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Keep rows that --out has, if their settings are the same."),
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print conform.json too; all else on stderr.")
-    ] = False,
+    file: _File,
+    only: _Only = None,
+    list_rows: _List = False,
+    out: _Out = Path("conform"),
+    resume: _Resume = False,
+    as_json: _AsJson = False,
 ) -> None:
     """Run pairs of serving engines, and say which give right answers.
 
@@ -58,14 +59,8 @@ def conform(
     from rich.console import Console
 
     from disagg.testing.conform import REPORTS, kept_rows
-    from disagg.testing.suite import SuiteError, load
 
-    try:
-        suite = load(file)
-    except SuiteError as error:
-        raise typer.BadParameter(str(error)) from None
-    except OSError as error:
-        raise typer.BadParameter(f"{file}: {error.strerror}.") from None
+    suite = _loaded(file)
     pairs = _chosen(suite, only or [])
     if list_rows:
         typer.echo("\n".join(pair.name for pair in pairs))
@@ -85,6 +80,17 @@ def conform(
         typer.echo(report.as_json(), nl=False)
     if not report.complete or report.failed():
         raise typer.Exit(1 if report.complete else 130)
+
+
+def _loaded(file: Path) -> Suite:
+    from disagg.testing.suite import SuiteError, load
+
+    try:
+        return load(file)
+    except SuiteError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        raise typer.BadParameter(f"{file}: {error.strerror}.") from None
 
 
 def _chosen(suite: Suite, only: Sequence[str]) -> list[Pair]:

@@ -21,7 +21,7 @@ FAILED = "WRONG", "unsteady"
 MOST = 200
 """Characters of a reason in a table; the JSON has all."""
 COLOURS = {"serves": "var(--passed)", "WRONG": "var(--found)", "unsteady": "var(--found)"}
-STYLE = """.wide { overflow-x: auto; }
+STYLE = """.map { overflow-x: auto; }
 table { border-collapse: collapse; }
 th, td { text-align: left; vertical-align: top; padding: 4px 12px 4px 0;
   border-bottom: 1px solid var(--line); }
@@ -96,7 +96,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         from kvpool.render.table import FittedTable
 
-        table = FittedTable(*COLUMNS, title=f"{escape(self.suite)}, {self.date}")
+        table = FittedTable(title=f"{escape(self.suite)}, {self.date}")
+        for name in COLUMNS:
+            table.add_column(name)
         table.add_column("result", no_wrap=True)
         table.add_column("why", overflow="fold")
         for row in self.rows:
@@ -112,7 +114,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "What serves with what",
             f"<p>{text(self.suite)}, {text(self.date)}. {text(self.counts())}.</p>",
             f"<p>{text(self.versions())}</p>",
-            f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>',
+            f'<div class="map"><table><thead><tr>{head}</tr></thead><tbody>',
             *(_html_row(row) for row in self.rows),
             "</tbody></table></div>",
             style=STYLE,
