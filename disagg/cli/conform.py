@@ -22,7 +22,7 @@ _Only = Annotated[list[str] | None, typer.Option(help="Rows whose name has this 
 _List = Annotated[bool, typer.Option("--list", help="Print the names of rows, and run none.")]
 _Out = Annotated[Path, typer.Option(help="Folder of reports, logs and models; made if missing.")]
 _Resume = Annotated[
-    bool, typer.Option("--resume", help="Keep rows that --out has, if their settings are the same.")
+    bool, typer.Option("--resume", help="Keep the rows in --out whose settings are the same.")
 ]
 _AsJson = Annotated[
     bool, typer.Option("--json", help="Print conform.json too; all else on stderr.")
@@ -103,20 +103,20 @@ def _chosen(suite: Suite, only: Sequence[str]) -> list[Pair]:
 def _run(
     file: Path, suite: Suite, pairs: Sequence[Pair], *, kept: dict[str, Tried], out: Path
 ) -> Report:
-    """Tries pairs, and writes the reports after each, with those rows kept that are still to come;
+    """Tries pairs, and writes the reports after each, with all rows of the suite that were kept;
     until Ctrl-C.
     """
     from disagg.testing.arena import Arena
     from disagg.testing.conform import now, try_pairs, write_reports
     from disagg.testing.report import Report
 
-    digests = [suite.digest(pair) for pair in pairs]
+    asked = {suite.digest(pair) for pair in pairs}
+    digests = [suite.digest(pair) for pair in suite.pairs]
     rows = {digest: kept[digest] for digest in digests if digest in kept}
 
     def written() -> Report:
         there = [rows[digest] for digest in digests if digest in rows]
-        complete = len(there) == len(pairs)
-        report = Report(suite=file.name, date=now(), complete=complete, rows=there)
+        report = Report(suite=file.name, date=now(), complete=asked <= rows.keys(), rows=there)
         write_reports(out, report)
         return report
 

@@ -27,6 +27,11 @@ th, td { text-align: left; vertical-align: top; padding: 4px 12px 4px 0;
   border-bottom: 1px solid var(--line); }
 td:last-child { min-width: 220px; white-space: pre-wrap; overflow-wrap: anywhere; }
 summary { cursor: pointer; color: var(--quiet); }
+@media (max-width: 700px) {
+  thead { display: none; }
+  tr { display: block; padding: 8px 0; border-bottom: 1px solid var(--line); }
+  td { display: block; padding: 0; border: 0; }
+}
 """
 DOCUMENT = """# What serves with what
 
@@ -57,7 +62,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The rows of a suite that were run. `complete` is false until all are there."""
+    """The rows of a suite that were run. `complete` is false while some are to come."""
 
     suite: str
     date: str

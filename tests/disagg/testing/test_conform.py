@@ -113,6 +113,14 @@ def test_a_second_interruption_loses_no_row_that_was_kept(kvpool, tmp_path):
     assert [*results(tmp_path)] == NAMES[1:]
 
 
+def test_rows_are_added_to_a_report_one_at_a_time(kvpool, tmp_path):
+    for name, exit_code in ((LAST, 0), (FIRST, 1)):
+        done, ran = kvpool("--resume", "--only", name, shown={FIRST: BAD})
+        assert (done.exit_code, {*ran}) == (exit_code, {name})
+    assert [*results(tmp_path)] == [FIRST, LAST]
+    assert kvpool("--only", LAST)[1] == [LAST] and [*results(tmp_path)] == [LAST]
+
+
 def test_only_takes_rows_by_their_names(kvpool):
     assert kvpool("--only", "draft", "--only", "nixl")[1] == ["draft", LAST]
     done, ran = kvpool("--only", "tp3")
