@@ -19,16 +19,14 @@ from typing import Any
 from typing_extensions import Self
 
 from disagg.testing import reasons, rows
+from disagg.testing.connectors import CONNECTORS, Place, modules
 from disagg.testing.judge import Answers, Observation
 from disagg.testing.launch import Launch, Role, environment, save_plugins
 from disagg.testing.protocols import (
-    CONNECTORS,
-    ConnectorRole,
     Prompt,
     Servers,
     ask_sglang,
     ask_vllm,
-    modules,
     tokens_of_vllm,
 )
 from disagg.testing.servers import RequestFailed, Server, ServerEnded, free_ports
@@ -202,9 +200,9 @@ class Arena:
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, watch, ignore_errors=True)
             port = free_ports(2 * PORTS)
-            prefill = self._server(pair, "prefill", port=port, watch=watch)
+            prefill = self._server(pair, Place(role="prefill", port=port + 1, folder=watch))
             started = [stack.enter_context(prefill)]
-            decode = self._server(pair, "decode", port=port + PORTS, watch=watch)
+            decode = self._server(pair, Place(role="decode", port=port + PORTS + 1, folder=watch))
             started.append(stack.enter_context(decode))
             try:
                 for server in started:
@@ -219,14 +217,16 @@ class Arena:
 
     def _single(self, pair: Pair, side: Side) -> Server:
         """A server of a side's settings without the connector."""
-        return self._start(pair, self._launch(pair, side, "single", free_ports(1)))
+        return self._start(self._launch(pair, side, "single", free_ports(1)))
 
-    def _server(self, pair: Pair, role: ConnectorRole, *, port: int, watch: Path) -> Server:
+    def _server(self, pair: Pair, place: Place) -> Server:
         """One side of a pair."""
-        flags, env = CONNECTORS[pair.connector].configure(pair, role, port + 1)
-        side = pair.prefill if role == "prefill" else pair.decode
-        launch = self._launch(pair, side, role, port)
-        return self._start(pair, dataclasses.replace(launch, watch=watch, connector=flags, env=env))
+        flags, env = CONNECTORS[pair.connector].configure(pair, place)
+        side = pair.prefill if place.role == "prefill" else pair.decode
+        launch = self._launch(pair, side, place.role, place.port - 1)
+        return self._start(
+            dataclasses.replace(launch, watch=place.folder, connector=flags, env=env)
+        )
 
     def _launch(self, pair: Pair, side: Side, role: Role, port: int) -> Launch:
         return Launch(
@@ -239,7 +239,7 @@ class Arena:
             plugins=self.plugins,
         )
 
-    def _start(self, pair: Pair, launch: Launch) -> Server:
+    def _start(self, launch: Launch) -> Server:
         engine, role = launch.side.engine, launch.role
         number = next(self._numbers)
         return Server(

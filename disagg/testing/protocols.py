@@ -1,29 +1,22 @@
-"""Connectors: what each needs, how its servers are configured, and how a request is handed over.
-
-A connector is a row of `CONNECTORS`. Proxies are not run: what a connector's own proxy sends is
-sent here.
-"""
+"""How a request is handed over: what each connector's own proxy sends to both servers."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from disagg.connectors.sglang.bootstrap import BootstrapServer, join
-from disagg.testing.launch import CPU
 from disagg.testing.servers import RequestFailed, Server
-from disagg.testing.suite import Pair
 
-ConnectorRole = Literal["prefill", "decode"]
-Made = tuple[dict[str, Any], dict[str, str]]
-"""Arguments and environment of a server."""
-KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
+STORED = 2.0
+"""Seconds after which a prompt's state is in a store."""
 ASKED_OF_PREFILL = {
     # as vLLM's proxies send it
     "do_remote_decode": True,
@@ -60,17 +53,6 @@ class Servers:
 
 HandOver = Callable[[Servers, Prompt], tuple[int, ...]]
 """Tokens of a prompt that one server prefills and the other decodes. Raises RequestFailed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connector:
-    """`modules` are imported by the engines; `configure` is asked with a side's role and the first
-    of the ports that the side may listen at, `bootstrap` is a prefill's first port.
-    """
-
-    modules: Mapping[str, tuple[str, ...]]
-    configure: Callable[[Pair, ConnectorRole, int], Made]
-    hand_over: Mapping[tuple[str, str], HandOver]
 
 
 # vLLM
@@ -129,6 +111,15 @@ def both_at_once(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
     return tokens_of_vllm(answers[1])
 
 
+def by_store(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
+    """Decode finds in a store what prefill has put there, by the prompt's tokens. Prefill answers
+    before it has.
+    """
+    ask_vllm(servers.prefill, prompt, new_tokens=1)
+    time.sleep(STORED)
+    return tokens_of_vllm(ask_vllm(servers.decode, prompt))
+
+
 def _together(*calls: Callable[[], Any]) -> list[Any]:
     """What they return, of which the first that fails ends the wait for the others."""
     pool = ThreadPoolExecutor(len(calls))
@@ -139,35 +130,6 @@ def _together(*calls: Callable[[], Any]) -> list[Any]:
         if future.done():
             future.result()
     return [future.result() for future in futures]
-
-
-def _kvpool_in_vllm(pair: Pair, role: ConnectorRole) -> Made:
-    config = {
-        "kv_connector": "KvpoolConnector",
-        "kv_connector_module_path": "disagg.connectors.vllm",
-        "kv_role": KV_ROLE[role],
-        "kv_connector_extra_config": {"engine": pair.transport, **pair.settings},
-    }
-    return {"kv_transfer_config": config}, {}
-
-
-def _nixl(pair: Pair, role: ConnectorRole, port: int) -> Made:
-    config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": KV_ROLE[role]}
-    config["kv_connector_extra_config"] = dict(pair.settings)
-    if CPU:
-        config["kv_buffer_device"] = "cpu"
-    channel = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
-    return {"kv_transfer_config": config}, channel
-
-
-def _mooncake(pair: Pair, role: ConnectorRole, port: int) -> Made:
-    config = {
-        "kv_connector": "MooncakeConnector",
-        "kv_role": KV_ROLE[role],
-        "kv_connector_extra_config": {"mooncake_protocol": "tcp", **pair.settings},
-    }
-    env = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port), "VLLM_HOST_IP": "127.0.0.1"}
-    return {"kv_transfer_config": config}, env
 
 
 # SGLang
@@ -198,22 +160,6 @@ def by_room(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
         lambda: ask_sglang(servers.decode, prompt, **where),
     )
     return tuple(answers[1])
-
-
-def _sglang(backend: str, role: ConnectorRole, port: int) -> dict[str, Any]:
-    flags: dict[str, Any] = {"disaggregation_mode": role}
-    flags["disaggregation_transfer_backend"] = backend
-    flags["disaggregation_bootstrap_port"] = port
-    if role == "decode":
-        flags["disaggregation_decode_retraction_backup"] = "none"
-    return flags
-
-
-def _kvpool(pair: Pair, role: ConnectorRole, port: int) -> Made:
-    if getattr(pair, role).engine == "vllm":
-        return _kvpool_in_vllm(pair, role)
-    settings = {"engine": pair.transport, **pair.settings}
-    return _sglang("kvpool", role, port), {"KVPOOL_SGLANG": json.dumps(settings)}
 
 
 # between vLLM and SGLang: vLLM hands over a prompt without its last token, SGLang all of its prompt
@@ -279,49 +225,3 @@ def _bootstrap(addresses: list[str]) -> Iterator[int]:
         finally:
             server.shutdown()
             thread.join()
-
-
-def _transport_modules(pair_transport: str) -> tuple[str, ...]:
-    return {"nixl": ("nixl",), "mooncake": ("mooncake.engine",)}.get(pair_transport, ())
-
-
-CONNECTORS: dict[str, Connector] = {
-    "kvpool": Connector(
-        modules={"vllm": ("disagg.connectors.vllm",), "sglang": ("disagg.connectors.sglang",)},
-        configure=_kvpool,
-        hand_over={
-            ("vllm", "vllm"): one_after_the_other,
-            ("sglang", "sglang"): by_room,
-            ("vllm", "sglang"): vllm_to_sglang,
-            ("sglang", "vllm"): sglang_to_vllm,
-        },
-    ),
-    "nixl": Connector(
-        modules={"vllm": ("nixl",)},
-        configure=_nixl,
-        hand_over={("vllm", "vllm"): one_after_the_other},
-    ),
-    "mooncake": Connector(
-        modules={"vllm": ("mooncake.engine",)},
-        configure=_mooncake,
-        hand_over={("vllm", "vllm"): both_at_once},
-    ),
-    "sglang-nixl": Connector(
-        modules={"sglang": ("nixl",)},
-        configure=lambda pair, role, port: (_sglang("nixl", role, port), {}),
-        hand_over={("sglang", "sglang"): by_room},
-    ),
-    "sglang-mooncake": Connector(
-        modules={"sglang": ("mooncake.engine",)},
-        configure=lambda pair, role, port: (
-            _sglang("mooncake", role, port),
-            {"MC_FORCE_TCP": "true", "MOONCAKE_PROTOCOL": "tcp"},
-        ),
-        hand_over={("sglang", "sglang"): by_room},
-    ),
-}
-
-
-def modules(pair: Pair, engine: str) -> tuple[str, ...]:
-    """What an engine of a pair has to import."""
-    return (*CONNECTORS[pair.connector].modules[engine], *_transport_modules(pair.transport))
