@@ -13,7 +13,7 @@ from kvpool.cli import check_output
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from disagg.testing.report import Report, Tried
+    from disagg.testing.report import Report, Trial
     from disagg.testing.suite import Pair, Suite
 
 
@@ -58,7 +58,7 @@ def conform(
     """
     from rich.console import Console
 
-    from disagg.testing.conform import REPORTS, kept_rows
+    from disagg.testing.conform import REPORTS, kept_trials
 
     suite = _loaded(file)
     pairs = _chosen(suite, only or [])
@@ -67,7 +67,7 @@ def conform(
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
-        kept = kept_rows(out) if resume else {}
+        kept = kept_trials(out) if resume else {}
     except OSError as error:
         raise typer.BadParameter(f"--out {out}: {error.strerror}.") from None
     except ValueError as error:
@@ -101,7 +101,7 @@ def _chosen(suite: Suite, only: Sequence[str]) -> list[Pair]:
 
 
 def _run(
-    file: Path, suite: Suite, pairs: Sequence[Pair], *, kept: dict[str, Tried], out: Path
+    file: Path, suite: Suite, pairs: Sequence[Pair], *, kept: dict[str, Trial], out: Path
 ) -> Report:
     """Tries pairs, and writes the reports after each, with all rows of the suite that were kept;
     until Ctrl-C.
@@ -115,8 +115,8 @@ def _run(
     rows = {digest: kept[digest] for digest in digests if digest in kept}
 
     def written() -> Report:
-        there = [rows[digest] for digest in digests if digest in rows]
-        report = Report(suite=file.name, date=now(), complete=asked <= rows.keys(), rows=there)
+        trials = [rows[digest] for digest in digests if digest in rows]
+        report = Report(suite=file.name, date=now(), complete=asked <= rows.keys(), rows=trials)
         write_reports(out, report)
         return report
 
@@ -124,8 +124,8 @@ def _run(
         typer.echo(line, err=True)
 
     with suppress(KeyboardInterrupt), Arena(suite, out.absolute(), progress) as arena:
-        tried = try_pairs(suite, pairs, observe=arena.observe, kept=rows, progress=progress)
-        for row in tried:
+        trials = try_pairs(suite, pairs, observe=arena.observe, kept=rows, progress=progress)
+        for row in trials:
             rows[row.digest] = row
             written()
     return written()

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from disagg.testing.judge import Observation, judge
-from disagg.testing.report import Report, Tried, read_report
+from disagg.testing.report import Report, Trial, read_report
 from disagg.testing.suite import Pair, Suite
 from kvpool.version import __version__
 
@@ -21,9 +21,9 @@ def try_pairs(
     pairs: Sequence[Pair],
     *,
     observe: Callable[[Pair], Observation],
-    kept: Mapping[str, Tried],
+    kept: Mapping[str, Trial],
     progress: Callable[[str], None],
-) -> Iterator[Tried]:
+) -> Iterator[Trial]:
     """A row of each pair, in their order: from `kept`, by the digest of its settings, or run until
     it can be judged.
     """
@@ -32,27 +32,27 @@ def try_pairs(
         row = kept.get(digest)
         if row is None:
             progress(place)
-            row = _tried(pair, digest, observe=observe, progress=progress)
+            row = _trial(pair, digest, observe=observe, progress=progress)
             progress(f"{place}: {row.verdict.words()}")
         else:
             progress(f"{place}: kept: {row.verdict.words()}")
         yield row
 
 
-def _tried(
+def _trial(
     pair: Pair,
     digest: str,
     *,
     observe: Callable[[Pair], Observation],
     progress: Callable[[str], None],
-) -> Tried:
+) -> Trial:
     runs: list[Observation] = []
     start = time.monotonic()
     while (verdict := judge(runs)) is None:
         if runs:
             progress(f"run {len(runs) + 1} of {pair.name}, to reproduce what run 1 showed")
         runs.append(observe(pair))
-    return Tried(
+    return Trial(
         pair=pair,
         digest=digest,
         verdict=verdict,
@@ -67,7 +67,7 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def kept_rows(folder: Path) -> dict[str, Tried]:
+def kept_trials(folder: Path) -> dict[str, Trial]:
     """Rows of an earlier run in this folder, by digest. What was not here may be now, and is not
     among them. Raises ValueError for another file.
     """

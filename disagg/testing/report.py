@@ -36,7 +36,8 @@ summary { cursor: pointer; color: var(--quiet); }
 DOCUMENT = """# What serves with what
 
 `kvpool conform docs/{suite}` ran these pairs of serving engines on {date} and wrote this page. \
-[How rows are judged](conform.md).
+[How rows are judged](conform.md). A side is an engine, its block size, and what is not usual: \
+ranks, a draft.
 
 {versions}.
 
@@ -44,7 +45,7 @@ DOCUMENT = """# What serves with what
 """
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row that was run. `digest` is that of its settings, `date` in UTC."""
 
     pair: Pair
@@ -67,14 +68,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     suite: str
     date: str
     complete: bool
-    rows: Sequence[Tried]
+    rows: Sequence[Trial]
     format: Literal["kvpool-conform-1"] = "kvpool-conform-1"
 
     def as_json(self) -> bytes:
         """One JSON object."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
-    def failed(self) -> list[Tried]:
+    def failed(self) -> list[Trial]:
         """Rows of kvpool's own connector that gave wrong answers."""
         ours = (row for row in self.rows if row.pair.connector == "kvpool")
         return [row for row in ours if row.verdict.result in FAILED]
@@ -82,18 +83,21 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def counts(self) -> str:
         """How many rows ended how."""
         results = Counter(row.verdict.result for row in self.rows)
-        told = ", ".join(f"{count} {result}" for result, count in results.most_common())
-        return f"{len(self.rows)} rows: {told}" + ("" if self.complete else "; interrupted")
+        counts = ", ".join(f"{count} {result}" for result, count in results.most_common())
+        return f"{len(self.rows)} rows: {counts}" + ("" if self.complete else "; interrupted")
 
     def versions(self) -> str:
-        """`kvpool 0.1.0, vllm 0.32.0, ...`: of all rows, each version that a package had."""
-        had: dict[str, set[str]] = {}
+        """`kvpool 0.1.0; vllm: nixl 1.5.1, ...`: of all rows, each version that a package had."""
+        numbers: dict[str, set[str]] = {}
         for row in self.rows:
             for package, number in row.versions.items():
-                had.setdefault(package, set()).add(number)
-        return ", ".join(
-            f"{package} {' and '.join(sorted(had[package]))}" for package in sorted(had)
-        )
+                numbers.setdefault(package, set()).add(number)
+        engines: dict[str, list[str]] = {}
+        for name in sorted(numbers, key=lambda name: (": " in name, name)):
+            engine, _, package = name.rpartition(": ")
+            words = f"{package} {' and '.join(sorted(numbers[name]))}"
+            engines.setdefault(f"{engine}: " if engine else "", []).append(words)
+        return "; ".join(f"{engine}{', '.join(engines[engine])}" for engine in engines)
 
     def table(self) -> Table:
         """For the terminal."""
@@ -152,7 +156,7 @@ def shortened(reason: str) -> str:
     return line if len(line) <= MOST else f"{line[: MOST - 3].rstrip()}..."
 
 
-def _noted(row: Tried, numbers: dict[str, int]) -> str:
+def _noted(row: Trial, numbers: dict[str, int]) -> str:
     """A result; reasons of more than one word are notes below the table."""
     reason = shortened(row.verdict.reason)
     if " " in reason:
@@ -165,7 +169,7 @@ def _markdown(words: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_[]<>|" else c for c in words)
 
 
-def _html_row(row: Tried) -> str:
+def _html_row(row: Trial) -> str:
     result = row.verdict.result
     colour = f' style="color:{COLOURS[result]}"' if result in COLOURS else ""
     settings = msgspec.json.format(msgspec.json.encode(row), indent=1).decode()

@@ -16,7 +16,7 @@ from disagg.cli.hand_off import Geometry, HandOff, read_side
 from disagg.cli.picture import page as explained
 from disagg.protocol.metrics import RoomMetrics
 from disagg.testing.judge import Result, Verdict
-from disagg.testing.report import Report, Tried
+from disagg.testing.report import Report, Trial
 from disagg.testing.suite import Pair, Side
 from disagg.timeline import timeline
 from kvpool import MHAPool, PoolLayout, Shard
@@ -122,7 +122,7 @@ def conformed() -> Report:
         args={"max_num_batched_tokens": 2048},
     )
     rows = [
-        Tried(
+        Trial(
             pair=Pair(
                 name=f"row {number}",
                 connector="kvpool",

@@ -77,6 +77,17 @@ def test_a_page_has_the_rows_and_needs_nothing_from_elsewhere(report):
     assert not re.search(r"(?:src|href|url)\s*[=(]", html)
 
 
+def test_versions_are_those_of_each_engine_and_all_that_it_had(tmp_path):
+    old, new = (
+        Observation(differences="", versions={"vllm: nixl": n, "sglang: torch": "2.13"})
+        for n in ("1.5.1", "1.6.0")
+    )
+    text = report_of(tmp_path, {FIRST: old, LAST: new}).versions()
+    ours, *engines = text.split("; ")
+    assert ours.startswith("kvpool ") and ours.endswith(", vllm 0.32.0")
+    assert engines == ["sglang: torch 2.13", "vllm: nixl 1.5.1 and 1.6.0"]
+
+
 def test_what_an_engine_says_cannot_break_out_of_a_page_or_a_document(tmp_path):
     report = report_of(tmp_path, {FIRST: Observation(refused=EVIL)})
     cells = Cells()
