@@ -100,8 +100,7 @@ class Launch:
         """Of the process."""
         return {
             **environment(self.spec, self.plugins),
-            # SGLang asks for cores for each rank
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(self.side.tp))),
+            "SGLANG_CPU_OMP_THREADS_BIND": _cores(self.side.tp),
             "KVPOOL_CONFORM": str(self.watch or ""),
             "KVPOOL_CONFORM_SIDE": self.role,
             **self.env,
@@ -114,6 +113,12 @@ def environment(spec: EngineSpec, plugins: Path) -> dict[str, str]:
     for name in ("VLLM_PLUGINS", "SGLANG_PLUGINS"):
         env.pop(name, None)  # all of them
     return env | {"PYTHONPATH": os.pathsep.join(filter(None, (str(plugins), spec.pythonpath)))}
+
+
+def _cores(ranks: int) -> str:
+    """SGLang asks for cores for each rank: all of them, or one each."""
+    count = os.cpu_count() or 1
+    return "|".join(str(rank % count) for rank in range(ranks)) if ranks > 1 else f"0-{count - 1}"
 
 
 def save_plugins(folder: Path) -> Path:

@@ -116,13 +116,15 @@ class Server:
 
     def close(self, timeout: float = 10.0) -> None:
         """SIGTERM to the server, then SIGKILL to all that is left of its group."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        try:
+            if self.process.poll() is None:
+                self.process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(timeout)
+        finally:  # also where Ctrl-C is pressed again
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def __enter__(self) -> Server:
         return self
