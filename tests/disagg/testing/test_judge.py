@@ -34,6 +34,10 @@ def verdict(*runs):
         # tokens judge only where both single engines agree
         ({"tokens": ONE, **UNSURE}, ("cannot be judged", APART)),
         ({"tokens": OTHER, **UNSURE}, ("cannot be judged", APART)),
+        (
+            {"tokens": ONE, "alone_prefill": ONE, "alone_decode": ((5, 6, 0), (1, 1))},
+            ("cannot be judged", APART.replace("2, token 2: 9 and 4", "1, token 3: 7 and 0")),
+        ),
         ({"tokens": ((1,), (2,)), "alone_prefill": ONE}, ("cannot be judged", NOTHING)),
         ({"alone_prefill": ONE, "alone_decode": ONE}, ("cannot be judged", NOTHING)),
         ({}, ("cannot be judged", NOTHING)),

@@ -17,9 +17,9 @@ from tests.disagg.testing.suites import BAD, FIRST, GOOD, LAST, REFUSED, TEXT, S
 EVIL = '</td><script> "|`*<b>&'
 
 
-def report_of(tmp_path, shown):
+def report_of(tmp_path, shown, text=TEXT):
     path = tmp_path / "suite.toml"
-    path.write_text(TEXT)
+    path.write_text(text)
     suite, servers = load(path), Servers(shown)
     rows = try_pairs(
         suite, suite.pairs, observe=servers.observe, kept={}, progress=lambda line: None
@@ -96,6 +96,12 @@ def test_what_an_engine_says_cannot_break_out_of_a_page_or_a_document(tmp_path):
     assert r"1. \</td\>\<script\>" in report.markdown()
     rows = [line for line in report.markdown().splitlines() if line.startswith("|")]
     assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [6] * 5
+
+
+def test_settings_cannot_break_out_of_a_documents_table(tmp_path):
+    text = TEXT.replace("max_model_len = 512", 'kv = "|<b>"')
+    document = report_of(tmp_path, {}, text).markdown()
+    assert r"vllm 32 eagle kv=\|\<b\> | serves (bytes) |" in document
 
 
 def test_a_document_has_each_reason_once(tmp_path):

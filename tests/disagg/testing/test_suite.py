@@ -66,6 +66,8 @@ def test_paths_are_those_beside_the_file(suite_of, tmp_path, monkeypatch):
     assert suite.engines["vllm"].pythonpath.endswith(f"{tmp_path / 'site'}:/lmcache")
     assert suite.engines["sglang"].python == str(tmp_path / "venv/bin/python")
     assert suite.engines["sglang"].pythonpath == ""
+    monkeypatch.setenv("KVPOOL_VLLM_PYTHON", "bin/python")
+    assert suite_of().engines["vllm"].python == str(Path.cwd() / "bin/python")
 
 
 def test_values_in_a_list_make_a_row_each(suite_of):
