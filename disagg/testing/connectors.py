@@ -25,6 +25,8 @@ Made = tuple[dict[str, Any], dict[str, str]]
 """Arguments and environment of a server."""
 TRANSPORTS = {"nixl": ("nixl",), "mooncake": ("mooncake.engine",)}
 """What kvpool's engines import."""
+ON_CPU = {"KVPOOL_CONFORM_CPU": "1"} if CPU else {}
+"""Of connectors that ask for an accelerator: they get the host's memory, and a device's number."""
 KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -64,7 +66,7 @@ def _mooncake(pair: Pair, place: Place) -> Made:
         "kv_role": KV_ROLE[place.role],
         "kv_connector_extra_config": {"mooncake_protocol": "tcp", **pair.settings},
     }
-    env = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.port), "VLLM_HOST_IP": "127.0.0.1"}
+    env = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.port), "VLLM_HOST_IP": "127.0.0.1", **ON_CPU}
     return {"kv_transfer_config": config}, env
 
 
@@ -135,14 +137,14 @@ CONNECTORS: dict[str, Connector] = {
     ),
     "sglang-nixl": Connector(
         modules={"sglang": ("nixl",)},
-        configure=lambda pair, place: (_sglang("nixl", place), {}),
+        configure=lambda pair, place: (_sglang("nixl", place), ON_CPU),
         hand_over={("sglang", "sglang"): by_room},
     ),
     "sglang-mooncake": Connector(
         modules={"sglang": ("mooncake.engine",)},
         configure=lambda pair, place: (
             _sglang("mooncake", place),
-            {"MC_FORCE_TCP": "true", "MOONCAKE_PROTOCOL": "tcp"},
+            {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"},
         ),
         hand_over={("sglang", "sglang"): by_room},
     ),

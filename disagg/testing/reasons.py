@@ -12,7 +12,8 @@ PREFIX = re.compile(
     r"(?:\d{4}-[\d:. -]+ NIXL (?P<nixl>\w+) +)?"
 )
 EXCEPTION = re.compile(
-    r"^(?:(?:[a-z_]\w*\.)+(?P<dotted>[A-Z]\w+)|(?P<plain>\w*(?:Error|Exception))): (?P<words>.+)"
+    r"^(?:(?:[a-z_]\w*\.)+(?P<dotted>[A-Z]\w+|\w*Error)|(?P<plain>\w*(?:Error|Exception)))"
+    r": (?P<words>.+)"
 )
 GENERAL = (
     "Engine core initialization failed",

@@ -26,6 +26,8 @@ POOLS = {"MHATokenToKVPool", "MLATokenToKVPool"}
 
 def register() -> None:
     """Called by SGLang in each of its processes."""
+    if os.environ.get("KVPOOL_CONFORM_CPU"):
+        _memory_of_hosts()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if not FOLDER or SIDE not in ("prefill", "decode"):
@@ -39,6 +41,18 @@ def register() -> None:
     HookRegistry.register(
         f"{where}.decode.DecodeTransferQueue._commit_transfer_to_req", saw_commit, HookType.AROUND
     )
+
+
+def _memory_of_hosts() -> None:
+    """SGLang's NIXL backend takes pools for a GPU's memory, unless they say otherwise."""
+    from sglang.srt.disaggregation.nixl import conn
+
+    original = conn._normalize_kv_mem_kinds
+
+    def kinds(given: Any, count: int) -> Any:
+        return original(["DRAM"] * count if given is None else given, count)
+
+    conn._normalize_kv_mem_kinds = kinds
 
 
 def saw_send(original: Any, scheduler: Any, req: Any, last_chunk: bool = False, *more: Any) -> Any:

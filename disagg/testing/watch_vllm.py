@@ -53,6 +53,9 @@ def register() -> None:
     """Called by vLLM in each of its processes."""
     if SIDE == "single":
         _split_prompts()
+    if os.environ.get("KVPOOL_CONFORM_CPU"):
+        # MooncakeConnector asks for the number of a device, where there is none
+        torch.accelerator.current_device_index = lambda: 0
     if FOLDER and SIDE in ("prefill", "decode"):
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
