@@ -256,7 +256,7 @@ class Arena:
         stack.close()
         server, text = problem.server, problem.server.text()
         side = pair.prefill if server.name.endswith("prefill") else pair.decode
-        if problem.signalled and not reasons.exceptions(text):
+        if problem.signalled and not reasons.exceptions(text):  # SGLang ends by a signal to itself
             return Observation(lost=f"{problem}\n{reasons.last_lines(text)}")
         try:
             self._starts_alone(pair, side)
@@ -333,7 +333,8 @@ def _difference(compared: Sequence[rows.Comparison]) -> str | None:
     for each in compared:
         if each.difference:
             return each.difference
-    read = all(each.parts and not each.unread for each in compared if each.received)
+    received = [each for each in compared if each.received]
+    read = received and all(each.parts and not each.unread for each in received)
     return "" if read else None
 
 

@@ -25,8 +25,6 @@ Made = tuple[dict[str, Any], dict[str, str]]
 """Arguments and environment of a server."""
 TRANSPORTS = {"nixl": ("nixl",), "mooncake": ("mooncake.engine",)}
 """What kvpool's engines import."""
-ON_CPU = {"KVPOOL_CONFORM_CPU": "1"} if CPU else {}
-"""Of connectors that ask for an accelerator: they get the host's memory, and a device's number."""
 KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -50,6 +48,11 @@ class Connector:
     hand_over: Mapping[tuple[str, str], HandOver]
 
 
+def _on_cpu(backend: str) -> dict[str, str]:
+    """For connectors that ask for an accelerator: see `watch_vllm` and `watch_sglang`."""
+    return {"KVPOOL_CONFORM_CPU": backend} if CPU else {}
+
+
 def _nixl(pair: Pair, place: Place) -> Made:
     config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": KV_ROLE[place.role]}
     config["kv_connector_extra_config"] = dict(pair.settings)
@@ -66,7 +69,8 @@ def _mooncake(pair: Pair, place: Place) -> Made:
         "kv_role": KV_ROLE[place.role],
         "kv_connector_extra_config": {"mooncake_protocol": "tcp", **pair.settings},
     }
-    env = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.port), "VLLM_HOST_IP": "127.0.0.1", **ON_CPU}
+    env = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.port), "VLLM_HOST_IP": "127.0.0.1"}
+    env |= _on_cpu("mooncake")
     return {"kv_transfer_config": config}, env
 
 
@@ -137,14 +141,14 @@ CONNECTORS: dict[str, Connector] = {
     ),
     "sglang-nixl": Connector(
         modules={"sglang": ("nixl",)},
-        configure=lambda pair, place: (_sglang("nixl", place), ON_CPU),
+        configure=lambda pair, place: (_sglang("nixl", place), _on_cpu("nixl")),
         hand_over={("sglang", "sglang"): by_room},
     ),
     "sglang-mooncake": Connector(
         modules={"sglang": ("mooncake.engine",)},
         configure=lambda pair, place: (
             _sglang("mooncake", place),
-            {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"},
+            {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp", **_on_cpu("mooncake")},
         ),
         hand_over={("sglang", "sglang"): by_room},
     ),

@@ -26,8 +26,8 @@ POOLS = {"MHATokenToKVPool", "MLATokenToKVPool"}
 
 def register() -> None:
     """Called by SGLang in each of its processes."""
-    if os.environ.get("KVPOOL_CONFORM_CPU"):
-        _memory_of_hosts()
+    if backend := os.environ.get("KVPOOL_CONFORM_CPU"):
+        ON_CPU[backend]()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if not FOLDER or SIDE not in ("prefill", "decode"):
@@ -43,7 +43,7 @@ def register() -> None:
     )
 
 
-def _memory_of_hosts() -> None:
+def _nixl_on_cpu() -> None:
     """SGLang's NIXL backend takes pools for a GPU's memory, unless they say otherwise."""
     from sglang.srt.disaggregation.nixl import conn
 
@@ -53,6 +53,19 @@ def _memory_of_hosts() -> None:
         return original(["DRAM"] * count if given is None else given, count)
 
     conn._normalize_kv_mem_kinds = kinds
+
+
+def _mooncake_on_cpu() -> None:
+    """SGLang pins the indices of its Mooncake backend, which needs a GPU, unless the sender does
+    not take indices in a host's memory.
+    """
+    from sglang.srt.disaggregation.mooncake import conn
+
+    conn.MooncakeKVSender.supports_host_tensor_indices = False
+
+
+ON_CPU = {"nixl": _nixl_on_cpu, "mooncake": _mooncake_on_cpu}
+"""What a backend needs where there is no GPU, by its name."""
 
 
 def saw_send(original: Any, scheduler: Any, req: Any, last_chunk: bool = False, *more: Any) -> Any:
