@@ -71,18 +71,21 @@ ON_CPU = {"nixl": _nixl_on_cpu, "mooncake": _mooncake_on_cpu}
 def saw_send(original: Any, scheduler: Any, req: Any, last_chunk: bool = False, *more: Any) -> Any:
     """Prefill has computed a request."""
     if last_chunk:
-        save(scheduler, req)
+        save(scheduler, req, scheduler.disagg_prefill_bootstrap_queue)
     return original(scheduler, req, last_chunk, *more)
 
 
 def saw_commit(original: Any, queue: Any, decode_req: Any) -> Any:
     """Decode has received a request."""
-    save(queue.scheduler, decode_req.req)
+    scheduler = queue.scheduler
+    save(scheduler, decode_req.req, scheduler.disagg_decode_prealloc_queue)
     return original(queue, decode_req)
 
 
-def save(scheduler: Any, req: Any) -> None:
-    """Writes `{side}.{request}.{stage}.{rank}.{tokens}.rows.npz`."""
+def save(scheduler: Any, req: Any, queue: Any) -> None:
+    """Writes `{side}.{request}.{stage}.{rank}.{tokens}.rows.npz`. `queue` knows the draft's pool,
+    whose rows are the target's.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     found = REQUEST.search(str(req.rid))
@@ -94,9 +97,8 @@ def save(scheduler: Any, req: Any) -> None:
     facts: dict[str, Any] = {}
     unread: list[str] = []
     pools = {"target": scheduler.token_to_kv_pool_allocator.get_kvcache()}
-    draft = getattr(scheduler, "draft_worker", None)
-    if draft is not None:
-        unread.append("the draft's pool")
+    if queue.draft_token_to_kv_pool is not None:
+        pools["draft"] = queue.draft_token_to_kv_pool
     for owner, pool in pools.items():
         if type(pool).__name__ not in POOLS:
             unread.append(f"a pool {type(pool).__name__}")
@@ -115,7 +117,7 @@ def save(scheduler: Any, req: Any) -> None:
             arrays[key] = rows.reshape(*rows.shape[:2], -1).view(torch.uint8).cpu().numpy()
     told = {"tokens": tokens, "parts": facts, "unread": unread}
     parallel = get_parallel()
-    ranks = f"{getattr(parallel, 'pp_rank', 0)}.{parallel.attn_tp_rank}"
+    ranks = f"{parallel.pp_rank}.{parallel.attn_tp_rank}"
     place = Path(FOLDER) / f"{SIDE}.{found[0]}.{ranks}.{tokens}.rows.npz"
     with place.with_suffix(".new").open("wb") as file:
         np.savez(file, told=np.frombuffer(json.dumps(told).encode(), np.uint8), **arrays)
