@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from disagg.testing.conform import try_pairs
 from disagg.testing.judge import Observation
@@ -61,6 +63,17 @@ def test_json_has_settings_verdict_versions_and_date_of_each_row(report, tmp_pat
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", row["date"])
     (tmp_path / "conform.json").write_bytes(report.as_json())
     assert read_report(tmp_path / "conform.json") == report
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_table_fits_the_terminal_and_breaks_no_word(report, width):
+    console = Console(file=StringIO(), width=width)
+    console.print(report.table(), crop=False)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    words = {"WRONG", "sglang-nixl", "max_model_len=512", "<32>", "float32"}
+    assert words <= {*text.split()}
+    assert "3 rows: 1 WRONG, 1 serves, 1 refuses" in text and "vllm 0.32.0" in text
 
 
 def test_a_page_has_the_rows_and_needs_nothing_from_elsewhere(report):
