@@ -289,7 +289,8 @@ class Arena:
         if lost is None and not any(answers):
             return Observation(refused=reasons.of_requests(texts, failures))
         if lost is None and not any(each.received for each in compared):
-            why = reasons.of_requests(texts, ["neither log has an error"])
+            whole = [server.text() for server in both]
+            why = reasons.of_requests(whole, ["neither log has an error"])
             return Observation(refused=f"decode computed all prompts by itself: {why}")
         why = f" ({reasons.of_requests(texts, ())})" if failures else ""
         return Observation(

@@ -9,8 +9,9 @@ PREFIX = re.compile(
     r"^(?:\([\w.]+(?: pid=\d+)?\) *)?"  # vLLM: the process
     r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?"
     r"(?:\[\d{4}-[\d: -]+[^\]]*\] ?)?"  # SGLang: the time and the rank
-    r"(?:\d{4}-[\d:. -]+ NIXL (?P<nixl>\w+) +)?"
+    r"(?:(?:\d{4}-[\d:. -]+)?(?:NIXL|LMCache) (?P<library>[A-Z]+):? +)?"
 )
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
 EXCEPTION = re.compile(
     r"^(?:(?:[a-z_]\w*\.)+(?P<dotted>[A-Z]\w+|\w*Error)|(?P<plain>\w*(?:Error|Exception)))"
     r": (?P<words>.+)"
@@ -24,6 +25,7 @@ GENERAL = (
     "EngineCore encountered an issue",
     "Broken pipe",
     "died unexpectedly",
+    "output_handler failed",
 )
 """What a process says of another whose log is here too."""
 LEVELS = "ERROR", "CRITICAL"
@@ -33,7 +35,7 @@ LINES = 12
 
 def exceptions(text: str) -> list[str]:
     """`Name: message` of each traceback in a log, in order. A message may have several lines."""
-    lines = [PREFIX.sub("", line) for line in text.splitlines()]
+    lines = [PREFIX.sub("", line) for line in COLOUR.sub("", text).splitlines()]
     found = []
     for number, line in enumerate(lines):
         match = EXCEPTION.match(line)
@@ -47,11 +49,12 @@ def exceptions(text: str) -> list[str]:
 def errors(text: str) -> list[str]:
     """What a log has at level ERROR and above, once each."""
     found: dict[str, None] = {}
-    for line in text.splitlines():
+    for line in COLOUR.sub("", text).splitlines():
         match = PREFIX.match(line)
         assert match  # every part of it may be missing
-        level, message = match["level"] or match["nixl"], line[match.end() :]
-        if level in LEVELS and message and not any(words in message for words in GENERAL):
+        level, message = match["level"] or match["library"], line[match.end() :]
+        stack = message.startswith(("Traceback", "  "))
+        if level in LEVELS and not stack and not any(words in message for words in GENERAL):
             found.setdefault(message)
     return [*found]
 
