@@ -288,7 +288,8 @@ class Arena:
         texts = [server.text(mark) for server, mark in zip(both, marks)]
         if lost is None and not any(answers):
             return Observation(refused=reasons.of_requests(texts, failures))
-        if lost is None and not any(each.received for each in compared):
+        watched = all((watch / f"{side}.watched").exists() for side in ("prefill", "decode"))
+        if lost is None and watched and not any(each.received for each in compared):
             whole = [server.text() for server in both]
             why = reasons.of_requests(whole, ["neither log has an error"])
             return Observation(refused=f"decode computed all prompts by itself: {why}")

@@ -41,6 +41,7 @@ def register() -> None:
     HookRegistry.register(
         f"{where}.decode.DecodeTransferQueue._commit_transfer_to_req", saw_commit, HookType.AROUND
     )
+    Path(FOLDER, f"{SIDE}.watched").touch()
 
 
 def _nixl_on_cpu() -> None:
@@ -106,14 +107,8 @@ def save(scheduler: Any, req: Any, queue: Any) -> None:
         for layer, part, join, tensor in parts(pool):
             key = f"{owner} {layer} {part}"
             rows = tensor[at].contiguous()
-            facts[key] = {
-                "owner": owner,
-                "layer": layer,
-                "part": part,
-                "join": join,
-                "start": 0,
-                "dtype": str(rows.dtype)[6:],
-            }
+            facts[key] = {"owner": owner, "layer": layer, "part": part, "join": join, "start": 0}
+            facts[key]["dtype"] = str(rows.dtype)[6:]
             arrays[key] = rows.reshape(*rows.shape[:2], -1).view(torch.uint8).cpu().numpy()
     told = {"tokens": tokens, "parts": facts, "unread": unread}
     parallel = get_parallel()

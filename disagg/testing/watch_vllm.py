@@ -22,6 +22,8 @@ import torch
 FOLDER, SIDE = os.environ.get("KVPOOL_CONFORM", ""), os.environ.get("KVPOOL_CONFORM_SIDE", "")
 DRAFTS = ("draft_model.", "mtp.")
 """Beginnings of the names of a draft's layers."""
+SEEN = "initialize_kv_cache_tensors", "execute_model", "_model_forward", "sample_tokens"
+"""Of a model runner: another one is not read."""
 REQUEST = re.compile(r"conform-\d+")
 
 
@@ -62,9 +64,11 @@ def register() -> None:
         original = WorkerWrapperBase.initialize_from_config
 
         def initialize(wrapper: Any, configs: Any) -> None:
-            watch = _Watch(wrapper.worker.model_runner)
+            runner = wrapper.worker.model_runner
+            watch = _Watch(runner) if all(hasattr(runner, name) for name in SEEN) else None
             original(wrapper, configs)
-            watch.begin()
+            if watch is not None:
+                watch.begin()
 
         WorkerWrapperBase.initialize_from_config = initialize
 
@@ -138,6 +142,7 @@ class _Watch:
 
         runner.execute_model, runner._model_forward = executed, computed
         runner.sample_tokens = sampled
+        Path(FOLDER, f"{SIDE}.watched").touch()
 
     def note(self, output: Any) -> None:
         cached = output.scheduled_cached_reqs
@@ -187,8 +192,8 @@ class _Watch:
                         tensor = part.pop("tensor")
                         facts[part["key"]] = {**part, "dtype": str(tensor.dtype)[6:]}
                         arrays[part["key"]] = _bytes(tensor)
-                except Unreadable as problem:
-                    unread.append(f"{layer}: {problem}")
+                except Exception as problem:  # no engine ends because it cannot be read
+                    unread.append(f"{layer}: {type(problem).__name__}: {problem}")
         if not (arrays or unread):
             return
         found = REQUEST.search(name)
