@@ -86,18 +86,24 @@ class Arena:
         self._open.close()
 
     def observe(self, pair: Pair) -> Observation:
-        """Runs a pair with servers of its own. What its single engines answer is asked once."""
+        """Runs a pair with servers of its own. What its single engines answer is asked once, and
+        not for a pair that is refused.
+        """
         versions: dict[str, str] = {}
+        observation = Observation()
         try:
             for engine in dict.fromkeys((pair.prefill.engine, pair.decode.engine)):
                 versions |= self._versions(engine, modules(pair, engine))
-            alone = [self._answers(pair, side) for side in (pair.prefill, pair.decode)]
+            observation = self._run(pair)
+            if observation.here is None and observation.refused is None:
+                alone = [self._answers(pair, side) for side in (pair.prefill, pair.decode)]
+                observation = dataclasses.replace(
+                    observation, alone_prefill=alone[0], alone_decode=alone[1]
+                )
         except CannotRun as problem:
-            return Observation(here=str(problem), versions=versions)
-        observation = self._run(pair)
-        return dataclasses.replace(
-            observation, alone_prefill=alone[0], alone_decode=alone[1], versions=versions
-        )
+            if not any(observation.tokens or ()):  # what served needs no single engine
+                observation = Observation(here=str(problem))
+        return dataclasses.replace(observation, versions=versions)
 
     # what there is on this machine
 
