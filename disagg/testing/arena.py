@@ -33,6 +33,8 @@ from disagg.testing.suite import Pair, Side, Suite
 
 START, ANSWER = 600.0, 120.0
 """Seconds that a server has to start, and a request to be answered."""
+ALONE = "alone.json"
+"""In an arena's folder: what single engines have answered, kept for the next time."""
 FIRST = 24
 """Tokens of a pair's first prompt, which is not judged."""
 PORTS = 16
@@ -49,7 +51,9 @@ class Arena:
         self.plugins = save_plugins(folder / "plugins")
         self._open = contextlib.ExitStack()
         self.machine = Machine(suite, folder, plugins=self.plugins, progress=progress)
-        self._alone: dict[str, Answers | str] = {}
+        kept = folder / ALONE
+        self._answered: dict[str, Answers] = json.loads(kept.read_text()) if kept.exists() else {}
+        self._failed: dict[str, str] = {}
         self._numbers = itertools.count(1)
 
     def __enter__(self) -> Self:
@@ -62,8 +66,8 @@ class Arena:
         self._open.close()
 
     def observe(self, pair: Pair) -> Observation:
-        """Runs a pair with servers of its own. What its single engines answer is asked once, and
-        not for a pair that is refused.
+        """Runs a pair with servers of its own. What its single engines answer is asked once for a
+        folder, and not for a pair that is refused.
         """
         versions: dict[str, str] = {}
         observation = Observation()
@@ -84,21 +88,28 @@ class Arena:
     # single engines
 
     def _answers(self, pair: Pair, side: Side) -> Answers:
-        """Of a single engine with a side's ranks. Pages and stages change no number."""
+        """Of a single engine with a side's ranks. Pages and stages change no number. Raises
+        CannotRun.
+        """
         side = dataclasses.replace(side, pp=1)
         args = {name: value for name, value in side.args.items() if name != "kv_transfer_config"}
-        about = dataclasses.asdict(dataclasses.replace(side, block_size=0, args=args))
-        key = json.dumps([about, pair.model, pair.prompts, pair.new_tokens], sort_keys=True)
-        if key not in self._alone:
+        about = {
+            "side": dataclasses.asdict(dataclasses.replace(side, block_size=0, args=args)),
+            "models": [self.suite.models.get(name or "") for name in (pair.model, side.draft)],
+            "prompts": [pair.prompts, pair.new_tokens],
+            "versions": self.machine.versions(side.engine, ()),
+        }
+        key = json.dumps(about, sort_keys=True)
+        if key not in self._answered and key not in self._failed:
             self.progress(f"{pair.name}: {side.engine} alone")
             try:
-                self._alone[key] = self._ask_alone(pair, side)
+                self._answered[key] = self._ask_alone(pair, side)
+                (self.folder / ALONE).write_text(json.dumps(self._answered))
             except (ServerEnded, TimeoutError, RequestFailed) as problem:
-                self._alone[key] = f"{side.engine} alone: {self._told(problem)}"
-        answers = self._alone[key]
-        if isinstance(answers, str):
-            raise CannotRun(answers)
-        return answers
+                self._failed[key] = f"{side.engine} alone: {self._told(problem)}"
+        if key in self._failed:
+            raise CannotRun(self._failed[key])
+        return tuple(tuple(tokens) for tokens in self._answered[key])
 
     def _ask_alone(self, pair: Pair, side: Side) -> Answers:
         with self._single(pair, side) as server:

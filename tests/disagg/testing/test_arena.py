@@ -130,6 +130,15 @@ def test_a_pair_that_serves_has_tokens_bytes_and_versions(observe):
     assert shown.versions["vllm: kvpool"]
 
 
+def test_single_engines_are_asked_once_for_a_folder(suite, tmp_path):
+    for number in range(2):
+        told = []
+        with Arena(suite, tmp_path / "arena", told.append) as arena:
+            shown = arena.observe(pair())
+        assert shown.tokens == shown.alone_prefill == shown.alone_decode
+        assert told.count("row: vllm alone") == 1 - number
+
+
 def test_the_first_byte_that_decode_has_otherwise_is_named(observe):
     shown = observe(pair(decode="damage"))
     assert shown.differences == (
