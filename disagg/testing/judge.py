@@ -92,7 +92,8 @@ def judge_run(run: Observation) -> Verdict:
     """What one run shows. A wrong answer counts before a loss, a refusal or an error."""
     wrong, doubt = _token_difference(run)
     if run.differences:
-        return Verdict(result="WRONG", reason=run.differences)
+        tokens = f"; {wrong}" if wrong else "" if doubt else "; tokens are right"
+        return Verdict(result="WRONG", reason=run.differences + tokens)
     if wrong and run.differences is None:
         return Verdict(result="WRONG", reason=wrong)
     if run.lost is not None:

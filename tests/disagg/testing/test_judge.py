@@ -54,7 +54,9 @@ def test_one_run_is_enough_for_an_answer_that_is_not_wrong(run, expected):
     [
         (WRONG, TOKEN),
         ({"differences": BYTE}, BYTE),
-        ({"differences": BYTE, "tokens": ONE, **ALONE}, BYTE),
+        ({"differences": BYTE, "tokens": ONE, **ALONE}, f"{BYTE}; tokens are right"),
+        ({"differences": BYTE, **WRONG}, f"{BYTE}; {TOKEN}"),
+        ({"differences": BYTE, "tokens": ONE, **UNSURE}, BYTE),
         # a prompt on which they agree judges, beside one on which they do not
         (
             {"tokens": ((5, 0, 7), (8, 9)), **UNSURE},
