@@ -141,6 +141,12 @@ cross-demo: $(VLLM_STAMP) $(SGLANG_STAMP)  ## vLLM prefills and SGLang decodes, 
 test-cross: $(VLLM_STAMP) $(SGLANG_STAMP)  ## real vLLM and SGLang engines that share requests
 	$(CROSS) -m pytest tests/engines/cross $(TESTS)
 
+CONFORM ?= --resume
+.PHONY: conform
+conform: venv $(VLLM_STAMP) $(SGLANG_STAMP)  ## pairs of real servers with every connector: conform/conform.md (docs/conform.md)
+	KVPOOL_VLLM_PYTHON=$(VLLM_BIN)/python KVPOOL_SGLANG_PYTHON=$(SGLANG_BIN)/python \
+		$(BIN)/kvpool conform docs/compatibility.toml $(CONFORM)
+
 .venv-vllm: $(VLLM_STAMP)
 
 .venv-sglang: $(SGLANG_STAMP)

@@ -28,8 +28,9 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"digest", "engines"},
         {"protocol"},
         {"runtime", "snapshot", "timeline"},
+        {"connectors", "exporter"},
         {"testing"},
-        {"connectors", "cli", "exporter"},
+        {"cli"},
         {"disagg"},
     ),
 }

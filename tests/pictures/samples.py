@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import product
+from typing import get_args
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.cli.bench.case import COPY, Measurement
@@ -14,6 +15,9 @@ from disagg.cli.bench.report import BenchReport
 from disagg.cli.hand_off import Geometry, HandOff, read_side
 from disagg.cli.picture import page as explained
 from disagg.protocol.metrics import RoomMetrics
+from disagg.testing.judge import Result, Verdict
+from disagg.testing.report import Report, Trial
+from disagg.testing.suite import Pair, Side
 from disagg.timeline import timeline
 from kvpool import MHAPool, PoolLayout, Shard
 from kvpool.cli.describe import model_layout
@@ -105,6 +109,42 @@ def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurem
     return case_of(group, name, bound).timed([(1e-3, ratio * 1e-3)])
 
 
+def conformed() -> Report:
+    """Rows of each result, with a long reason."""
+    side = Side(
+        engine="vllm",
+        block_size=32,
+        tp=2,
+        pp=2,
+        dtype="bfloat16",
+        draft=None,
+        method=None,
+        args={"max_num_batched_tokens": 2048},
+    )
+    rows = [
+        Trial(
+            pair=Pair(
+                name=f"row {number}",
+                connector="kvpool",
+                model="llama_shallow",
+                prefill=side,
+                decode=replace(side, engine="sglang", block_size=128),
+                transport="mooncake",
+                settings={"allow_missing": ["draft"]},
+                prompts=(70, 200),
+                new_tokens=16,
+            ),
+            digest=str(number),
+            verdict=Verdict(result=result, reason=LONG_SENTENCE if number % 2 else "bytes"),
+            versions={"vllm": "0.32.0", "mooncake-transfer-engine-non-cuda": "0.3.13"},
+            date="2026-11-28T10:00:00+00:00",
+            seconds=61.0,
+        )
+        for number, result in enumerate(get_args(Result))
+    ]
+    return Report(suite="compatibility.toml", date=rows[0].date, complete=False, rows=rows)
+
+
 def of_a_shard() -> PoolLayout:
     """Of a hybrid model with heads of usual sizes."""
     linear = gated_delta_net(16, 32, 128, 128, 4)
@@ -142,6 +182,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "explain-states.html": lambda: explained(
         handing_over("qwen3_next_80b", Geometry(tp=2, page_size=64), Geometry(tp=4, page_size=16))
     ),
+    "conform.html": lambda: conformed().html(),
     "handoff.html": lambda: chart_html(timeline(rooms())),
 }
 """By the name of the file."""

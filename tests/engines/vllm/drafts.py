@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 Tensors = dict[str, torch.Tensor]
+METHODS = "eagle", "eagle3"
+"""Of heads, which `save_head` makes."""
 OUTPUTS = ("o_proj.weight", "down_proj.weight", "out_proj.weight")
 """Of a layer, what adds to the hidden state."""
 SHALLOW = {"llama_shallow": 0, "deepseek_mtp": 0, "qwen3_next_mtp": 3}

@@ -1,4 +1,5 @@
-"""`python -m tests.engines.vllm.models FOLDER NAME...`: tiny models with random weights, saved.
+"""`python -m tests.engines.vllm.models FOLDER NAME...`: tiny models with random weights, saved; of
+names in `drafts.METHODS` the heads of `llama_shallow`.
 
 Weights are scaled up where that keeps greedy decoding from being a lottery of rounding: logits that
 lie far apart. MLA's are not: with them one engine alone disagrees with itself.
@@ -172,6 +173,8 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
 def save(name: str, folder: Path) -> Path:
     """Makes a model once; returns its folder."""
     place = folder / name
+    if name in drafts.METHODS:
+        return drafts.save_head(name, save("llama_shallow", folder), place)
     if (place / "config.json").exists():
         return place
     torch.manual_seed(0)

@@ -57,7 +57,7 @@ class StubModule(types.ModuleType):
     """Any module."""
 
     __path__ = ()
-    __version__ = "9.9.9"
+    __version__ = "12.9.9"  # nixl takes it for the major version of CUDA, and has a package for 12
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

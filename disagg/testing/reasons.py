@@ -1,0 +1,92 @@
+"""Why a server did not serve, from its log: the connector's own words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+PREFIX = re.compile(
+    r"^(?:\([\w.]+(?: pid=\d+)?\) *)?"  # vLLM: the process
+    r"(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.]+ \[[^\]]*\] ?)?"
+    r"(?:\[\d{4}-[\d: -]+[^\]]*\] ?)?"  # SGLang: the time and the rank
+    r"(?:(?:\d{4}-[\d:. -]+)?(?:NIXL|LMCache) (?P<library>[A-Z]+):? +)?"
+)
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+EXCEPTION = re.compile(
+    r"^(?:(?:[a-z_]\w*\.)+(?P<dotted>[A-Z]\w+|\w*Error)|(?P<plain>\w*(?:Error|Exception)))"
+    r": (?P<words>.+)"
+)
+GENERAL = (
+    "Engine core initialization failed",
+    "WorkerProc initialization failed",
+    "WorkerProc failed to start",
+    "Failed core proc",
+    "EngineDeadError",
+    "EngineCore encountered an issue",
+    "Broken pipe",
+    "died unexpectedly",
+    "output_handler failed",
+)
+"""What a process says of another whose log is here too."""
+LEVELS = "ERROR", "CRITICAL"
+LINES = 12
+"""Of one reason."""
+
+
+def exceptions(text: str) -> list[str]:
+    """`Name: message` of each traceback in a log, in order. A message may have several lines."""
+    lines = [PREFIX.sub("", line) for line in COLOUR.sub("", text).splitlines()]
+    found = []
+    for number, line in enumerate(lines):
+        match = EXCEPTION.match(line)
+        if match and not any(words in line for words in GENERAL):
+            name = match["dotted"] or match["plain"]
+            following = _following(lines[number + 1 :])
+            found.append("\n".join([f"{name}: {match['words']}", *following]))
+    return found
+
+
+def errors(text: str) -> list[str]:
+    """What a log has at level ERROR and above, once each."""
+    found: dict[str, None] = {}
+    for line in COLOUR.sub("", text).splitlines():
+        match = PREFIX.match(line)
+        assert match  # every part of it may be missing
+        level, message = match["level"] or match["library"], line[match.end() :]
+        stack = message.startswith(("Traceback", "  "))
+        if level in LEVELS and not stack and not any(words in message for words in GENERAL):
+            found.setdefault(message)
+    return [*found]
+
+
+def of_start(text: str) -> str:
+    """Why a server did not start: its last exception that is not about another process."""
+    found = exceptions(text)
+    return found[-1] if found else last_lines(text)
+
+
+def of_requests(texts: Iterable[str], failures: Sequence[str]) -> str:
+    """Why requests failed: exceptions in the logs, else what they have as errors, else what was
+    answered.
+    """
+    logs = [*texts]
+    for words in (exceptions, errors):
+        found = [*dict.fromkeys(each for text in logs for each in words(text))]
+        if found:
+            return "\n".join("\n".join(found).splitlines()[:LINES])
+    return "\n".join([*dict.fromkeys(failures)][:LINES])
+
+
+def last_lines(text: str) -> str:
+    """The end of a log."""
+    return "\n".join([line for line in text.splitlines() if line.strip()][-LINES:])
+
+
+def _following(lines: Sequence[str]) -> list[str]:
+    """Further lines of a message: those that are indented as our refusals are."""
+    found = []
+    for line in lines[: LINES - 1]:
+        if not line.startswith("  ") or line.startswith("  File "):
+            break
+        found.append(line)
+    return found
