@@ -123,7 +123,12 @@ def worker_of(engine: Engine, side: Side) -> Any:
         model_runner=SimpleNamespace(spec_algorithm=engine.algorithm)
     )
     runners = [
-        SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=slots_of(side), model_config=model)
+        SimpleNamespace(
+            token_to_kv_pool=pool,
+            req_to_token_pool=slots_of(side),
+            model_config=model,
+            model=torch.nn.Module(),
+        )
         for pool, model in ((pool, engine.draft.config()) for pool in side.drafts)
     ]
     layout = SimpleNamespace(tp_group=engine.group)
