@@ -15,7 +15,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.models.llama import LlamaModel
 
 from disagg.connectors.scales import scale_conventions
-from disagg.connectors.sglang.pools import engine_layout
+from disagg.connectors.sglang.pools import ModelPools, engine_layout
 from disagg.connectors.sglang.scales import rank_scales
 from disagg.connectors.sglang.states import Ranks
 from tests.engines.sglang import sides
@@ -47,9 +47,8 @@ def said(pool, *attention, draft=None):
         for holder, modules in ((pool, attention), *([draft] if draft else ()))
     ]
     heads = Ranks(total_kv_heads=4)
-    layout = engine_layout(
-        pool, heads, state_types=[], total_layers=4, draft=draft[0] if draft else None
-    ).layout
+    drafts = [ModelPools(tokens=draft[0], ranks=heads)] if draft else []
+    layout = engine_layout(pool, heads, state_types=[], total_layers=4, drafts=drafts).layout
     return scale_conventions(layout, rank_scales(runners))
 
 
