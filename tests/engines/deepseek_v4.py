@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -134,18 +133,21 @@ class Model:
 
 
 class Rank:
-    """A rank that has `layers` of a model: vLLM's tensors, and a request's blocks in each group."""
+    """A rank that has `layers` of a model: vLLM's tensors, and a request's blocks in each group of
+    the whole model, the same on ranks of one seed.
+    """
 
     def __init__(
         self, model: Model, layers: Sequence[int], seed: int = 0, *, tp: int = 1, rank: int = 0
     ) -> None:
         self.window = model.window
         with patch.object(v41, "_use_v41_mxfp8_kv_record", lambda: model.record == 528):
-            self.caches = {
+            caches = {
                 f"model.layers.{layer}.{name}": cache
-                for layer in layers
+                for layer in range(len(model.ratios))
                 for name, cache in model.caches(layer)
             }
+        self.caches = {name: cache for name, cache in caches.items() if cache.layer in layers}
         modules = {name: engines.module(cache.backend) for name, cache in self.caches.items()}
         self.config = config = engines.config(
             modules, layers=len(model.ratios) - model.drafts, tp=tp, rank=rank
@@ -157,9 +159,12 @@ class Rank:
         )
         config.attention_config = SimpleNamespace(hisparse_config=None)
         config.scheduler_config = SimpleNamespace(disable_hybrid_kv_cache_manager=False)
-        specs = {name: cache.spec for name, cache in self.caches.items()}
-        self.groups = planner.get_kv_cache_groups(config, specs)
-        self.planned = planner.get_kv_cache_config_from_groups(config, self.groups, 1 << 40)
+        specs = {name: cache.spec for name, cache in caches.items()}
+        groups = planner.get_kv_cache_groups(config, specs)
+        self.first_specs = [specs[group.layer_names[0]] for group in groups]
+        groups = planner._project_kv_cache_groups_to_worker(groups, self.caches)
+        self.group_of = {name: at for at, group in enumerate(groups) for name in group.layer_names}
+        self.planned = planner.get_kv_cache_config_from_groups(config, groups, 1 << 40)
         tensors = self.planned.kv_cache_tensors
         self.raw, self.views = torch.full((tensors[0].size,), FILL, dtype=torch.uint8), {}
         for tensor in tensors:
@@ -170,17 +175,13 @@ class Rank:
         self.seen = engine_layout(config, self.planned, self.views)
         self.free = np.random.default_rng(seed).permutation(np.arange(1, BLOCKS)).tolist()
 
-    @cached_property
-    def group_of(self) -> dict[str, int]:
-        return {name: at for at, group in enumerate(self.groups) for name in group.layer_names}
-
     def blocks(self, tokens: int) -> tuple[tuple[int, ...], ...]:
         """By group, as its manager gives them: of a window those before it are the null block, and
         a ring is one.
         """
         lists = []
-        for group in self.groups:
-            spec, first = self.caches[group.layer_names[0]].spec, 0
+        for spec in self.first_specs:
+            first = 0
             if isinstance(spec, SlidingWindowMLASpec):
                 first = max(0, tokens - spec.sliding_window + 1) // spec.block_size
             count = 1 if isinstance(spec, CircularBufferSpec) else -(-tokens // spec.block_size)
@@ -241,9 +242,7 @@ def ranks(model: Model, tp: int = 1, stages: Sequence[Sequence[int]] = ()) -> li
     """An engine's. Every rank of tensor parallelism has all of the state of its stage's layers."""
     stages = stages or [range(len(model.ratios))]
     places = [(layers, rank) for layers in stages for rank in range(tp)]
-    return [
-        Rank(model, layers, seed, tp=tp, rank=rank) for seed, (layers, rank) in enumerate(places)
-    ]
+    return [Rank(model, layers, tp=tp, rank=rank) for layers, rank in places]
 
 
 def hand_over(there: Sequence[Rank], here: Sequence[Rank], tokens: int, start: int = 0) -> None:
@@ -256,6 +255,7 @@ def hand_over(there: Sequence[Rank], here: Sequence[Rank], tokens: int, start: i
         source.write(blocks, tokens)
         offered.append(source.address(blocks, tokens))
     for dest in here:
+        dest.free.reverse()  # other blocks than prefill's
         blocks = dest.blocks(tokens)
         wanted = dest.address(blocks, tokens)
         transfer = plan([source.seen.layout for source in there], dest.seen.layout)

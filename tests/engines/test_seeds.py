@@ -23,8 +23,8 @@ def test_vllms_deepseek_v4_and_kvpools_own_pool(seed):
     window, tokens = draw.choice((32, 64, 96, 128, 200)), draw.randint(1, 700)
     blocks = [draw.choice((128, 256, 384, 512)) for _ in range(2)]
     there, back = (
-        Rank(Model(ratios=ratios, window=window, block=block), range(len(ratios)), seed)
-        for block in blocks
+        Rank(Model(ratios=ratios, window=window, block=block), range(len(ratios)), seed + number)
+        for number, block in enumerate(blocks)
     )
     pool = DSv4Pool(
         layers=range(len(ratios)), compress_ratios=ratios, window=window - 1, num_pages=8,
