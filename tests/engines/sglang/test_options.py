@@ -140,14 +140,28 @@ def test_deferred_release_is_taken_and_its_absence_refused(resolved, monkeypatch
         start(made)
 
 
-def test_decode_of_a_hybrid_with_latents_is_taken(resolved):
+def test_decode_of_a_hybrid_with_latents_starts(resolved):
     """For such a pool SGLang's decode asks all CP ranks of prefill, also where there is one."""
     with sides.alone():
         pool = sides.hybrid(kind="kda", full="mla")
-    taken = pytest.raises(AttributeError, match="model_config")  # what is read after the options
-    with manager(resolved("decode"), pool) as made, taken:
+    model = SimpleNamespace(
+        hf_text_config=LLAMA, get_total_num_kv_heads=lambda: 4, num_hidden_layers=8,
+        model_path="/models/tiny", quantization=None,
+    )  # fmt: skip
+    runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: iter(())))
+    scheduler = SimpleNamespace(
+        model_config=model, tp_worker=SimpleNamespace(model_runner=runner),
+        sliding_window_size=None, req_to_token_pool=None,
+    )  # fmt: skip
+    queue = SimpleNamespace(
+        scheduler=scheduler, token_to_kv_pool=pool, draft_token_to_kv_pool=None,
+        transfer_queue=SimpleNamespace(metadata_buffers=None),
+    )  # fmt: skip
+    with manager(resolved("decode"), pool) as made:
         assert made.is_hybrid_mla_backend
-        start(made)
+        made.start(queue)
+        made.rank.close()
+        assert {"latent", "temporal"} <= {region.role for region in made.layout.layout.regions}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
