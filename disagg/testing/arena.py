@@ -16,7 +16,7 @@ from types import FrameType
 
 from typing_extensions import Self
 
-from disagg.testing import reasons, rows
+from disagg.testing import reasons
 from disagg.testing.connectors import CONNECTORS, Place, modules
 from disagg.testing.judge import Answers, Observation
 from disagg.testing.launch import Launch, Role, save_plugins
@@ -29,6 +29,7 @@ from disagg.testing.protocols import (
     tokens_of_vllm,
 )
 from disagg.testing.servers import RequestFailed, Server, ServerEnded, free_ports
+from disagg.testing.state import rows
 from disagg.testing.suite import Pair, Side, Suite
 
 START, ANSWER = 600.0, 120.0

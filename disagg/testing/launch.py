@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from disagg.testing import watch_sglang, watch_vllm
+from disagg.testing.state import watch_sglang, watch_vllm
 from disagg.testing.suite import EngineSpec, Side
 
 Role = Literal["single", "prefill", "decode"]
