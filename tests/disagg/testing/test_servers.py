@@ -124,8 +124,9 @@ def test_a_reason_is_the_connectors_own():
     assert reasons.of_start("Killed\n\n") == "Killed"
     assert reasons.of_requests(["", VLLM], ["HTTP 500"]).startswith("IncompatibleLayouts")
     assert reasons.of_requests([LOGGED], ["HTTP 500"]) == "handshake failed: blocks differ"
-    assert reasons.of_requests(["", REFUSED], ["HTTP 500"]) == (
-        "request conform was not received: 2 reasons.\n  target layers 0-3 k: float32 on prefill."
+    log = REFUSED + REFUSED.replace("conform-0-0-b34a", "conform-1-0-9c")
+    assert reasons.of_requests(["", log], ["HTTP 500"]) == (
+        "request conform was not received: 2.\n  target layers 0-3 k: float32 on prefill."
     )
     text = reasons.of_requests([LIBRARIES], [])
     assert text == "Timeout occurred for rank 0\n_api.py:405 no backend"
