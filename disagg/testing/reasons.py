@@ -71,14 +71,14 @@ def of_start(text: str) -> str:
 
 
 def of_requests(texts: Iterable[str], failures: Sequence[str]) -> str:
-    """Why requests failed: exceptions in the logs, else what they have as errors, else what was
+    """Why requests failed: the first exception in the logs, else the first error, else what was
     answered.
     """
     logs = [*texts]
     for words in (exceptions, errors):
-        found = [*dict.fromkeys(each for text in logs for each in words(text))]
-        if found:
-            return "\n".join("\n".join(found).splitlines()[:LINES])
+        lines = [line for text in logs for each in words(text) for line in each.splitlines()]
+        if lines:
+            return "\n".join([lines[0], *_following(lines[1:])])
     return "\n".join([*dict.fromkeys(failures)][:LINES])
 
 
