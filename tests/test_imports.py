@@ -24,7 +24,13 @@ sys.meta_path.insert(0, Block())
 
 @pytest.mark.parametrize(
     "module",
-    ["kvpool.describe", "kvpool.device", "kvpool.allocation.allocator", "disagg.plan"],
+    [
+        "kvpool.describe",
+        "kvpool.device",
+        "kvpool.allocation.allocator",
+        "disagg.plan",
+        "disagg.testing.arena",
+    ],
 )
 def test_layouts_and_plans_need_no_torch(module):
     python("-c", BLOCKED.format(blocked={"torch"}) + f"import {module}")

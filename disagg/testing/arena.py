@@ -10,13 +10,14 @@ import random
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
 from typing_extensions import Self
 
-from disagg.testing import reasons, rows
+from disagg.testing import reasons
 from disagg.testing.connectors import CONNECTORS, Place, modules
 from disagg.testing.judge import Answers, Observation
 from disagg.testing.launch import Launch, Role, save_plugins
@@ -28,11 +29,14 @@ from disagg.testing.protocols import (
     ask_vllm,
     tokens_of_vllm,
 )
-from disagg.testing.servers import RequestFailed, Server, ServerEnded, free_ports
+from disagg.testing.servers import POLL, RequestFailed, Server, ServerEnded, free_ports
+from disagg.testing.state import rows
 from disagg.testing.suite import Pair, Side, Suite
 
 START, ANSWER = 600.0, 120.0
 """Seconds that a server has to start, and a request to be answered."""
+ENDS = 3.0
+"""Seconds in which a server is gone that has answered a last time."""
 ALONE = "alone.json"
 """In an arena's folder: what single engines have answered, kept for the next time."""
 FIRST = 24
@@ -227,8 +231,9 @@ class Arena:
                     compared.append(rows.compare(watch, prompt.name))
             except (RequestFailed, OSError) as problem:
                 failures.append(f"prompt of {len(prompt.tokens)} tokens: {problem}")
+                lost = lost or _lost(both, ENDS)
             answers.append(answer)
-            lost = lost or _lost(both)
+        lost = lost or _lost(both)
         texts = [server.text(mark) for server, mark in zip(both, marks)]
         if lost is None and not any(answers):
             return Observation(refused=reasons.of_requests(texts, failures))
@@ -264,14 +269,18 @@ class Arena:
         return made
 
 
-def _lost(servers: Sequence[Server]) -> str | None:
-    """Which has ended, with its last words."""
-    try:
-        for server in servers:
-            server.alive()
-    except ServerEnded as ended:
-        return f"{ended}\n{reasons.of_start(ended.server.text())}"
-    return None
+def _lost(servers: Sequence[Server], timeout: float = 0.0) -> str | None:
+    """Which has ended, or does so in as many seconds, with its last words."""
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            for server in servers:
+                server.alive()
+        except ServerEnded as ended:
+            return f"{ended}\n{reasons.of_start(ended.server.text())}"
+        if time.monotonic() >= until:
+            return None
+        time.sleep(POLL)
 
 
 def _difference(compared: Sequence[rows.Comparison]) -> str | None:

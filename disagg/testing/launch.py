@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from disagg.testing import watch_sglang, watch_vllm
 from disagg.testing.suite import EngineSpec, Side
 
 Role = Literal["single", "prefill", "decode"]
@@ -55,9 +54,10 @@ CPU_ENV = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "TORCHDYNAMO_DISABLE": "1",  # some models of SGLang are compiled, a minute each time
 }
-PLUGINS = {
-    "kvpool_conform_vllm": ("vllm.general_plugins", watch_vllm.__file__),
-    "kvpool_conform_sglang": ("sglang.srt.plugins", watch_sglang.__file__),
+STATE = Path(__file__).parent / "state"
+PLUGINS = {  # files, as they are imported by engines only, which have torch
+    "kvpool_conform_vllm": ("vllm.general_plugins", STATE / "watch_vllm.py"),
+    "kvpool_conform_sglang": ("sglang.srt.plugins", STATE / "watch_sglang.py"),
 }
 """Modules that engines load: the group of their entry point, and the file they are copied from."""
 

@@ -11,6 +11,9 @@ PREFIX = re.compile(
     r"(?:\[\d{4}-[\d: -]+[^\]]*\] ?)?"  # SGLang: the time and the rank
     r"(?:(?:\d{4}-[\d:. -]+)?(?:NIXL|LMCache) (?P<library>[A-Z]+):? +)?"
 )
+NAME = re.compile(r"(?:cmpl-)?conform-\d+(?:-\d+-[0-9a-f]+)?")
+"""A request's, another one each time."""
+STACK = "Traceback", "  File ", "    "
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 EXCEPTION = re.compile(
     r"^(?:(?:[a-z_]\w*\.)+(?P<dotted>[A-Z]\w+|\w*Error)|(?P<plain>\w*(?:Error|Exception)))"
@@ -26,6 +29,7 @@ GENERAL = (
     "Broken pipe",
     "died unexpectedly",
     "output_handler failed",
+    "failed with an internal error",
 )
 """What a process says of another whose log is here too."""
 LEVELS = "ERROR", "CRITICAL"
@@ -52,8 +56,9 @@ def errors(text: str) -> list[str]:
     for line in COLOUR.sub("", text).splitlines():
         match = PREFIX.match(line)
         assert match  # every part of it may be missing
-        level, message = match["level"] or match["library"], line[match.end() :]
-        stack = message.startswith(("Traceback", "  "))
+        level = match["level"] or match["library"]
+        message = NAME.sub("conform", line[match.end() :])
+        stack = message.startswith(STACK)
         if level in LEVELS and not stack and not any(words in message for words in GENERAL):
             found.setdefault(message)
     return [*found]
@@ -66,14 +71,14 @@ def of_start(text: str) -> str:
 
 
 def of_requests(texts: Iterable[str], failures: Sequence[str]) -> str:
-    """Why requests failed: exceptions in the logs, else what they have as errors, else what was
+    """Why requests failed: the first exception in the logs, else the first error, else what was
     answered.
     """
     logs = [*texts]
     for words in (exceptions, errors):
-        found = [*dict.fromkeys(each for text in logs for each in words(text))]
-        if found:
-            return "\n".join("\n".join(found).splitlines()[:LINES])
+        lines = [line for text in logs for each in words(text) for line in each.splitlines()]
+        if lines:
+            return "\n".join([lines[0], *_following(lines[1:])])
     return "\n".join([*dict.fromkeys(failures)][:LINES])
 
 

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from disagg.testing.rows import compare
+from disagg.testing.state.rows import compare
 
 TOKENS, HEADS, BYTES = 9, 4, 8
 

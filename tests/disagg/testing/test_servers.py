@@ -103,6 +103,11 @@ LOGGED = """\
 (Worker pid=9) ERROR 11-28 09:46:24 [base_worker.py:1318] handshake failed: blocks differ
 (Worker pid=9) ERROR 11-28 09:46:24 [base_worker.py:1318] handshake failed: blocks differ
 """
+REFUSED = """\
+(Worker pid=9) ERROR 11-28 10:35:38 [rank.py:316] request cmpl-conform-0-0-b34a was not received: 2.
+(Worker pid=9) ERROR 11-28 10:35:38 [rank.py:316]   target layers 0-3 k: float32 on prefill.
+(APIServer pid=3) ERROR 11-28 10:35:38 [a.py:203] Request conform-0 failed with an internal error
+"""
 LIBRARIES = """\
 \x1b[31;20m[2026-11-28 10:02:50,087] LMCache ERROR:\x1b[0m Timeout occurred for rank 0
 2026-11-28 09:41:17 NIXL ERROR   _api.py:405 no backend
@@ -119,8 +124,14 @@ def test_a_reason_is_the_connectors_own():
     assert reasons.of_start("Killed\n\n") == "Killed"
     assert reasons.of_requests(["", VLLM], ["HTTP 500"]).startswith("IncompatibleLayouts")
     assert reasons.of_requests([LOGGED], ["HTTP 500"]) == "handshake failed: blocks differ"
+    log = REFUSED + REFUSED.replace("conform-0-0-b34a", "conform-1-0-9c")
+    assert reasons.of_requests(["", log], ["HTTP 500"]) == (
+        "request conform was not received: 2.\n  target layers 0-3 k: float32 on prefill."
+    )
     text = reasons.of_requests([LIBRARIES], [])
-    assert text == "Timeout occurred for rank 0\n_api.py:405 no backend"
+    assert text == "Timeout occurred for rank 0"
+    text = reasons.of_requests([LIBRARIES.splitlines()[1]], [])
+    assert text == "_api.py:405 no backend"
     assert reasons.of_requests(["", ""], ["HTTP 500", "HTTP 500"]) == "HTTP 500"
 
 

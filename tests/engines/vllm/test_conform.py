@@ -65,9 +65,3 @@ def test_a_refusal_has_the_connectors_reason(arena):
 def test_a_setting_that_does_not_exist_is_refused_at_start(arena):
     shown = arena.observe(replace(pair(side(), side()), settings={"speed": 11}))
     assert "does not start" in shown.refused and "speed" in shown.refused
-
-
-def test_what_an_engine_cannot_do_by_itself_is_not_the_connectors_fault(arena):
-    shown = arena.observe(pair(side(args={"max_model_len": 10**6}), side()))
-    assert "vllm alone" in shown.here and "max_model_len" in shown.here
-    assert shown.refused is None

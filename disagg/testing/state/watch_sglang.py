@@ -45,15 +45,19 @@ def register() -> None:
 
 
 def _nixl_on_cpu() -> None:
-    """SGLang's NIXL backend takes pools for a GPU's memory, unless they say otherwise."""
-    from sglang.srt.disaggregation.nixl import conn
+    """SGLang's NIXL backend takes pools for a GPU's memory; NIXL is told that they are a host's."""
+    from nixl._api import nixl_agent
 
-    original = conn._normalize_kv_mem_kinds
+    for name in ("register_memory", "get_xfer_descs", "prep_xfer_dlist"):
+        setattr(nixl_agent, name, _of_host(getattr(nixl_agent, name)))
 
-    def kinds(given: Any, count: int) -> Any:
-        return original(["DRAM"] * count if given is None else given, count)
 
-    conn._normalize_kv_mem_kinds = kinds
+def _of_host(method: Any) -> Any:
+    def called(agent: Any, *args: Any, **more: Any) -> Any:
+        told = ["DRAM" if isinstance(arg, str) and arg == "VRAM" else arg for arg in args]
+        return method(agent, *told, **more)
+
+    return called
 
 
 def _mooncake_on_cpu() -> None:
