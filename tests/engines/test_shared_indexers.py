@@ -15,7 +15,8 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from disagg import IncompatibleLayouts
-from disagg.connectors.vllm.layout import block_table, engine_layout
+from disagg.connectors.blocks import block_table
+from disagg.connectors.vllm.layout import engine_layout
 from disagg.plan import plan
 from tests import oracle
 from tests.disagg.connectors.vllm import engines

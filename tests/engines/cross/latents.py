@@ -40,14 +40,13 @@ def value(layer: int, what: str, token: int, size: int) -> np.ndarray:
 
 def rank_of(kind: str) -> tuple[Any, Any]:
     """The rank, and a request's block table."""
-    from disagg.connectors.vllm.layout import block_table
-    from tests.engines import test_deepseek_v4, test_shared_indexers
+    from tests.engines import deepseek_v4, test_shared_indexers
 
     if kind == "dsa":
         one = test_shared_indexers.Engine(range(8), 1)
         return one, one.table
-    other = test_deepseek_v4.Engine(range(6), 1)
-    return other, block_table(other.seen.groups, other.blocks(TOKENS), TOKENS)
+    other = deepseek_v4.Rank(deepseek_v4.Model(), range(6), 1)
+    return other, other.address(other.blocks(TOKENS), TOKENS)
 
 
 def serve(kind: str, role: str, address: str = "") -> None:

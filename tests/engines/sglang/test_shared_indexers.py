@@ -131,7 +131,7 @@ def told(prefill, row, room, seeds):
         **{f"cached_tokens{name}": count for name, count in counts.items()}, **drafted,
     )  # fmt: skip
     prefill.set_buf(request)
-    return read_row(prefill, row)
+    return read_row(prefill, row, drafts=seeds is not None)
 
 
 def seeds_of(decode, row):
@@ -141,7 +141,7 @@ def seeds_of(decode, row):
 def test_seeds_come_with_the_row_of_their_request():
     prefill, decode = buffers(GLM5), buffers(GLM5)
     seeds = torch.arange(64, dtype=torch.int32).flip(0)
-    write_row(decode, 2, 5, told(prefill, 1, 5, seeds))
+    write_row(decode, 2, 5, told(prefill, 1, 5, seeds), drafts=True)
     assert torch.equal(seeds_of(decode, 2), seeds)
     assert (seeds_of(decode, 1) == -1).all()
 
@@ -150,10 +150,10 @@ def test_seeds_come_with_the_row_of_their_request():
 def test_a_row_without_seeds_has_none_of_the_request_before(prefill):
     """SGLang's decode takes a row of values below 0 for none, and computes seeds of its own."""
     decode, drafting = buffers(GLM5), buffers(GLM5)
-    write_row(decode, 2, 5, told(drafting, 0, 5, torch.arange(64, dtype=torch.int32)))
+    write_row(decode, 2, 5, told(drafting, 0, 5, torch.arange(64, dtype=torch.int32)), drafts=True)
     other = buffers(GLM5 if prefill == "without a draft" else SimpleNamespace())
     values = {FIRST_TOKEN: 7} if prefill == "of vLLM" else told(other, 3, 6, None)
-    write_row(decode, 2, 6, values)
+    write_row(decode, 2, 6, values, drafts=True)
     assert (seeds_of(decode, 2) == -1).all()
     assert decode.get_buf(2)[-1][0] == 6
 
@@ -162,7 +162,7 @@ def test_seeds_are_positions_which_decode_finds_in_its_own_pages(monkeypatch):
     """So they mean the same in pages of any size."""
     decode = buffers(GLM5)
     positions = torch.tensor([5, 149, 0] + [-1] * 61, dtype=torch.int32)
-    write_row(decode, 1, 5, told(buffers(GLM5), 0, 5, positions))
+    write_row(decode, 1, 5, told(buffers(GLM5), 0, 5, positions), drafts=True)
     slots = torch.randperm(512, generator=torch.Generator().manual_seed(1)) + 1
     table = torch.zeros((2, 512), dtype=torch.int32)
     table[1] = slots

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from disagg.connectors.steps import ReceiveTask
 from disagg.connectors.vllm.connector import KvpoolConnector
-from disagg.connectors.vllm.scheduler import ReceiveTask
 
 
 class _Damaging(KvpoolConnector):
