@@ -26,6 +26,10 @@ VLLM: dict[str, Any] = {
     "seed": 0,
 }
 VLLM_CPU = {"kv_cache_memory_bytes": 64 << 20}
+VLLM_CPU_STAGES = {"enforce_eager": False, "compilation_config": {"mode": 1, "backend": "eager"}}
+"""With stages vLLM's CPU runner has room for what the stage before has computed only where a model
+is traced.
+"""
 SGLANG: dict[str, Any] = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
@@ -50,9 +54,9 @@ COMMON_ENV = {
     "OMP_NUM_THREADS": "1",
 }
 CPU_ENV = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # some models of SGLang are compiled, a minute each time
+    "vllm": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    # some models would be compiled, a minute each time
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"},
 }
 STATE = Path(__file__).parent / "state"
 PLUGINS = {  # files, as they are imported by engines only, which have torch
@@ -109,7 +113,7 @@ class Launch:
 
 def environment(spec: EngineSpec, plugins: Path) -> dict[str, str]:
     """Of an engine's Python: this process's, the suite's, and the plugins' folder on its path."""
-    env = {**os.environ, **COMMON_ENV, **(CPU_ENV if CPU else {}), **spec.env}
+    env = {**os.environ, **COMMON_ENV, **(CPU_ENV[spec.name] if CPU else {}), **spec.env}
     for name in ("VLLM_PLUGINS", "SGLANG_PLUGINS"):
         env.pop(name, None)  # all of them
     return env | {"PYTHONPATH": os.pathsep.join(filter(None, (str(plugins), spec.pythonpath)))}
@@ -151,6 +155,8 @@ def _vllm(launch: Launch) -> dict[str, Any]:
         "tensor_parallel_size": side.tp,
         "pipeline_parallel_size": side.pp,
     }
+    if CPU and side.pp > 1:
+        flags |= VLLM_CPU_STAGES
     if side.method or launch.draft:
         method = side.method or "draft_model"
         spec: dict[str, Any] = {"method": method}

@@ -160,10 +160,6 @@ def _same_heads(one: Array, other: Array) -> tuple[Array, Array]:
     return one, other
 
 
-def _wide(array: Array, few: int, times: int) -> Array:
-    return np.repeat(array, times, 1) if array.shape[1] == few else array
-
-
 def _value(row: Array, byte: int, dtype: str) -> str:
     """The element that a byte belongs to."""
     size = {"float32": 4, "bfloat16": 2, "float16": 2}.get(dtype, 1)
