@@ -138,7 +138,7 @@ def refused(prefills, decode_says, build=mla):
 def sentence(name, prefill, decode):
     return (
         f"{name}: {prefill!r} on prefill, {decode!r} on decode. Run the same model with the same "
-        "settings on both sides."
+        "settings on both sides, in the same engine where it is the engine that decides."
     )
 
 
@@ -219,7 +219,7 @@ WRONG = [
     ({"a\nb": 1}, "name 'a.nb': 1 to 128 printable characters"),
     ({"x" * 129: 1}, "name 'x+': 1 to 128 printable characters"),
     ({3: 1}, "name 3: 1 to 128 printable characters"),
-    ({f"n{number}": 1 for number in range(129)}, "129 names, at most 128 are sent"),
+    ({f"n{number}": 1 for number in range(1025)}, "1025 names, at most 1024 are sent"),
 ]
 
 
