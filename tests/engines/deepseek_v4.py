@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import lcm
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -18,7 +19,6 @@ import torch
 from vllm.models.deepseek_v4 import attention as v4, compressor as v4_compressor
 from vllm.models.deepseek_v41 import attention as v41, compressor as v41_compressor
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
-from vllm.v1.core import kv_cache_utils as planner
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     SlidingWindowMLASpec,
@@ -31,6 +31,11 @@ from disagg.connectors.vllm.layout import engine_layout
 from disagg.plan import plan
 from tests import oracle
 from tests.disagg.connectors.vllm import engines
+
+try:
+    from vllm.v1.core import kv_cache_planning as planner
+except ImportError:  # before 0.33
+    from vllm.v1.core import kv_cache_utils as planner
 
 BLOCKS, FILL = 90, 0xEE
 ORDER = KVCacheLayout.BLHNC
@@ -83,10 +88,12 @@ class Model:
         config, ratio = SimpleNamespace(cache_config=cache), self.ratios[layer]
         newer = self.version == "v41"
         alignment = 512 if self.record == 528 else 576
+        compressed = 288 if self.dtype == "nvfp4_ds_mla" else self.record
         swa = SimpleNamespace(
             bounded_replay=self.replay, block_size=32 if newer else 64, head_dim=512, dtype=dtype,
             window_size=self.window, cache_config=cache, packed_bytes_per_token=self.record,
             packed_page_alignment=alignment,
+            packed_block_stride_alignment=lcm(528, compressed) if self.record == 528 else None,
         )  # fmt: skip
         spec = DeepseekV4SWACache.get_kv_cache_spec(swa, config)
         yield "attn.swa_cache", Cache(layer, "DEEPSEEK_SPARSE_SWA", spec, 1, 1)
@@ -96,7 +103,7 @@ class Model:
         fields = {
             "head_dim": 512, "kv_cache_dtype": self.dtype, "kv_cache_torch_dtype": dtype,
             "compress_ratio": ratio, "is_kv_source": True, "kv_page_alignment": alignment,
-            "compressed_bytes_per_token": 288 if self.dtype == "nvfp4_ds_mla" else self.record,
+            "compressed_bytes_per_token": compressed,
         }  # fmt: skip
         latents = module.DeepseekV4Attention.get_kv_cache_spec(SimpleNamespace(**fields), config)
         name = "FLASHMLA_SPARSE_DSV41" if newer else "FLASHMLA_SPARSE_DSV4"

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vllm.v1.core import kv_cache_utils as planner
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -21,6 +20,11 @@ from disagg.plan import plan
 from tests import oracle
 from tests.disagg.connectors.vllm import engines
 from tests.engines.cross.latents import TOKENS, value
+
+try:
+    from vllm.v1.core import kv_cache_planning as planner
+except ImportError:  # before 0.33
+    from vllm.v1.core import kv_cache_utils as planner
 
 PATTERN, BLOCKS, FILL = "FFSSFSSS", 12, 0xEE
 WHOLE, HALVES, QUARTERS = (

@@ -4,10 +4,13 @@ byte is equal, by an oracle that reads vLLM's own tensors.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from disagg.connectors.vllm.connector import KvpoolConnector
 from tests.engines.pair import EXACT, LENGTHS, Pair, compare
 from tests.engines.vllm.engines import asked_at_once, handed_over, prefilled, prompts
 
@@ -226,3 +229,12 @@ def test_a_wrong_setting_ends_the_start(extra, start):
     engine = start("prefill", "llama", extra=extra)
     assert engine.ended(120)
     assert next(iter(extra)) in engine.tail()
+
+
+def test_memory_that_moves_is_refused_at_start():
+    """vLLM has sleep mode on GPUs only."""
+    config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    with pytest.raises(
+        ValueError, match=r"enable_sleep_mode True: .*Leave --enable-sleep-mode out"
+    ):
+        KvpoolConnector(config, KVConnectorRole.WORKER, None)
