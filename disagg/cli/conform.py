@@ -13,7 +13,7 @@ from kvpool.cli import check_output
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from disagg.testing.report import Report, Trial
+    from disagg.testing.report import ConformReport, TriedPair
     from disagg.testing.suite import Pair, Suite
 
 
@@ -101,22 +101,24 @@ def _chosen(suite: Suite, only: Sequence[str]) -> list[Pair]:
 
 
 def _run(
-    file: Path, suite: Suite, pairs: Sequence[Pair], *, kept: dict[str, Trial], out: Path
-) -> Report:
+    file: Path, suite: Suite, pairs: Sequence[Pair], *, kept: dict[str, TriedPair], out: Path
+) -> ConformReport:
     """Tries pairs, and writes the reports after each, with all rows of the suite that were kept;
     until Ctrl-C.
     """
     from disagg.testing.arena import Arena
     from disagg.testing.conform import now, try_pairs, write_reports
-    from disagg.testing.report import Report
+    from disagg.testing.report import ConformReport
 
     asked = {suite.digest(pair) for pair in pairs}
     digests = [suite.digest(pair) for pair in suite.pairs]
     rows = {digest: kept[digest] for digest in digests if digest in kept}
 
-    def written() -> Report:
+    def written() -> ConformReport:
         trials = [rows[digest] for digest in digests if digest in rows]
-        report = Report(suite=file.name, date=now(), complete=asked <= rows.keys(), rows=trials)
+        report = ConformReport(
+            suite=file.name, date=now(), complete=asked <= rows.keys(), rows=trials
+        )
         write_reports(out, report)
         return report
 

@@ -19,9 +19,9 @@ from typing_extensions import Self
 
 from disagg.testing import reasons
 from disagg.testing.connectors import CONNECTORS, Place, modules
+from disagg.testing.installed import CannotRun, Installed
 from disagg.testing.judge import Answers, Observation
 from disagg.testing.launch import Launch, Role, save_plugins
-from disagg.testing.machine import CannotRun, Machine
 from disagg.testing.protocols import (
     Prompt,
     Servers,
@@ -29,9 +29,9 @@ from disagg.testing.protocols import (
     ask_vllm,
     tokens_of_vllm,
 )
-from disagg.testing.servers import POLL, RequestFailed, Server, ServerEnded, free_ports
+from disagg.testing.servers import POLL, EngineServer, RequestFailed, ServerEnded, free_ports
 from disagg.testing.state import rows
-from disagg.testing.suite import Pair, Side, Suite
+from disagg.testing.suite import Pair, ServerSettings, Suite
 
 START, ANSWER = 600.0, 120.0
 """Seconds that a server has to start, and a request to be answered."""
@@ -54,7 +54,7 @@ class Arena:
         self.suite, self.folder, self.progress = suite, folder, progress
         self.plugins = save_plugins(folder / "plugins")
         self._open = contextlib.ExitStack()
-        self.machine = Machine(suite, folder, plugins=self.plugins, progress=progress)
+        self.installed = Installed(suite, folder, plugins=self.plugins, progress=progress)
         kept = folder / ALONE
         self._answered: dict[str, Answers] = json.loads(kept.read_text()) if kept.exists() else {}
         self._failed: dict[str, str] = {}
@@ -77,7 +77,7 @@ class Arena:
         observation = Observation()
         try:
             for engine in dict.fromkeys((pair.prefill.engine, pair.decode.engine)):
-                versions |= self.machine.versions(engine, modules(pair, engine))
+                versions |= self.installed.versions(engine, modules(pair, engine))
             observation = self._run(pair)
             if observation.here is None and observation.refused is None:
                 alone = [self._answers(pair, side) for side in (pair.prefill, pair.decode)]
@@ -91,7 +91,7 @@ class Arena:
 
     # single engines
 
-    def _answers(self, pair: Pair, side: Side) -> Answers:
+    def _answers(self, pair: Pair, side: ServerSettings) -> Answers:
         """Of a single engine with a side's ranks. Pages and stages change no number. Raises
         CannotRun.
         """
@@ -101,7 +101,7 @@ class Arena:
             "side": dataclasses.asdict(dataclasses.replace(side, block_size=0, args=args)),
             "models": [self.suite.models.get(name or "") for name in (pair.model, side.draft)],
             "prompts": [pair.prompts, pair.new_tokens],
-            "versions": self.machine.versions(side.engine, ()),
+            "versions": self.installed.versions(side.engine, ()),
         }
         key = json.dumps(about, sort_keys=True)
         if key not in self._answered and key not in self._failed:
@@ -115,17 +115,17 @@ class Arena:
             raise CannotRun(self._failed[key])
         return tuple(tuple(tokens) for tokens in self._answered[key])
 
-    def _ask_alone(self, pair: Pair, side: Side) -> Answers:
+    def _ask_alone(self, pair: Pair, side: ServerSettings) -> Answers:
         with self._single(pair, side) as server:
             server.ready(START)
             return tuple(self._ask(server, side, prompt) for prompt in self._prompts(pair))
 
-    def _ask(self, server: Server, side: Side, prompt: Prompt) -> tuple[int, ...]:
+    def _ask(self, server: EngineServer, side: ServerSettings, prompt: Prompt) -> tuple[int, ...]:
         if side.engine == "vllm":
             return tokens_of_vllm(ask_vllm(server, prompt))
         return ask_sglang(server, prompt)
 
-    def _starts_alone(self, pair: Pair, side: Side) -> None:
+    def _starts_alone(self, pair: Pair, side: ServerSettings) -> None:
         """Raises CannotRun if an engine does not start with a side's settings and no connector."""
         self.progress(f"{pair.name}: {side.engine} alone, whether it starts")
         try:
@@ -163,11 +163,11 @@ class Arena:
             servers = Servers(prefill=prefill, decode=decode, port=port + 1)
             return self._hand_over(pair, servers, watch)
 
-    def _single(self, pair: Pair, side: Side) -> Server:
+    def _single(self, pair: Pair, side: ServerSettings) -> EngineServer:
         """A server of a side's settings without the connector."""
         return self._start(self._launch(pair, side, "single", free_ports(1)))
 
-    def _server(self, pair: Pair, place: Place) -> Server:
+    def _server(self, pair: Pair, place: Place) -> EngineServer:
         """One side of a pair."""
         flags, env = CONNECTORS[pair.connector].configure(pair, place)
         side = pair.prefill if place.role == "prefill" else pair.decode
@@ -176,21 +176,21 @@ class Arena:
             dataclasses.replace(launch, watch=place.folder, connector=flags, env=env)
         )
 
-    def _launch(self, pair: Pair, side: Side, role: Role, port: int) -> Launch:
+    def _launch(self, pair: Pair, side: ServerSettings, role: Role, port: int) -> Launch:
         return Launch(
             role=role,
             spec=self.suite.engines[side.engine],
             side=side,
-            model=self.machine.model(pair.model),
-            draft=self.machine.model(side.draft) if side.draft else None,
+            model=self.installed.model(pair.model),
+            draft=self.installed.model(side.draft) if side.draft else None,
             port=port,
             plugins=self.plugins,
         )
 
-    def _start(self, launch: Launch) -> Server:
+    def _start(self, launch: Launch) -> EngineServer:
         engine, role = launch.side.engine, launch.role
         number = next(self._numbers)
-        return Server(
+        return EngineServer(
             f"{engine} {role}",
             launch.command(),
             env=launch.environment(),
@@ -217,7 +217,7 @@ class Arena:
         both = servers.prefill, servers.decode
         marks = [server.mark() for server in both]
         answers: list[tuple[int, ...]] = []
-        compared: list[rows.Comparison] = []
+        compared: list[rows.StateComparison] = []
         failures: list[str] = []
         lost: str | None = None
         first, *prompts = self._prompts(pair, FIRST)
@@ -252,7 +252,7 @@ class Arena:
 
     def _prompts(self, pair: Pair, *before: int) -> list[Prompt]:
         """Random token ids, the same each time; others in prompts `before` them."""
-        config = json.loads((self.machine.model(pair.model) / "config.json").read_text())
+        config = json.loads((self.installed.model(pair.model) / "config.json").read_text())
         vocabulary = config.get("text_config", config)["vocab_size"]
         made = []
         for seed, lengths in ((2, before), (1, pair.prompts)):
@@ -269,7 +269,7 @@ class Arena:
         return made
 
 
-def _lost(servers: Sequence[Server], timeout: float = 0.0) -> str | None:
+def _lost(servers: Sequence[EngineServer], timeout: float = 0.0) -> str | None:
     """Which has ended, or does so in as many seconds, with its last words."""
     until = time.monotonic() + timeout
     while True:
@@ -283,7 +283,7 @@ def _lost(servers: Sequence[Server], timeout: float = 0.0) -> str | None:
         time.sleep(POLL)
 
 
-def _difference(compared: Sequence[rows.Comparison]) -> str | None:
+def _difference(compared: Sequence[rows.StateComparison]) -> str | None:
     """The first that differs; "" if all parts were read and are equal, None if some were not."""
     for each in compared:
         if each.difference:

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from disagg.testing.judge import Observation, judge
-from disagg.testing.report import Report, Trial, read_report
+from disagg.testing.report import ConformReport, TriedPair, read_report
 from disagg.testing.suite import Pair, Suite
 from kvpool.version import __version__
 
@@ -21,9 +21,9 @@ def try_pairs(
     pairs: Sequence[Pair],
     *,
     observe: Callable[[Pair], Observation],
-    kept: Mapping[str, Trial],
+    kept: Mapping[str, TriedPair],
     progress: Callable[[str], None],
-) -> Iterator[Trial]:
+) -> Iterator[TriedPair]:
     """A row of each pair, in their order: from `kept`, by the digest of its settings, or run until
     it can be judged.
     """
@@ -45,14 +45,14 @@ def _trial(
     *,
     observe: Callable[[Pair], Observation],
     progress: Callable[[str], None],
-) -> Trial:
+) -> TriedPair:
     runs: list[Observation] = []
     start = time.monotonic()
     while (verdict := judge(runs)) is None:
         if runs:
             progress(f"run {len(runs) + 1} of {pair.name}, to reproduce what run 1 showed")
         runs.append(observe(pair))
-    return Trial(
+    return TriedPair(
         pair=pair,
         digest=digest,
         verdict=verdict,
@@ -67,7 +67,7 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def kept_trials(folder: Path) -> dict[str, Trial]:
+def kept_trials(folder: Path) -> dict[str, TriedPair]:
     """Rows of an earlier run in this folder, by digest. What was not here may be now, and is not
     among them. Raises ValueError for another file.
     """
@@ -76,7 +76,7 @@ def kept_trials(folder: Path) -> dict[str, Trial]:
     return {row.digest: row for row in rows if row.verdict.result != "not here"}
 
 
-def write_reports(folder: Path, report: Report) -> None:
+def write_reports(folder: Path, report: ConformReport) -> None:
     """Each file is replaced at once, so that an interrupted run leaves whole ones."""
     texts = report.as_json(), report.html().encode(), report.markdown().encode()
     for name, data in zip(REPORTS, texts, strict=True):

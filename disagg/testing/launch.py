@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from disagg.testing.suite import EngineSpec, Side
+from disagg.testing.suite import EngineSpec, ServerSettings
 
 Role = Literal["single", "prefill", "decode"]
 Flags = Mapping[str, Any]
@@ -74,7 +74,7 @@ class Launch:
 
     role: Role
     spec: EngineSpec
-    side: Side
+    side: ServerSettings
     model: Path
     draft: Path | None
     port: int

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.connectors.sglang.bootstrap import BootstrapServer, join
-from disagg.testing.servers import RequestFailed, Server
+from disagg.testing.servers import EngineServer, RequestFailed
 
 STORED = 2.0
 """Seconds after which a prompt's state is in a store."""
@@ -46,8 +46,8 @@ class Prompt:
 class Servers:
     """Both sides of a pair. `port` is that of prefill's bootstrap server."""
 
-    prefill: Server
-    decode: Server
+    prefill: EngineServer
+    decode: EngineServer
     port: int
 
 
@@ -59,7 +59,7 @@ HandOver = Callable[[Servers, Prompt], tuple[int, ...]]
 
 
 def ask_vllm(
-    server: Server, prompt: Prompt, *, new_tokens: int | None = None, params: Any = None
+    server: EngineServer, prompt: Prompt, *, new_tokens: int | None = None, params: Any = None
 ) -> dict[str, Any]:
     """The answer to a greedy completion."""
     body = {
@@ -135,7 +135,7 @@ def _together(*calls: Callable[[], Any]) -> list[Any]:
 # SGLang
 
 
-def ask_sglang(server: Server, prompt: Prompt, **bootstrap: Any) -> tuple[int, ...]:
+def ask_sglang(server: EngineServer, prompt: Prompt, **bootstrap: Any) -> tuple[int, ...]:
     """The tokens that a greedy request generates. Raises RequestFailed if it was aborted."""
     new_tokens = bootstrap.pop("new_tokens", prompt.new_tokens)
     body = {

@@ -45,7 +45,7 @@ ranks, a draft.
 """
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TriedPair(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row that was run. `digest` is that of its settings, `date` in UTC."""
 
     pair: Pair
@@ -62,20 +62,20 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return pair.connector + by, pair.model, pair.prefill.words(), pair.decode.words()
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ConformReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rows of a suite that were run. `complete` is false while some are to come."""
 
     suite: str
     date: str
     complete: bool
-    rows: Sequence[Trial]
+    rows: Sequence[TriedPair]
     format: Literal["kvpool-conform-1"] = "kvpool-conform-1"
 
     def as_json(self) -> bytes:
         """One JSON object."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
-    def failed(self) -> list[Trial]:
+    def failed(self) -> list[TriedPair]:
         """Rows of kvpool's own connector that gave wrong answers."""
         ours = (row for row in self.rows if row.pair.connector == "kvpool")
         return [row for row in ours if row.verdict.result in FAILED]
@@ -142,10 +142,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return "\n".join([head, *lines, *([""] if notes else []), *notes, ""])
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path) -> ConformReport:
     """Raises ValueError for another file, and OSError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Report)
+        return msgspec.json.decode(path.read_bytes(), type=ConformReport)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: no report of this version: {error}.") from None
 
@@ -156,7 +156,7 @@ def shortened(reason: str) -> str:
     return line if len(line) <= MOST else f"{line[: MOST - 3].rstrip()}..."
 
 
-def _noted(row: Trial, numbers: dict[str, int]) -> str:
+def _noted(row: TriedPair, numbers: dict[str, int]) -> str:
     """A result; reasons of more than one word are notes below the table."""
     reason = shortened(row.verdict.reason)
     if " " in reason:
@@ -169,7 +169,7 @@ def _markdown(words: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_[]<>|" else c for c in words)
 
 
-def _html_row(row: Trial) -> str:
+def _html_row(row: TriedPair) -> str:
     result = row.verdict.result
     colour = f' style="color:{COLOURS[result]}"' if result in COLOURS else ""
     settings = msgspec.json.format(msgspec.json.encode(row), indent=1).decode()

@@ -23,7 +23,7 @@ POLL = 0.2
 class ServerEnded(RuntimeError):
     """A server's process is gone. `signalled`: not by its own will."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: EngineServer) -> None:
         status = server.process.returncode
         self.server, self.signalled = server, status is not None and status < 0
         super().__init__(f"{server.name} has ended with status {status}.")
@@ -33,7 +33,7 @@ class RequestFailed(RuntimeError):
     """A request that a server answered with an error, or did not answer."""
 
 
-class Server:
+class EngineServer:
     """A process that will serve HTTP at `url`, the leader of a group of its own."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Server:
                 start_new_session=True,
             )
 
-    def ready(self, timeout: float, beside: Sequence[Server] = ()) -> Server:
+    def ready(self, timeout: float, beside: Sequence[EngineServer] = ()) -> EngineServer:
         """Waits until it serves. Raises ServerEnded, also if one `beside` it has ended, and
         TimeoutError.
         """
@@ -126,7 +126,7 @@ class Server:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> EngineServer:
         return self
 
     def __exit__(self, *_: object) -> None:

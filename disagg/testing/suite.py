@@ -49,7 +49,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class ServerSettings:
     """Settings of a server. `draft` is a model's name or None, `args` are further arguments of the
     engine's command line: names without dashes, and values.
     """
@@ -81,8 +81,8 @@ class Pair:
     name: str
     connector: str
     model: str
-    prefill: Side
-    decode: Side
+    prefill: ServerSettings
+    decode: ServerSettings
     transport: str
     settings: Mapping[str, Any]
     prompts: tuple[int, ...]
@@ -111,7 +111,7 @@ class Suite:
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """What a value has to be: in words, and as a test."""
 
     words: str
@@ -130,18 +130,18 @@ def _is_list(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and bool(value) and all(map(holds, value))
 
 
-def _one_of(names: tuple[str, ...]) -> Kind:
-    return Kind(f"one of {', '.join(names)}", lambda value: value in names)
+def _one_of(names: tuple[str, ...]) -> ValueKind:
+    return ValueKind(f"one of {', '.join(names)}", lambda value: value in names)
 
 
-TEXT = Kind("a text that is not empty", _is_text)
-COUNT = Kind("a whole number from 1", _is_count)
-TABLE = Kind("a table", lambda value: isinstance(value, dict))
-TEXTS = Kind(
+TEXT = ValueKind("a text that is not empty", _is_text)
+COUNT = ValueKind("a whole number from 1", _is_count)
+TABLE = ValueKind("a table", lambda value: isinstance(value, dict))
+TEXTS = ValueKind(
     "a table of texts", lambda value: TABLE.holds(value) and all(map(_is_text, value.values()))
 )
-COUNTS = Kind("a list of whole numbers from 1", _is_list(_is_count))
-MODEL = Kind(
+COUNTS = ValueKind("a list of whole numbers from 1", _is_list(_is_count))
+MODEL = ValueKind(
     "a folder, or a list: an engine and the arguments of its Python",
     lambda value: _is_text(value) or _is_list(_is_text)(value),
 )
@@ -149,7 +149,7 @@ FILE = {
     "engines": TABLE,
     "models": TABLE,
     "defaults": TABLE,
-    "pair": Kind("one [[pair]] or more", _is_list(TABLE.holds)),
+    "pair": ValueKind("one [[pair]] or more", _is_list(TABLE.holds)),
 }
 SPEC = {"python": TEXT, "pythonpath": TEXT, "env": TEXTS}
 SIDE = {
@@ -223,7 +223,7 @@ def _suite(table: dict[str, Any], folder: Path) -> Suite:
     return replace(suite, pairs=tuple(pairs.values()))
 
 
-def _check(place: str, table: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+def _check(place: str, table: Mapping[str, Any], kinds: Mapping[str, ValueKind]) -> None:
     """Raises SuiteError for a key that is not known, or a value that is not of its kind."""
     for key, value in table.items():
         if key not in kinds:
@@ -233,12 +233,12 @@ def _check(place: str, table: Mapping[str, Any], kinds: Mapping[str, Kind]) -> N
             raise SuiteError(f"{place}{key}: {value!r} is not {kinds[key].words}.")
 
 
-def _need(place: str, table: Mapping[str, Any], key: str, kind: Kind) -> None:
+def _need(place: str, table: Mapping[str, Any], key: str, kind: ValueKind) -> None:
     if key not in table:
         raise SuiteError(f"{place}{key}: missing; give {kind.words}.")
 
 
-def _check_row(place: str, row: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+def _check_row(place: str, row: Mapping[str, Any], kinds: Mapping[str, ValueKind]) -> None:
     """As `_check`, for each value of a list where several rows are meant, and for the sides."""
     for key, value in row.items():
         for one in value if _is_several(key, value) else [value]:
@@ -305,7 +305,7 @@ def _pair(place: str, row: dict[str, Any], choice: list[str]) -> Pair:
         settings = {key: row[f"{side}.{key}"] for key in SIDE if f"{side}.{key}" in row}
         for key in ("engine", "block_size"):
             _need(f"{place}{side}.", settings, key, SIDE[key])
-        sides[side] = msgspec.convert(settings, Side)
+        sides[side] = msgspec.convert(settings, ServerSettings)
     prefill, decode = sides.values()
     usual = f"{row['connector']}: {row['model']}, {prefill.words()} to {decode.words()}"
     name = ", ".join([row["name"], *choice]) if row["name"] else usual

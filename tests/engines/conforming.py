@@ -9,19 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from disagg.testing.arena import Arena
-from disagg.testing.suite import EngineSpec, Pair, Side, Suite
+from disagg.testing.suite import EngineSpec, Pair, ServerSettings, Suite
 from tests.engines.launcher import ROOT
 
 STUBS = ROOT / "tests/engines/sglang/stubs"
 
 
-def side(block_size: int = 32, engine: str = "vllm", **more: Any) -> Side:
+def side(block_size: int = 32, engine: str = "vllm", **more: Any) -> ServerSettings:
     """A server's settings; what is not given is usual."""
     usual = {"tp": 1, "pp": 1, "dtype": "bfloat16", "draft": None, "method": None, "args": {}}
-    return Side(engine=engine, block_size=block_size, **{**usual, **more})
+    return ServerSettings(engine=engine, block_size=block_size, **{**usual, **more})
 
 
-def pair(prefill: Side, decode: Side, *, model: str = "llama", connector: str = "kvpool") -> Pair:
+def pair(
+    prefill: ServerSettings,
+    decode: ServerSettings,
+    *,
+    model: str = "llama",
+    connector: str = "kvpool",
+) -> Pair:
     """A row of two prompts."""
     return Pair(
         name=f"{connector}: {model}",

@@ -16,8 +16,8 @@ from disagg.cli.hand_off import Geometry, HandOff, read_side
 from disagg.cli.picture import page as explained
 from disagg.protocol.metrics import RoomMetrics
 from disagg.testing.judge import Result, Verdict
-from disagg.testing.report import Report, Trial
-from disagg.testing.suite import Pair, Side
+from disagg.testing.report import ConformReport, TriedPair
+from disagg.testing.suite import Pair, ServerSettings
 from disagg.timeline import timeline
 from kvpool import MHAPool, PoolLayout, Shard
 from kvpool.cli.describe import model_layout
@@ -109,9 +109,9 @@ def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurem
     return case_of(group, name, bound).timed([(1e-3, ratio * 1e-3)])
 
 
-def conformed() -> Report:
+def conformed() -> ConformReport:
     """Rows of each result, with a long reason."""
-    side = Side(
+    side = ServerSettings(
         engine="vllm",
         block_size=32,
         tp=2,
@@ -122,7 +122,7 @@ def conformed() -> Report:
         args={"max_num_batched_tokens": 2048},
     )
     rows = [
-        Trial(
+        TriedPair(
             pair=Pair(
                 name=f"row {number}",
                 connector="kvpool",
@@ -142,7 +142,7 @@ def conformed() -> Report:
         )
         for number, result in enumerate(get_args(Result))
     ]
-    return Report(suite="compatibility.toml", date=rows[0].date, complete=False, rows=rows)
+    return ConformReport(suite="compatibility.toml", date=rows[0].date, complete=False, rows=rows)
 
 
 def of_a_shard() -> PoolLayout:

@@ -19,7 +19,7 @@ Array = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SavedPart:
     """One role of one layer, all heads of all ranks: `[position, head, byte]` from `start` on.
     `copies`: what other ranks hold of it where each holds the same.
     """
@@ -32,16 +32,16 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class SavedState:
     """What one side holds of a request: `tokens` positions."""
 
     tokens: int
-    parts: Mapping[str, Part]
+    parts: Mapping[str, SavedPart]
     unread: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class StateComparison:
     """Of one request. `received`: decode had state when it began. `parts` of it were compared,
     `unread` could not be; `difference` is empty where all that was compared is equal.
     """
@@ -52,13 +52,13 @@ class Comparison:
     difference: str = ""
 
 
-def compare(folder: Path, request: str) -> Comparison:
+def compare(folder: Path, request: str) -> StateComparison:
     """Decode's state of a request with prefill's."""
     decode = {kind: _states(folder, "decode", request, kind) for kind in ("rows", "states")}
     prefill = {kind: _states(folder, "prefill", request, kind) for kind in ("rows", "states")}
     received = {kind: max(states) for kind, states in decode.items() if states}
     if not received:
-        return Comparison(received=False)
+        return StateComparison(received=False)
     unread: list[str] = []
     count, differences = 0, []
     for kind, tokens in received.items():
@@ -78,12 +78,12 @@ def compare(folder: Path, request: str) -> Comparison:
     if differences:
         text = differences[0]
         text += f"; {len(differences)} of {count} parts differ" if count > 1 else ""
-    return Comparison(
+    return StateComparison(
         received=True, parts=count, unread=tuple(dict.fromkeys(unread)), difference=text
     )
 
 
-def _states(folder: Path, side: str, request: str, kind: str) -> dict[int, State]:
+def _states(folder: Path, side: str, request: str, kind: str) -> dict[int, SavedState]:
     """By the number of tokens, what the ranks of a side hold together."""
     ranks: dict[int, list[tuple[Any, dict[str, Array]]]] = {}
     files = folder.glob(f"{side}.{request}.*.{kind}.npz")
@@ -95,13 +95,13 @@ def _states(folder: Path, side: str, request: str, kind: str) -> dict[int, State
     return {tokens: _joined(tokens, held) for tokens, held in ranks.items()}
 
 
-def _joined(tokens: int, ranks: list[tuple[Any, dict[str, Array]]]) -> State:
-    parts: dict[str, Part] = {}
+def _joined(tokens: int, ranks: list[tuple[Any, dict[str, Array]]]) -> SavedState:
+    parts: dict[str, SavedPart] = {}
     for key in dict.fromkeys(key for _, arrays in ranks for key in arrays):
         facts = next(told["parts"][key] for told, arrays in ranks if key in arrays)
         arrays = [arrays[key] for _, arrays in ranks if key in arrays]
         shared = facts["join"] == "same"
-        parts[key] = Part(
+        parts[key] = SavedPart(
             owner=facts["owner"],
             start=facts["start"],
             dtype=facts["dtype"],
@@ -109,10 +109,10 @@ def _joined(tokens: int, ranks: list[tuple[Any, dict[str, Array]]]) -> State:
             copies=tuple(arrays[1:]) if shared else (),
         )
     unread = tuple(each for told, _ in ranks for each in told["unread"])
-    return State(tokens=tokens, parts=parts, unread=unread)
+    return SavedState(tokens=tokens, parts=parts, unread=unread)
 
 
-def _differences(ours: State, theirs: State) -> list[str]:
+def _differences(ours: SavedState, theirs: SavedState) -> list[str]:
     """A sentence for each part of decode's that is not prefill's."""
     owners = {part.owner for part in theirs.parts.values()}
     found = []
@@ -129,7 +129,7 @@ def _differences(ours: State, theirs: State) -> list[str]:
     return found
 
 
-def _difference(part: Part, other: Part) -> str:
+def _difference(part: SavedPart, other: SavedPart) -> str:
     start = max(part.start, other.start)
     stop = part.start + len(part.array)
     if other.start > part.start + 1 or other.start + len(other.array) < stop:

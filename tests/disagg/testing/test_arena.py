@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from disagg.testing.arena import Arena
-from disagg.testing.suite import EngineSpec, Pair, Side, Suite
+from disagg.testing.suite import EngineSpec, Pair, ServerSettings, Suite
 
 ROOT = Path(__file__).parents[3]
 ENGINE = """
@@ -89,7 +89,7 @@ def suite(tmp_path):
 
 def pair(prefill="", decode="", connector="kvpool", model="m"):
     sides = [
-        Side(
+        ServerSettings(
             engine="vllm",
             block_size=16,
             tp=1,

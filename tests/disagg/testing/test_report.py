@@ -12,7 +12,7 @@ from rich.console import Console
 
 from disagg.testing.conform import try_pairs
 from disagg.testing.judge import Observation
-from disagg.testing.report import COLUMNS, MOST, Report, read_report, shortened
+from disagg.testing.report import COLUMNS, MOST, ConformReport, read_report, shortened
 from disagg.testing.suite import load
 from tests.disagg.testing.suites import BAD, FIRST, GOOD, LAST, REFUSED, TEXT, Servers
 
@@ -26,7 +26,9 @@ def report_of(tmp_path, shown, text=TEXT):
     rows = try_pairs(
         suite, suite.pairs, observe=servers.observe, kept={}, progress=lambda line: None
     )
-    return Report(suite="suite.toml", date="2026-11-28T10:00:00+00:00", complete=True, rows=[*rows])
+    return ConformReport(
+        suite="suite.toml", date="2026-11-28T10:00:00+00:00", complete=True, rows=[*rows]
+    )
 
 
 @pytest.fixture

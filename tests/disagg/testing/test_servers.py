@@ -11,8 +11,8 @@ import pytest
 
 from disagg.testing import reasons
 from disagg.testing.launch import Launch, save_plugins
-from disagg.testing.servers import RequestFailed, Server, ServerEnded, free_ports
-from disagg.testing.suite import EngineSpec, Side
+from disagg.testing.servers import EngineServer, RequestFailed, ServerEnded, free_ports
+from disagg.testing.suite import EngineSpec, ServerSettings
 
 PROGRAM = """
 import http.server, json, subprocess, sys
@@ -38,7 +38,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def serve(folder, program=PROGRAM, name="vllm prefill"):
     port = free_ports(2)
     command = [sys.executable, "-c", program, str(port)]
-    return Server(name, command, env=dict(os.environ), port=port, log=folder / "logs" / "log")
+    return EngineServer(name, command, env=dict(os.environ), port=port, log=folder / "logs" / "log")
 
 
 def test_a_server_is_asked_and_ends_with_its_children(tmp_path):
@@ -138,7 +138,7 @@ def test_a_reason_is_the_connectors_own():
 def launch(folder, engine, role, args, **more):
     spec = EngineSpec(name=engine, python="/py", pythonpath="/lib", env={"A": "1"})
     usual = {"engine": engine, "block_size": 16, "tp": 2, "pp": 1, "dtype": "float32"}
-    side = Side(**usual, draft=None, method=more.pop("method", None), args=args)
+    side = ServerSettings(**usual, draft=None, method=more.pop("method", None), args=args)
     common = {"model": folder / "m", "draft": None, "port": 7, "plugins": folder / "plugins"}
     return Launch(role=role, spec=spec, side=side, **common, **more)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.testing.suite import Side, SuiteError, load
+from disagg.testing.suite import ServerSettings, SuiteError, load
 from tests.disagg.testing.suites import NAMES, TEXT
 
 COMPATIBILITY = Path(__file__).parents[3] / "docs" / "compatibility.toml"
@@ -30,7 +30,7 @@ def test_rows_have_defaults_and_their_own_settings(suite_of, tmp_path):
     assert [pair.name for pair in suite.pairs] == NAMES
     assert (first.connector, first.model, first.transport) == ("kvpool", "llama", "local")
     assert (first.prompts, first.new_tokens) == ((70, 200), 16)
-    assert first.prefill == Side(
+    assert first.prefill == ServerSettings(
         engine="vllm",
         block_size=32,
         tp=2,

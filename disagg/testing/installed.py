@@ -38,7 +38,7 @@ class CannotRun(Exception):
     """What an engine or a model lacks on this machine."""
 
 
-class Machine:
+class Installed:
     """Asks each engine's Python once. `plugins` is on its path, models are made in a folder."""
 
     def __init__(
