@@ -13,12 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 from disagg.connectors import stats
 from disagg.connectors.blocks import Blocks
 from disagg.connectors.conventions import conventions
-from disagg.connectors.memory import SharedAllocation
 from disagg.connectors.rank import Rank
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.steps import Step
 from disagg.connectors.vllm.layout import SPECS, engine_layout
+from disagg.connectors.vllm.memory import SharedAllocation
 from disagg.connectors.vllm.registered import module_scales
 from disagg.connectors.vllm.scheduler import ConnectorScheduler, log
 from disagg.connectors.worker import ConnectorWorker

@@ -1,4 +1,4 @@
-"""An engine's own allocation of KV memory, in memory that other processes can map."""
+"""vLLM's own allocation of KV memory, in memory that other processes can map."""
 
 from __future__ import annotations
 
