@@ -11,21 +11,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
 from disagg.digest.digest import digests
 from disagg.plan import CopyBatch, TransferPlan, plan
+from disagg.portable.layout import block_table, live_pieces, portable
+from disagg.portable.staging import Staging
 from disagg.protocol.messages import Convention, checked_conventions
-from disagg.snapshot.files import Bytes, SnapshotFile, replacing, write
+from disagg.snapshot.files import SnapshotFile, replacing, write
 from disagg.snapshot.header import MAX_TOKENS, Header, SnapshotRefused, checked_request
-from disagg.snapshot.portable import block_table, live_pieces, portable
-from kvpool.device.host_copy import copy_runs
 from kvpool.layout import Key, PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import pinned_by_call
-from kvpool.layout.types import HOST
 
 __all__ = ["Header", "SnapshotRefused", "check", "inspect", "load", "save"]
 
@@ -71,7 +69,7 @@ def save(
     header = Header(count, file_layout, checked_request(request), checked, empty)
     start = len(header.encode())
     transfer, file_address = plan([layout], file_layout), block_table(file_layout, count)
-    staging = Staging(layout)
+    staging = Staging(layout, STAGING_BYTES)
     with pinned_by_call(f"save to {path}", address, layout, "offered"), replacing(path) as file:
         os.ftruncate(file, start + header.data_bytes)
         for batch in batches(transfer, 0, address, file_address, range(count)):
@@ -136,7 +134,7 @@ def load(
         transfer = plan([file.header.layout for file in files], layout, allow_missing=allow_missing)
         what = f"load of {files[0].path}"
         stack.enter_context(pinned_by_call(what, address, layout, "received", wanted.start))
-        staging = Staging(layout)
+        staging = Staging(layout, STAGING_BYTES)
 
         def moved(rank: int) -> Iterator[CopyBatch]:
             return batches(transfer, rank, files[rank].address, address, wanted)
@@ -203,55 +201,6 @@ def _check_agree(
         )
     if layout.model and model not in ("", layout.model):
         raise SnapshotRefused(f"{first.path}: state of model {model!r}, this is {layout.model!r}.")
-
-
-class Staging:
-    """A staging buffer in host memory, and copies between it and the memory of a layout, of which
-    a device does its part. Raises DeviceUnavailable, and ValueError for two kinds of memory.
-    """
-
-    def __init__(self, layout: PoolLayout) -> None:
-        memories = sorted({buffer.memory for buffer in layout.buffers}) or [HOST]
-        if len(memories) > 1:
-            raise ValueError(
-                f"buffers in {' and '.join(memories)}: save and load the layout of one memory at a "
-                "time."
-            )
-        self._device: Any = None
-        if memories == [HOST]:
-            self.bytes: Bytes = np.empty(STAGING_BYTES, dtype=np.uint8)
-            self._base = self.bytes.ctypes.data
-            return
-        from kvpool.device import DeviceUnavailable, get_device  # imports torch
-
-        self._device = get_device(memories[0])
-        self._there = self._device.allocate(STAGING_BYTES)
-        if self._there.is_meta:
-            raise DeviceUnavailable(
-                "a pool on the meta device has no memory to save or load. Build it with "
-                "device='cpu'."
-            )
-        self._here = self._there.cpu()
-        self.bytes = self._here.numpy()
-        self._base = self._there.data_ptr()
-
-    def gather(self, pointers: Ints, offsets: Ints, nbytes: Ints, size: int) -> None:
-        """Copies runs of memory to offsets in the first `size` bytes of the buffer."""
-        self._runs(pointers, self._base + offsets, nbytes)
-        if self._device is not None:
-            self._here[:size].copy_(self._there[:size])
-
-    def scatter(self, offsets: Ints, pointers: Ints, nbytes: Ints, size: int) -> None:
-        if self._device is not None:
-            self._there[:size].copy_(self._here[:size])
-        self._runs(self._base + offsets, pointers, nbytes)
-
-    def _runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
-        if self._device is None:
-            copy_runs(src, dst, nbytes)
-        else:
-            self._device.copy_runs(src, dst, nbytes)
-            self._device.record().synchronize()
 
 
 def batches(

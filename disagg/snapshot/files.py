@@ -10,16 +10,15 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from disagg.digest.digest import digests
+from disagg.portable.layout import block_table, live_pieces
+from disagg.portable.staging import Bytes
 from disagg.snapshot.header import LENGTH, SnapshotRefused, decode, header_bytes
-from disagg.snapshot.portable import block_table, live_pieces
 from kvpool.layout import Buffer, Key, RequestAddress
 from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import by_layers
 
-Bytes = npt.NDArray[np.uint8]
 MAX_SPAN = 4 << 20
 """Bytes that are read at once for cells that lie apart."""
 _UNUSABLE = "What is in the request's items now must not be used."

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from disagg.errors import PeerError
+from disagg.portable.layout import data_bytes, live_pieces, portable
 from disagg.protocol.messages import Convention, checked_conventions
-from disagg.snapshot.portable import data_bytes, live_pieces, portable
 from kvpool.layout import Key, LayoutError, PoolLayout
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.sentences import is_name

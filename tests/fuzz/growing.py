@@ -14,6 +14,7 @@ import numpy as np
 
 from disagg.digest.digest import digests
 from disagg.plan import IncompatibleLayouts, plan
+from disagg.portable.layout import live_pieces, portable
 from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.events import ComputeDigest, ConnectLink, OfferChunk, Received, RequestRoom
@@ -21,7 +22,6 @@ from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from disagg.snapshot import SnapshotRefused
 from disagg.snapshot.header import Header, decode
-from disagg.snapshot.portable import live_pieces, portable
 from kvpool import MLAPool
 from kvpool.layout import LayoutError, PoolLayout
 from tests import oracle

@@ -1,0 +1,64 @@
+"""Copies between a staging buffer in host memory and the memory that a layout describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.device.host_copy import copy_runs
+from kvpool.layout import PoolLayout
+from kvpool.layout.grid import Ints
+from kvpool.layout.types import HOST
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Staging:
+    """A staging buffer in host memory, and copies between it and the memory of a layout, of which
+    a device does its part. Raises DeviceUnavailable, and ValueError for two kinds of memory.
+    """
+
+    def __init__(self, layout: PoolLayout, nbytes: int) -> None:
+        memories = sorted({buffer.memory for buffer in layout.buffers}) or [HOST]
+        if len(memories) > 1:
+            raise ValueError(
+                f"buffers in {' and '.join(memories)}: save and load the layout of one memory at a "
+                "time."
+            )
+        self._device: Any = None
+        if memories == [HOST]:
+            self.bytes: Bytes = np.empty(nbytes, dtype=np.uint8)
+            self._base = self.bytes.ctypes.data
+            return
+        from kvpool.device import DeviceUnavailable, get_device  # imports torch
+
+        self._device = get_device(memories[0])
+        self._there = self._device.allocate(nbytes)
+        if self._there.is_meta:
+            raise DeviceUnavailable(
+                "a pool on the meta device has no memory to save or load. Build it with "
+                "device='cpu'."
+            )
+        self._here = self._there.cpu()
+        self.bytes = self._here.numpy()
+        self._base = self._there.data_ptr()
+
+    def gather(self, pointers: Ints, offsets: Ints, nbytes: Ints, size: int) -> None:
+        """Copies runs of memory to offsets in the first `size` bytes of the buffer."""
+        self._runs(pointers, self._base + offsets, nbytes)
+        if self._device is not None:
+            self._here[:size].copy_(self._there[:size])
+
+    def scatter(self, offsets: Ints, pointers: Ints, nbytes: Ints, size: int) -> None:
+        if self._device is not None:
+            self._there[:size].copy_(self._here[:size])
+        self._runs(self._base + offsets, pointers, nbytes)
+
+    def _runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
+        if self._device is None:
+            copy_runs(src, dst, nbytes)
+        else:
+            self._device.copy_runs(src, dst, nbytes)
+            self._device.record().synchronize()
