@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from disagg.plan import CopyBatch
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout import PoolLayout
 from kvpool.layout.grid import Ints
@@ -62,3 +64,22 @@ class Staging:
         else:
             self._device.copy_runs(src, dst, nbytes)
             self._device.record().synchronize()
+
+
+def windows(
+    file: Ints, memory: Ints, nbytes: Ints, *, most: int, max_gap: int = 0
+) -> Iterator[tuple[Ints, ...]]:
+    """Runs between offsets and pointers, sorted by offset and cut, in groups of at most `most`
+    bytes from first to last, with gaps of at most `max_gap` bytes.
+    """
+    order = np.argsort(file, kind="stable")
+    whole = CopyBatch(file[order], memory[order], nbytes[order])
+    starts, pointers, lengths = whole.cut(most)
+    ends = starts + lengths
+    breaks = np.append(np.flatnonzero(starts[1:] - ends[:-1] > max_gap) + 1, starts.size)
+    first = 0
+    while first < starts.size:
+        end = int(np.searchsorted(ends, starts[first] + most, side="right"))
+        end = min(end, int(breaks[np.searchsorted(breaks, first, side="right")]))
+        yield starts[first:end], pointers[first:end], lengths[first:end]
+        first = end

@@ -17,12 +17,11 @@ import numpy as np
 from disagg.digest.digest import digests
 from disagg.plan import CopyBatch, TransferPlan, plan
 from disagg.portable.layout import block_table, live_pieces, portable
-from disagg.portable.staging import Staging
+from disagg.portable.staging import Staging, windows
 from disagg.protocol.messages import Convention, checked_conventions
 from disagg.snapshot.files import SnapshotFile, replacing, write
 from disagg.snapshot.header import MAX_TOKENS, Header, SnapshotRefused, checked_request
 from kvpool.layout import Key, PoolLayout, RequestAddress
-from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import pinned_by_call
 
 __all__ = ["Header", "SnapshotRefused", "check", "inspect", "load", "save"]
@@ -73,7 +72,9 @@ def save(
     with pinned_by_call(f"save to {path}", address, layout, "offered"), replacing(path) as file:
         os.ftruncate(file, start + header.data_bytes)
         for batch in batches(transfer, 0, address, file_address, range(count)):
-            for offsets, pointers, nbytes in windows(batch.dst, batch.src, batch.nbytes, max_gap=0):
+            for offsets, pointers, nbytes in windows(
+                batch.dst, batch.src, batch.nbytes, most=STAGING_BYTES
+            ):
                 size = int(offsets[-1] + nbytes[-1] - offsets[0])
                 staging.gather(pointers, offsets - offsets[0], nbytes, size)
                 write(file, start + int(offsets[0]), staging.bytes[:size].data)
@@ -154,7 +155,9 @@ def load(
 
 
 def _read(file: SnapshotFile, batch: CopyBatch, staging: Staging) -> None:
-    for offsets, pointers, nbytes in windows(batch.src, batch.dst, batch.nbytes, max_gap=MAX_GAP):
+    for offsets, pointers, nbytes in windows(
+        batch.src, batch.dst, batch.nbytes, most=STAGING_BYTES, max_gap=MAX_GAP
+    ):
         first = int(offsets[0])
         size = int(offsets[-1] + nbytes[-1]) - first
         file.read(first, staging.bytes[:size])
@@ -223,20 +226,3 @@ def batches(
                 layers=range(layer, layer + 1),
                 owner=owner,
             )
-
-
-def windows(file: Ints, memory: Ints, nbytes: Ints, max_gap: int) -> Iterator[tuple[Ints, ...]]:
-    """Runs between offsets in a file and pointers, sorted by offset and cut, in groups of at most
-    `STAGING_BYTES` from first to last byte, with gaps of at most `max_gap` bytes.
-    """
-    order = np.argsort(file, kind="stable")
-    whole = CopyBatch(file[order], memory[order], nbytes[order])
-    starts, pointers, lengths = whole.cut(STAGING_BYTES)
-    ends = starts + lengths
-    breaks = np.append(np.flatnonzero(starts[1:] - ends[:-1] > max_gap) + 1, starts.size)
-    first = 0
-    while first < starts.size:
-        end = int(np.searchsorted(ends, starts[first] + STAGING_BYTES, side="right"))
-        end = min(end, int(breaks[np.searchsorted(breaks, first, side="right")]))
-        yield starts[first:end], pointers[first:end], lengths[first:end]
-        first = end

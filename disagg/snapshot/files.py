@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from disagg.digest.digest import digests
 from disagg.portable.layout import block_table, live_pieces

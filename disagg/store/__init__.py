@@ -1,0 +1,14 @@
+"""State written once, read by any engine: chunks of tokens, whatever TP or pages wrote them.
+
+store = Store("file:///cache", pool.layout, conventions=conventions(config))
+store.write(tokens, request.address())          # whole chunks, behind serving
+known = store.lookup(tokens)                    # how many of the first tokens are there
+job = store.read(tokens, request.address())     # of a request of so many tokens
+for ended in store.ended(): ...                 # ended.job, ended.failure
+"""
+
+from disagg.store.lookup import Hit
+from disagg.store.stats import StoreStats
+from disagg.store.store import ChunkKeys, Ended, Store
+
+__all__ = ["ChunkKeys", "Ended", "Hit", "Store", "StoreStats"]

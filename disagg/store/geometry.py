@@ -1,0 +1,172 @@
+"""What the objects of a writing engine are, and whether this engine can use them.
+
+A geometry is what the ranks of one engine write of a chunk: a part for each rank, by kind of
+object, with what the bytes mean beside their layout. Its digest is in the names of its objects. A
+namespace is what all who share have in common: nothing in it says how state lies in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from disagg.plan import IncompatibleLayouts, TransferPlan, plan
+from disagg.protocol.messages import Convention, checked_conventions
+from disagg.store.chunks import KINDS, ChunkLayout, chunk_layouts, elected, of_kind
+from kvpool.layout import LayoutError, PoolLayout
+from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.sentences import one_line
+from kvpool.layout.types import MAX_REASON
+
+VERSION = 1
+MAX_PARTS = 1 << 10
+"""Ranks of an engine."""
+MAX_BYTES = 16 << 20
+"""Of a geometry's description."""
+DIGEST_BYTES = 16
+
+
+class _Document(Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
+    conventions: dict[str, Convention]
+    parts: Annotated[list[dict[str, bytes]], Meta(min_length=1, max_length=MAX_PARTS)]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What an engine's ranks write of a chunk of `chunk_tokens` tokens: by rank and kind."""
+
+    chunk_tokens: int
+    conventions: Mapping[str, Convention]
+    parts: tuple[Mapping[str, ChunkLayout], ...]
+
+    @staticmethod
+    def of(
+        ranks: Sequence[PoolLayout], conventions: Mapping[str, Convention], chunk_tokens: int
+    ) -> Geometry:
+        """Of an engine's ranks. Raises ValueError where a chunk would cut an item."""
+        parts = tuple(chunk_layouts(rank, chunk_tokens) for rank in elected(ranks))
+        checked = dict(sorted(checked_conventions(conventions).items()))
+        return Geometry(chunk_tokens, checked, parts)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        parts = [
+            {k: part[k].layout.to_msgpack() for k in KINDS if k in part} for part in self.parts
+        ]
+        document = _Document(VERSION, self.chunk_tokens, dict(self.conventions), parts)
+        return msgspec.msgpack.encode(document)
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self.encoded, digest_size=DIGEST_BYTES).digest()
+
+    @staticmethod
+    def decode(data: bytes) -> Geometry:
+        """Reads untrusted bytes. Raises ValueError with the reason."""
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"{len(data)} bytes: at most {MAX_BYTES} are read.")
+        try:
+            document = msgspec.msgpack.decode(data, type=_Document)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"malformed: {one_line(str(error), MAX_REASON)}") from None
+        if document.version != VERSION:
+            raise ValueError(f"version {document.version}: this kvpool reads version {VERSION}.")
+        conventions = checked_conventions(document.conventions)
+        tokens = document.chunk_tokens
+        parts = tuple(
+            {kind: _checked_part(kind, layout, tokens) for kind, layout in part.items()}
+            for part in document.parts
+        )
+        geometry = Geometry(tokens, conventions, parts)
+        if geometry.encoded != data:
+            raise ValueError("not the bytes in which a writer says this.")
+        return geometry
+
+    def with_kind(self, kind: str) -> list[int]:
+        """The parts that have objects of a kind."""
+        return [number for number, part in enumerate(self.parts) if kind in part]
+
+
+def _checked_part(kind: str, data: bytes, tokens: int) -> ChunkLayout:
+    layout = PoolLayout.from_msgpack(data)
+    part = chunk_layouts(layout, tokens).get(kind)
+    if part is None or part.layout.to_msgpack() != data:
+        raise LayoutError(f"{kind!r}: not the layout of an object of that kind.")
+    return part
+
+
+def namespace(
+    ranks: Sequence[PoolLayout], conventions: Mapping[str, Convention], chunk_tokens: int
+) -> tuple[str, str]:
+    """The name of what may be shared, 32 hexadecimal digits, and the text of which that is the
+    digest. Of drafts nothing is in it: who has none reads the target's state.
+    """
+    state: dict[str, list[object]] = {}
+    for rank in ranks:
+        for region in rank.regions:
+            if region.owner == "target":
+                elements = region.width // ITEMSIZE[region.dtype]
+                for axis in region.inner_axes:
+                    elements *= axis.total
+                per = rank.space_of(region).tokens_per_entry
+                state[region.role] = [region.dtype, elements, per, region.packing]
+    text = json.dumps(
+        {
+            "version": VERSION,
+            "chunk_tokens": chunk_tokens,
+            "layers": max(rank.total_kv_layers for rank in ranks),
+            "model": conventions.get("model"),
+            "weights": conventions.get("weights"),
+            "state": dict(sorted(state.items())),
+        },
+        separators=(",", ":"),
+    )
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest(), text
+
+
+@dataclass(frozen=True)
+class Readable:
+    """A geometry that a rank can read: by kind, the plan from its parts to the rank's pool."""
+
+    geometry: Geometry
+    plans: Mapping[str, TransferPlan]
+    sources: Mapping[str, Sequence[int]]
+    """By kind, which parts are the sources of the plan."""
+
+
+def readable(
+    geometry: Geometry,
+    layout: PoolLayout,
+    conventions: Mapping[str, Convention],
+    allow_missing: Collection[str] = (),
+) -> Readable:
+    """How a rank reads a geometry. Raises ValueError with the reasons why it cannot."""
+    differing = [
+        f"{name}: {value!r} of the writer, {conventions[name]!r} here."
+        for name, value in geometry.conventions.items()
+        if conventions.get(name, value) != value
+    ]
+    if differing:
+        raise ValueError(" ".join(differing))
+    plans: dict[str, TransferPlan] = {}
+    sources: dict[str, list[int]] = {}
+    for kind in KINDS:
+        dest = of_kind(layout, kind)
+        if not dest.regions:
+            continue
+        sources[kind] = geometry.with_kind(kind)
+        layouts = [geometry.parts[number][kind].layout for number in sources[kind]]
+        try:
+            plans[kind] = plan(layouts, dest, allow_missing=allow_missing)
+        except IncompatibleLayouts as error:
+            raise ValueError(f"{kind}: {' '.join(error.lines())}") from None
+    return Readable(geometry, plans, sources)

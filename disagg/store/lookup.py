@@ -1,0 +1,143 @@
+"""Which chunks of a prefix a floor has, of geometries that all ranks of this engine can read."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from disagg.protocol.messages import Convention
+from disagg.store.catalogue import Catalogue
+from disagg.store.chunks import KINDS, kind_of
+from disagg.store.floors.base import Floor
+from disagg.store.geometry import Geometry, readable
+from disagg.store.objects import ObjectId
+from kvpool.layout import PoolLayout
+
+REFRESH_SECONDS = 5.0
+"""After which a lookup looks for new geometries."""
+FIRST_CHUNKS = 4
+"""Chunks that are looked for at first; then four times as many, until one is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest prefix that can be read: `sources` are kind, chunk and geometry of all objects
+    that it needs.
+    """
+
+    tokens: int
+    sources: tuple[tuple[str, int, bytes], ...] = ()
+
+
+class Lookup:
+    """Finds prefixes. Threads take turns: what one has learned of geometries the next one knows."""
+
+    def __init__(
+        self,
+        floor: Floor,
+        namespace: str,
+        ranks: Sequence[PoolLayout],
+        conventions: Mapping[str, Convention],
+        chunk_tokens: int,
+    ) -> None:
+        self._floor, self._namespace, self._tokens = floor, namespace, chunk_tokens
+        self._conventions = conventions
+        shapes = {rank.fingerprint(): rank for rank in ranks}
+        self._ranks = tuple(shapes.values())
+        self._spaces = [space for rank in self._ranks for space in rank.spaces]
+        kinds = {kind_of(r.space_of(region)) for r in self._ranks for region in r.regions}
+        self._kinds = [kind for kind in KINDS if kind in kinds]
+        self.catalogue = Catalogue(floor, namespace)
+        self.usable: dict[bytes, Geometry] = {}
+        self.unusable: dict[bytes, str] = {}
+        """Why this engine cannot read a geometry, by digest."""
+        self._lock = threading.Lock()
+        self._refreshed = -REFRESH_SECONDS
+
+    def refresh(self) -> None:
+        """Reads the catalogue, if that is some time ago."""
+        with self._lock:
+            if time.monotonic() - self._refreshed < REFRESH_SECONDS:
+                return
+            for geometry in self.catalogue.refresh():
+                self._judge(geometry)
+            self._refreshed = time.monotonic()
+
+    def add(self, geometry: Geometry) -> None:
+        """Publishes this engine's geometry, if it is not there. Raises CatalogueFull."""
+        with self._lock:
+            if geometry.digest in self.catalogue.geometries:
+                return
+            self.catalogue.add(geometry)
+            for known in list(self.catalogue.geometries.values()):
+                self._judge(known)
+
+    def find(self, keys: Sequence[bytes]) -> Hit:
+        """The longest prefix of chunks `keys` of which a floor has all that it needs."""
+        self.refresh()
+        places: dict[str, dict[int, bytes]] = {kind: {} for kind in self._kinds}
+        count = len(keys)
+        if "full" in places:
+            start, step = 0, FIRST_CHUNKS
+            while start < count:
+                stop = min(count, start + step)
+                self._locate("full", keys, range(start, stop), places["full"])
+                if any(chunk not in places["full"] for chunk in range(start, stop)):
+                    break
+                start, step = stop, 4 * step
+            count = next((c for c in range(count) if c not in places["full"]), count)
+        for kind in self._kinds:
+            if kind != "full":
+                self._locate(kind, keys, range(count), places[kind])
+        for end in range(count, 0, -1):
+            needed = self._needed(end)
+            if all(chunk in places[kind] for kind, chunk in needed):
+                sources = tuple((kind, chunk, places[kind][chunk]) for kind, chunk in needed)
+                return Hit(end * self._tokens, sources)
+        return Hit(0)
+
+    def _needed(self, end: int) -> list[tuple[str, int]]:
+        """Kind and chunk of what a prefix of `end` chunks needs."""
+        total = end * self._tokens
+        needed = [("full", chunk) for chunk in range(end)] if "full" in self._kinds else []
+        if "window" in self._kinds:
+            starts = [
+                space.alive_in_request(total).start * space.tokens_per_entry
+                for space in self._spaces
+                if kind_of(space) == "window"
+            ]
+            needed += [("window", chunk) for chunk in range(min(starts) // self._tokens, end)]
+        if "state" in self._kinds:
+            needed.append(("state", end - 1))
+        return needed
+
+    def _locate(
+        self, kind: str, keys: Sequence[bytes], chunks: range, places: dict[int, bytes]
+    ) -> None:
+        """Notes of each chunk the first geometry of which all parts are there."""
+        for digest, geometry in self.usable.items():
+            left = [chunk for chunk in chunks if chunk not in places]
+            parts = geometry.with_kind(kind)
+            names = [
+                ObjectId(kind, keys[chunk], digest, part, chunk).name(self._namespace)
+                for chunk in left
+                for part in parts
+            ]
+            if names:
+                there = np.array(self._floor.exists(names)).reshape(len(left), len(parts))
+                places.update({left[n]: digest for n in np.flatnonzero(there.all(axis=1))})
+
+    def _judge(self, geometry: Geometry) -> None:
+        digest = geometry.digest
+        if digest in self.usable or digest in self.unusable:
+            return
+        try:
+            for rank in self._ranks:
+                readable(geometry, rank, self._conventions)
+            self.usable[digest] = geometry
+        except ValueError as error:
+            self.unusable[digest] = str(error)

@@ -1,0 +1,143 @@
+"""Reads objects into a rank's pool: fetched by whole blocks, checked, then copied."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from disagg.plan import CopyBatch
+from disagg.portable.staging import Staging, windows
+from disagg.protocol.messages import Convention
+from disagg.store.chunks import ChunkLayout
+from disagg.store.floors.base import Floor
+from disagg.store.geometry import Geometry, Readable, readable
+from disagg.store.objects import Damaged, ObjectId, check_blocks, decode_head, head_bytes
+from kvpool.device.host_copy import copy_runs
+from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout.grid import Ints
+
+MAX_GAP = 64 << 10
+"""Bytes of blocks that nobody needs which are rather read than skipped."""
+STAGING_BYTES = 8 << 20
+
+
+@dataclass(kw_only=True)
+class ReadJob:
+    """A read of positions `tokens` of a prefix, whose end is the end of the request that `address`
+    is of. Once it has ended nothing of it is written any more.
+    """
+
+    number: int
+    address: RequestAddress
+    tokens: range
+    deadline: float
+    left: int = 0
+    """Objects that are not read yet."""
+    nbytes: int = 0
+    failure: str | None = None
+    ended: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while something is written to the pool."""
+
+
+class Reader:
+    """Reads objects for one rank. Any thread may ask."""
+
+    def __init__(
+        self,
+        floor: Floor,
+        namespace: str,
+        layout: PoolLayout,
+        conventions: Mapping[str, Convention],
+    ) -> None:
+        self._floor, self._namespace, self._layout = floor, namespace, layout
+        self._conventions = conventions
+        self._readable: dict[bytes, Readable] = {}
+        self._lock = threading.Lock()
+        self._staging = threading.local()
+        self._on_host = all(buffer.on_host for buffer in layout.buffers)
+
+    def readable(self, geometry: Geometry) -> Readable:
+        """How this rank reads a geometry. Raises ValueError."""
+        with self._lock:
+            known = self._readable.get(geometry.digest)
+            if known is None:
+                known = readable(geometry, self._layout, self._conventions)
+                self._readable[geometry.digest] = known
+            return known
+
+    def read(self, job: ReadJob, kind: str, chunk: int, key: bytes, geometry: Geometry) -> int:
+        """Reads what this rank needs of one chunk's objects of a kind; returns how many bytes were
+        fetched. Raises NotThere, FloorError, Damaged and ValueError.
+        """
+        way = self.readable(geometry)
+        plan, fetched = way.plans[kind], 0
+        for source, part in enumerate(way.sources[kind]):
+            layout = geometry.parts[part][kind]
+            first, stop = chunk * layout.tokens, (chunk + 1) * layout.tokens
+            tokens = range(max(first, job.tokens.start), stop)
+            with self._lock:  # a plan is not for several threads
+                batch = plan.bind(source, layout.address(chunk), job.address, tokens=tokens)
+            if batch.runs:
+                identity = ObjectId(kind, key, geometry.digest, part, chunk)
+                try:
+                    fetched += self._fetch(job, identity, layout, batch)
+                except Damaged as error:
+                    error.name = identity.name(self._namespace)
+                    raise
+        return fetched
+
+    def _fetch(
+        self, job: ReadJob, identity: ObjectId, layout: ChunkLayout, batch: CopyBatch
+    ) -> int:
+        blocks = _stretches(layout, batch)
+        head = head_bytes(layout)
+        edges = layout.blocks
+        ranges = [(head + int(edges[b.start]), head + int(edges[b.stop])) for b in blocks]
+        with self._floor.read(identity.name(self._namespace), [(0, head), *ranges]) as data:
+            views = [memoryview(one).cast("B") for one in data]
+            digests = decode_head(views[0], identity, layout)
+            check_blocks(list(zip(blocks, views[1:])), digests, layout)
+            starts = np.array([int(edges[b.start]) for b in blocks], dtype=np.int64)
+            with job.lock:
+                if not job.ended:
+                    self._scatter(starts, views[1:], batch)
+        return sum(stop - start for start, stop in ranges)
+
+    def _scatter(self, starts: Ints, views: Sequence[memoryview], batch: CopyBatch) -> None:
+        """Copies runs from offsets in an object, of which stretches from `starts` on were read."""
+        which = np.searchsorted(starts, batch.src, side="right") - 1
+        arrays = [np.frombuffer(view, dtype=np.uint8) for view in views]
+        if self._on_host:
+            bases = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
+            copy_runs(bases[which] + batch.src - starts[which], batch.dst, batch.nbytes)
+            return
+        staging = self._stage()
+        for number, array in enumerate(arrays):
+            runs = np.flatnonzero(which == number)
+            part = CopyBatch(batch.src[runs] - starts[number], batch.dst[runs], batch.nbytes[runs])
+            for offsets, pointers, nbytes in windows(*part, most=STAGING_BYTES):
+                low, high = int(offsets[0]), int(offsets[-1] + nbytes[-1])
+                staging.bytes[: high - low] = array[low:high]
+                staging.scatter(offsets - low, pointers, nbytes, high - low)
+
+    def _stage(self) -> Staging:
+        staging: Staging | None = getattr(self._staging, "one", None)
+        if staging is None:
+            staging = self._staging.one = Staging(self._layout, STAGING_BYTES)
+        return staging
+
+
+def _stretches(layout: ChunkLayout, batch: CopyBatch) -> list[range]:
+    """The blocks that runs lie in, as ranges of consecutive ones."""
+    edges = layout.blocks
+    touched = np.zeros(edges.size, dtype=np.int64)
+    np.add.at(touched, np.searchsorted(edges, batch.src, side="right") - 1, 1)
+    np.add.at(touched, np.searchsorted(edges, batch.src + batch.nbytes, side="left"), -1)
+    needed = np.flatnonzero(np.cumsum(touched) > 0)
+    gaps = edges[needed[1:]] - edges[needed[:-1] + 1]
+    breaks = np.flatnonzero(gaps > MAX_GAP) + 1
+    return [range(int(part[0]), int(part[-1]) + 1) for part in np.split(needed, breaks)]

@@ -1,0 +1,320 @@
+"""One rank's door to a store of state that any engine has written."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Literal
+
+import numpy.typing as npt
+from typing_extensions import Self
+
+from disagg.protocol.messages import Convention, checked_conventions
+from disagg.store.floors.base import Floor, FloorError, NotThere, open_floor
+from disagg.store.geometry import Geometry, namespace
+from disagg.store.lookup import Hit, Lookup
+from disagg.store.objects import Damaged
+from disagg.store.reading import Reader, ReadJob
+from disagg.store.stats import Outcomes, StoreStats
+from disagg.store.workers import Workers
+from disagg.store.writing import Writer
+from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.prefix.chain import Chain, token_ids
+
+CHUNK_TOKENS = 256
+CLOSE_SECONDS = 10.0
+"""How long `close` waits for what is being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKeys:
+    """The keys of a prefix's whole chunks: a chain of hashes over salt and tokens."""
+
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A lookup or read has ended. `hit`, of a lookup, is what there is; `failure` says why a read
+    has failed, or a lookup found nothing because the floor did not answer.
+    """
+
+    job: int
+    what: Literal["lookup", "read"]
+    hit: Hit
+    failure: str | None = None
+
+
+class Store:
+    """Reads and writes chunks of a pool. No call but `lookup` and `close` waits for the floor.
+
+    `url` names a floor (`docs/store.md`), `layout` this rank's pool. Of an engine with several
+    ranks, `ranks` are all their layouts and `rank` is this one's number. `conventions` is what
+    bytes mean beside their layout (`disagg.connectors.conventions`). `timeout`: seconds after which
+    a lookup or read that has not ended counts as failed. `room`: bytes in memory that are not
+    written yet; what does not fit is not written. Raises ValueError for a URL that names no floor,
+    for a pool of which chunks would cut items, and FloorError where the floor is not there.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        layout: PoolLayout,
+        *,
+        conventions: Mapping[str, Convention] = MappingProxyType({}),
+        chunk_tokens: int = CHUNK_TOKENS,
+        ranks: Sequence[PoolLayout] = (),
+        rank: int = 0,
+        timeout: float = 10.0,
+        room: int = 256 << 20,
+        threads: int = 4,
+    ) -> None:
+        ranks = tuple(ranks) or (layout,)
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens: 1 or more, got {chunk_tokens}.")
+        if not 0 <= rank < len(ranks) or ranks[rank].fingerprint() != layout.fingerprint():
+            raise ValueError(f"ranks: number {rank} of {len(ranks)} is not the layout given.")
+        self.url, self.chunk_tokens, self.timeout = url, chunk_tokens, timeout
+        conventions = checked_conventions(conventions)
+        self.namespace, self.document = namespace(ranks, conventions, chunk_tokens)
+        self._geometry = Geometry.of(ranks, conventions, chunk_tokens)
+        self._floor: Floor = open_floor(url)
+        self._outcomes = Outcomes()
+        self._lookup = Lookup(self._floor, self.namespace, ranks, conventions, chunk_tokens)
+        self._reader = Reader(self._floor, self.namespace, layout, conventions)
+        self._writer = Writer(
+            self._floor,
+            self.namespace,
+            ranks,
+            rank,
+            self._geometry,
+            room=room,
+            threads=2,
+            outcomes=self._outcomes,
+            publish=self._lookup.add,
+        )
+        self._workers = Workers(threads, "kvpool store reader")
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._asked: dict[int, float] = {}
+        """Deadlines of lookups."""
+        self._reads: dict[int, ReadJob] = {}
+        self._ended: deque[Ended] = deque()
+
+    def keys(self, tokens: npt.ArrayLike, salt: str = "") -> ChunkKeys:
+        """The keys of the whole chunks of `tokens`; `salt` is whose they are: tenant, adapter."""
+        chain = Chain(self.chunk_tokens, salt)
+        chain.append(token_ids(tokens))
+        return ChunkKeys(tuple(chain.keys))
+
+    def lookup(self, tokens: npt.ArrayLike | ChunkKeys, salt: str = "") -> int:
+        """How many of the first tokens the store has. Waits for the floor, `timeout` at most."""
+        keys, done = self._keys(tokens, salt), threading.Event()
+        hits: list[Hit] = []
+
+        def look() -> None:
+            try:
+                hits.append(self._find(keys)[0])
+            finally:
+                done.set()
+
+        self._workers.do(look)
+        done.wait(self.timeout)
+        return hits[0].tokens if hits else 0
+
+    def ask(self, tokens: npt.ArrayLike | ChunkKeys, salt: str = "") -> int:
+        """Looks a prefix up. `ended` tells the hit, by the number that this returns."""
+        keys, job = self._keys(tokens, salt), next(self._numbers)
+        with self._lock:
+            self._asked[job] = time.monotonic() + self.timeout
+        self._workers.do(lambda: self._look(job, keys))
+        return job
+
+    def read(
+        self,
+        tokens: npt.ArrayLike | ChunkKeys,
+        address: RequestAddress,
+        positions: range | None = None,
+        *,
+        salt: str = "",
+        hit: Hit | None = None,
+    ) -> int:
+        """Reads `positions` (default: all) of a prefix into a request's items. They end with the
+        tokens of `address`, a multiple of `chunk_tokens`. `hit`: what a lookup has told. `ended`
+        tells when nothing is written to the items any more, by the number that this returns.
+        """
+        keys = self._keys(tokens, salt)
+        wanted = range(address.num_tokens) if positions is None else positions
+        total = len(keys.keys) * self.chunk_tokens
+        if (
+            wanted.step != 1
+            or not 0 <= wanted.start < wanted.stop == address.num_tokens <= total
+            or wanted.stop % self.chunk_tokens
+        ):
+            raise ValueError(
+                f"positions {wanted}: they end with the {address.num_tokens} tokens of the block "
+                f"table, a multiple of {self.chunk_tokens} and at most {total}."
+            )
+        number = next(self._numbers)
+        deadline = time.monotonic() + self.timeout
+        job = ReadJob(number=number, address=address, tokens=wanted, deadline=deadline)
+        with self._lock:
+            self._reads[number] = job
+        self._workers.do(lambda: self._begin(job, keys, hit))
+        return number
+
+    def write(
+        self,
+        tokens: npt.ArrayLike | ChunkKeys,
+        address: RequestAddress,
+        positions: range | None = None,
+        *,
+        salt: str = "",
+    ) -> int:
+        """Writes the whole chunks of `positions` (default: all) of a request. When it returns they
+        are copied, or counted as not written; they reach the floor later. Returns how many objects
+        will be written. State that a request has once is written where its tokens end a chunk.
+        """
+        keys = self._keys(tokens, salt).keys
+        wanted = range(address.num_tokens) if positions is None else positions
+        first = -(-wanted.start // self.chunk_tokens)
+        stop = min(wanted.stop, address.num_tokens) // self.chunk_tokens
+        if stop > len(keys):
+            raise ValueError(f"positions {wanted}: there are keys of {len(keys)} chunks only.")
+        if first >= stop:
+            return 0
+        return self._writer.write(keys, address, range(first, stop))
+
+    def abort(self, job: int) -> None:
+        """Ends a read: when this returns, nothing of it is written any more."""
+        with self._lock:
+            read = self._reads.pop(job, None)
+        if read is not None:
+            with read.lock:
+                read.ended = True
+
+    def ended(self) -> list[Ended]:
+        """Lookups and reads that have ended since the last call; those that are late fail now."""
+        now = time.monotonic()
+        with self._lock:
+            late = [job for job, deadline in self._asked.items() if deadline < now]
+            slow = [job for job in self._reads.values() if job.deadline < now]
+            for number in late:
+                del self._asked[number]
+        why = f"{self.url} did not answer within {self.timeout} s."
+        for number in late:
+            self._outcomes.count("unreachable", 0, why)
+            self._ended.append(Ended(number, "lookup", Hit(0), why))
+        for job in slow:
+            self._fail(job, "late", why)
+        ended = []
+        while self._ended:
+            ended.append(self._ended.popleft())
+        return ended
+
+    def stats(self) -> StoreStats:
+        return self._outcomes.stats(self._writer.queued)
+
+    def close(self) -> None:
+        """Waits some seconds for what is being written; reads end as they are."""
+        for number in list(self._reads):
+            self.abort(number)
+        if self._writer.close(CLOSE_SECONDS) & self._workers.close(1.0):
+            self._floor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _keys(self, tokens: npt.ArrayLike | ChunkKeys, salt: str) -> ChunkKeys:
+        return tokens if isinstance(tokens, ChunkKeys) else self.keys(tokens, salt)
+
+    def _find(self, keys: ChunkKeys) -> tuple[Hit, str | None]:
+        total = len(keys.keys) * self.chunk_tokens
+        try:
+            hit = self._lookup.find(keys.keys)
+        except FloorError as error:
+            self._outcomes.count("unreachable", total, str(error))
+            return Hit(0), str(error)
+        self._outcomes.count("hit" if hit.tokens else "miss", hit.tokens or total)
+        return hit, None
+
+    def _look(self, job: int, keys: ChunkKeys) -> None:
+        if job not in self._asked:  # it was late before it began
+            return
+        hit, failure = self._find(keys)
+        with self._lock:
+            told = self._asked.pop(job, None) is not None
+        if told:
+            self._ended.append(Ended(job, "lookup", hit, failure))
+
+    def _begin(self, job: ReadJob, keys: ChunkKeys, hit: Hit | None) -> None:
+        """Shares a read out among threads, object by object."""
+        if job.ended:
+            return
+        if hit is None:
+            chunks = job.tokens.stop // self.chunk_tokens
+            hit, failure = self._find(ChunkKeys(keys.keys[:chunks]))
+            if hit.tokens < job.tokens.stop:
+                why = failure or f"the store has {hit.tokens} tokens of {job.tokens.stop}."
+                self._fail(job, "unreachable" if failure else "vanished", why)
+                return
+        self._lookup.refresh()
+        first = job.tokens.start // self.chunk_tokens
+        sources = [source for source in hit.sources if source[1] >= first]
+        job.left = len(sources)
+        for kind, chunk, digest in sources:
+            key = keys.keys[chunk]
+            self._workers.do(partial(self._read, job, kind, chunk, key, digest))
+
+    def _read(self, job: ReadJob, kind: str, chunk: int, key: bytes, digest: bytes) -> None:
+        if job.ended:
+            return
+        geometry = self._lookup.usable.get(digest)
+        try:
+            if geometry is None:
+                raise ValueError(f"geometry {digest.hex()[:16]} is none that this rank can read.")
+            nbytes = self._reader.read(job, kind, chunk, key, geometry)
+        except NotThere as error:
+            self._fail(job, "vanished", str(error))
+        except FloorError as error:
+            self._fail(job, "unreachable", str(error))
+        except Damaged as error:
+            self._writer.damaged(error.name)
+            self._fail(job, "damaged", str(error))
+        except ValueError as error:
+            self._fail(job, "refused", str(error))
+        else:
+            self._one_read(job, nbytes)
+
+    def _one_read(self, job: ReadJob, nbytes: int) -> None:
+        with job.lock:
+            job.left -= 1
+            job.nbytes += nbytes
+            done = not job.left and not job.ended
+            job.ended |= done
+        if done:
+            self._tell(job, None)
+            self._outcomes.count("read", job.nbytes)
+
+    def _fail(self, job: ReadJob, outcome: str, why: str) -> None:
+        with job.lock:
+            if job.ended:
+                return
+            job.ended = True
+        self._outcomes.count(outcome, len(job.tokens), why)
+        self._tell(job, why)
+
+    def _tell(self, job: ReadJob, failure: str | None) -> None:
+        with self._lock:
+            known = self._reads.pop(job.number, None) is not None
+        if known:  # not aborted
+            self._ended.append(Ended(job.number, "read", Hit(job.tokens.stop), failure))

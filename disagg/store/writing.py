@@ -1,0 +1,155 @@
+"""Writes what a rank holds of chunks: gathered at once, put behind serving."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from disagg.plan import TransferPlan, plan
+from disagg.plan.lookup import IncompleteTransfer
+from disagg.portable.staging import Bytes, Staging
+from disagg.store.catalogue import CatalogueFull
+from disagg.store.chunks import ChunkLayout, elected, of_kind
+from disagg.store.floors.base import Floor, FloorError
+from disagg.store.geometry import Geometry
+from disagg.store.objects import ObjectId, encode_head
+from disagg.store.stats import Outcomes
+from disagg.store.workers import Workers
+from kvpool.layout import PoolLayout, RequestAddress
+
+KNOWN_NAMES = 1 << 16
+"""Names of objects that are there, as far as this process remembers."""
+
+
+class Writer:
+    """Writes objects of one rank. `room` is how many bytes may be gathered and not put yet.
+    `publish` puts the geometry in the catalogue, before its first object."""
+
+    def __init__(
+        self,
+        floor: Floor,
+        namespace: str,
+        ranks: Sequence[PoolLayout],
+        rank: int,
+        geometry: Geometry,
+        *,
+        room: int,
+        threads: int,
+        outcomes: Outcomes,
+        publish: Callable[[Geometry], None],
+    ) -> None:
+        self._floor, self._namespace, self._rank = floor, namespace, rank
+        self._geometry, self._room, self._outcomes = geometry, room, outcomes
+        own, parts = elected(ranks)[rank], geometry.parts[rank]
+        self._layout, self._publish = own, publish
+        self._plans: dict[str, TransferPlan] = {
+            kind: plan([of_kind(own, kind)], part.layout) for kind, part in parts.items()
+        }
+        self._workers = Workers(threads, "kvpool store writer")
+        self._lock = threading.Lock()
+        self._queued = 0
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._damaged: set[str] = set()
+
+    def write(self, keys: Sequence[bytes], address: RequestAddress, chunks: range) -> int:
+        """Copies what this rank holds of chunks, and puts it later; returns how many objects that
+        are. State that a request has once is written where the last chunk ends with the request.
+        """
+        count = 0
+        for chunk in chunks:
+            for kind, part in self._geometry.parts[self._rank].items():
+                ends = (chunk + 1) * part.tokens == address.num_tokens
+                if not ends and self._overwritten(kind, (chunk + 1) * part.tokens):
+                    continue
+                identity = ObjectId(kind, keys[chunk], self._geometry.digest, self._rank, chunk)
+                count += self._write(identity, part, address)
+        return count
+
+    def _overwritten(self, kind: str, tokens: int) -> bool:
+        """Whether a request that goes on after so many tokens may have overwritten state: what it
+        has once, and rings that it is in the middle of.
+        """
+        if kind == "state":
+            return True
+        spaces = self._plans[kind].sources[0].spaces
+        return any(space.wraps and tokens % space.tokens_per_item for space in spaces)
+
+    def damaged(self, name: str) -> None:
+        """An object is not what it should be: the next write replaces it."""
+        with self._lock:
+            self._damaged.add(name)
+            self._known.pop(name, None)
+
+    @property
+    def queued(self) -> int:
+        """Bytes that are gathered and not put yet."""
+        return self._queued
+
+    def close(self, timeout: float) -> bool:
+        return self._workers.close(timeout)
+
+    def _write(self, identity: ObjectId, part: ChunkLayout, address: RequestAddress) -> bool:
+        name = identity.name(self._namespace)
+        with self._lock:
+            if name in self._known:
+                self._known.move_to_end(name)
+                return False
+            if self._queued + part.nbytes > self._room:
+                self._outcomes.count("dropped", part.nbytes)
+                return False
+            self._queued += part.nbytes
+        try:
+            data = self._gather(identity, part, address)
+        except IncompleteTransfer:
+            self._outcomes.count("gone", part.nbytes)
+            data = None
+        except BaseException:
+            self._put_done(part.nbytes)
+            raise
+        if data is None:
+            self._put_done(part.nbytes)
+            return False
+        self._workers.do(lambda: self._put(name, identity, part, data))
+        return True
+
+    def _gather(self, identity: ObjectId, part: ChunkLayout, address: RequestAddress) -> Bytes:
+        first, stop = identity.chunk * part.tokens, (identity.chunk + 1) * part.tokens
+        source = RequestAddress(stop, address.spans)
+        way = self._plans[identity.kind]
+        dest = part.address(identity.chunk)
+        batch = way.bind(0, source, dest, tokens=range(first, stop))
+        staging = Staging(self._layout, part.nbytes)
+        staging.bytes[:] = 0  # what no run fills
+        staging.gather(batch.src, batch.dst, batch.nbytes, part.nbytes)
+        return staging.bytes
+
+    def _put(self, name: str, identity: ObjectId, part: ChunkLayout, data: Bytes) -> None:
+        try:
+            self._publish(self._geometry)
+            head = encode_head(identity, part, data)
+            with self._lock:
+                replaces = name in self._damaged
+            if replaces:
+                self._floor.put(name, [head, data.data])
+            elif not self._floor.create(name, [head, data.data]):
+                self._outcomes.count("already there", part.nbytes)
+                self._remember(name)
+                return
+            self._outcomes.count("written", part.nbytes)
+            self._remember(name)
+        except (FloorError, CatalogueFull) as error:
+            self._outcomes.count("not written", part.nbytes, str(error))
+        finally:
+            self._put_done(part.nbytes)
+
+    def _remember(self, name: str) -> None:
+        with self._lock:
+            self._damaged.discard(name)
+            self._known[name] = None
+            if len(self._known) > KNOWN_NAMES:
+                self._known.popitem(last=False)
+
+    def _put_done(self, nbytes: int) -> None:
+        with self._lock:
+            self._queued -= nbytes
