@@ -58,10 +58,19 @@ class Lookup:
         self._lock = threading.Lock()
         self._refreshed = -REFRESH_SECONDS
 
-    def refresh(self) -> None:
-        """Reads the catalogue, if that is some time ago."""
+    def geometry(self, digest: bytes) -> Geometry:
+        """A geometry of which another process has told. Raises ValueError."""
+        if digest not in self.usable:
+            self.refresh(0.0)
+        if digest not in self.usable:
+            why = self.unusable.get(digest, "the catalogue does not have it.")
+            raise ValueError(f"geometry {digest.hex()[:16]}: {why}")
+        return self.usable[digest]
+
+    def refresh(self, seconds: float = REFRESH_SECONDS) -> None:
+        """Reads the catalogue, if it was read more than so many seconds ago."""
         with self._lock:
-            if time.monotonic() - self._refreshed < REFRESH_SECONDS:
+            if time.monotonic() - self._refreshed < seconds:
                 return
             for geometry in self.catalogue.refresh():
                 self._judge(geometry)
@@ -119,7 +128,7 @@ class Lookup:
         self, kind: str, keys: Sequence[bytes], chunks: range, places: dict[int, bytes]
     ) -> None:
         """Notes of each chunk the first geometry of which all parts are there."""
-        for digest, geometry in self.usable.items():
+        for digest, geometry in list(self.usable.items()):
             left = [chunk for chunk in chunks if chunk not in places]
             parts = geometry.with_kind(kind)
             names = [

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy.typing as npt
 from typing_extensions import Self
@@ -28,6 +27,8 @@ from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.prefix.chain import Chain, token_ids
 
 CHUNK_TOKENS = 256
+LOOK_SECONDS = 0.05
+"""Between two looks of `wait` at what is late."""
 CLOSE_SECONDS = 10.0
 """How long `close` waits for what is being written."""
 
@@ -101,11 +102,12 @@ class Store:
         )
         self._workers = Workers(threads, "kvpool store reader")
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        """Of all below; its waiters are told of what has ended."""
         self._asked: dict[int, float] = {}
         """Deadlines of lookups."""
         self._reads: dict[int, ReadJob] = {}
-        self._ended: deque[Ended] = deque()
+        self._ended: dict[int, Ended] = {}
 
     def keys(self, tokens: npt.ArrayLike, salt: str = "") -> ChunkKeys:
         """The keys of the whole chunks of `tokens`; `salt` is whose they are: tenant, adapter."""
@@ -115,18 +117,7 @@ class Store:
 
     def lookup(self, tokens: npt.ArrayLike | ChunkKeys, salt: str = "") -> int:
         """How many of the first tokens the store has. Waits for the floor, `timeout` at most."""
-        keys, done = self._keys(tokens, salt), threading.Event()
-        hits: list[Hit] = []
-
-        def look() -> None:
-            try:
-                hits.append(self._find(keys)[0])
-            finally:
-                done.set()
-
-        self._workers.do(look)
-        done.wait(self.timeout)
-        return hits[0].tokens if hits else 0
+        return self.wait(self.ask(tokens, salt)).hit.tokens
 
     def ask(self, tokens: npt.ArrayLike | ChunkKeys, salt: str = "") -> int:
         """Looks a prefix up. `ended` tells the hit, by the number that this returns."""
@@ -201,22 +192,34 @@ class Store:
 
     def ended(self) -> list[Ended]:
         """Lookups and reads that have ended since the last call; those that are late fail now."""
-        now = time.monotonic()
+        self._end_late()
+        with self._lock:
+            ended, self._ended = list(self._ended.values()), {}
+        return ended
+
+    def wait(self, job: int) -> Ended:
+        """How a lookup or read ends, which `ended` then does not tell. Waits, `timeout` at most.
+        Raises ValueError for a job that is not under way.
+        """
+        while True:
+            self._end_late()
+            with self._lock:
+                if job not in (self._asked.keys() | self._reads.keys() | self._ended.keys()):
+                    raise ValueError(f"job {job}: none that is under way here.")
+                if self._lock.wait_for(lambda: job in self._ended, LOOK_SECONDS):
+                    return self._ended.pop(job)
+
+    def _end_late(self) -> None:
+        """Ends what has taken too long: what hangs in a thread is left to it."""
+        now, why = time.monotonic(), f"{self.url} did not answer within {self.timeout} s."
         with self._lock:
             late = [job for job, deadline in self._asked.items() if deadline < now]
             slow = [job for job in self._reads.values() if job.deadline < now]
-            for number in late:
-                del self._asked[number]
-        why = f"{self.url} did not answer within {self.timeout} s."
         for number in late:
-            self._outcomes.count("unreachable", 0, why)
-            self._ended.append(Ended(number, "lookup", Hit(0), why))
+            if self._tell(self._asked, Ended(number, "lookup", Hit(0), why)):
+                self._outcomes.count("unreachable", 0, why)
         for job in slow:
             self._fail(job, "late", why)
-        ended = []
-        while self._ended:
-            ended.append(self._ended.popleft())
-        return ended
 
     def stats(self) -> StoreStats:
         return self._outcomes.stats(self._writer.queued)
@@ -244,17 +247,17 @@ class Store:
         except FloorError as error:
             self._outcomes.count("unreachable", total, str(error))
             return Hit(0), str(error)
-        self._outcomes.count("hit" if hit.tokens else "miss", hit.tokens or total)
+        if hit.tokens:
+            self._outcomes.count("hit", hit.tokens)
+        else:
+            self._outcomes.count("miss", total, " ".join(self._lookup.unusable.values()))
         return hit, None
 
     def _look(self, job: int, keys: ChunkKeys) -> None:
         if job not in self._asked:  # it was late before it began
             return
         hit, failure = self._find(keys)
-        with self._lock:
-            told = self._asked.pop(job, None) is not None
-        if told:
-            self._ended.append(Ended(job, "lookup", hit, failure))
+        self._tell(self._asked, Ended(job, "lookup", hit, failure))
 
     def _begin(self, job: ReadJob, keys: ChunkKeys, hit: Hit | None) -> None:
         """Shares a read out among threads, object by object."""
@@ -267,7 +270,6 @@ class Store:
                 why = failure or f"the store has {hit.tokens} tokens of {job.tokens.stop}."
                 self._fail(job, "unreachable" if failure else "vanished", why)
                 return
-        self._lookup.refresh()
         first = job.tokens.start // self.chunk_tokens
         sources = [source for source in hit.sources if source[1] >= first]
         job.left = len(sources)
@@ -278,10 +280,8 @@ class Store:
     def _read(self, job: ReadJob, kind: str, chunk: int, key: bytes, digest: bytes) -> None:
         if job.ended:
             return
-        geometry = self._lookup.usable.get(digest)
         try:
-            if geometry is None:
-                raise ValueError(f"geometry {digest.hex()[:16]} is none that this rank can read.")
+            geometry = self._lookup.geometry(digest)
             nbytes = self._reader.read(job, kind, chunk, key, geometry)
         except NotThere as error:
             self._fail(job, "vanished", str(error))
@@ -302,7 +302,7 @@ class Store:
             done = not job.left and not job.ended
             job.ended |= done
         if done:
-            self._tell(job, None)
+            self._end_read(job, None)
             self._outcomes.count("read", job.nbytes)
 
     def _fail(self, job: ReadJob, outcome: str, why: str) -> None:
@@ -311,10 +311,17 @@ class Store:
                 return
             job.ended = True
         self._outcomes.count(outcome, len(job.tokens), why)
-        self._tell(job, why)
+        self._end_read(job, why)
 
-    def _tell(self, job: ReadJob, failure: str | None) -> None:
+    def _end_read(self, job: ReadJob, failure: str | None) -> None:
+        hit = Hit(0 if failure else job.tokens.stop)
+        self._tell(self._reads, Ended(job.number, "read", hit, failure))
+
+    def _tell(self, under_way: dict[int, Any], ended: Ended) -> bool:
+        """Tells the end of a job, unless that was told or the job was aborted."""
         with self._lock:
-            known = self._reads.pop(job.number, None) is not None
-        if known:  # not aborted
-            self._ended.append(Ended(job.number, "read", Hit(job.tokens.stop), failure))
+            told = under_way.pop(ended.job, None) is not None
+            if told:
+                self._ended[ended.job] = ended
+                self._lock.notify_all()
+        return told

@@ -59,12 +59,19 @@ class Writer:
         count = 0
         for chunk in chunks:
             for kind, part in self._geometry.parts[self._rank].items():
+                if not self._listed(kind, address):
+                    continue
                 ends = (chunk + 1) * part.tokens == address.num_tokens
                 if not ends and self._overwritten(kind, (chunk + 1) * part.tokens):
                     continue
                 identity = ObjectId(kind, keys[chunk], self._geometry.digest, self._rank, chunk)
                 count += self._write(identity, part, address)
         return count
+
+    def _listed(self, kind: str, address: RequestAddress) -> bool:
+        """Whether a block table has all that an object of that kind needs."""
+        spaces = self._plans[kind].sources[0].spaces
+        return all(space.id_list in address.spans for space in spaces)
 
     def _overwritten(self, kind: str, tokens: int) -> bool:
         """Whether a request that goes on after so many tokens may have overwritten state: what it

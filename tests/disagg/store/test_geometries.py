@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests import oracle
-from tests.disagg.store.stores import CHUNK, fresh, got, put, stores
 from tests.disagg import test_matrix
+from tests.disagg.store.stores import CHUNK, fresh, got, put, stores
 from tests.disagg.test_matrix import SHAPES
 from tests.pools import CLASSES, PACKED
 
