@@ -111,6 +111,14 @@ class Allocator:
         """
         if self.prefix is None:
             token_ids(tokens)  # the same mistakes are refused with a cache and without
+        request = self._begin(tokens, salt)
+        if self.prefix is None or self.prefix.shared is None or self._read_shared(request, tokens, salt):
+            return request
+        self.free(request)
+        return self._begin(tokens, salt)
+
+    def _begin(self, tokens: npt.ArrayLike, salt: str) -> Request:
+        """A request that begins with what of its tokens is in this pool."""
         row = self._tables.add()
         request = Request(self, self._tables, row)
         if self.prefix is not None:
@@ -123,6 +131,31 @@ class Allocator:
             for space in self._tables.rings:  # of a checkpoint, what is alive is there
                 self._tables.lost[space.name][row] = space.alive(reused).start
         return request
+
+    def _read_shared(self, request: Request, tokens: npt.ArrayLike, salt: str) -> bool:
+        """Goes on with what the prefix cache's store has; False if that was not read, and the
+        request is of no use.
+        """
+        prompt, before = token_ids(tokens), request.num_tokens
+        prefix, store = self.prefix, None if self.prefix is None else self.prefix.shared
+        if prefix is None or store is None or (known := store.lookup(prompt, salt)) <= before:
+            return True
+        try:
+            self.extend(request, known - before, received=True)
+        except OutOfPages:  # then it is computed, as far as there are pages
+            return True
+        positions = range(before, known)
+        job = store.read(prompt[:known], request.address(), positions, salt=salt)
+        if store.wait(job).failure is not None:
+            return False
+        self._keep(request, prompt[before:known])
+        return True
+
+    def _keep(self, request: Request, tokens: npt.ArrayLike) -> None:
+        """Keeps pages of the request's next tokens for others in this pool."""
+        (row,) = rows_of(self._tables, [request]).tolist()
+        if self.prefix is not None:
+            self.prefix.store(row, tokens, request.num_tokens, request.received_tokens)
 
     def store(self, request: Request, tokens: npt.ArrayLike) -> None:
         """Says that the state of the request's next tokens is written (in all pools), those after
@@ -139,7 +172,9 @@ class Allocator:
         self._tables.pins.check_written(row, "others would reuse")
         self._tables.check_settled(rows)
         if self.prefix is not None:
+            before = self.prefix.stored_tokens(row)
             self.prefix.store(row, tokens, request.num_tokens, request.received_tokens)
+            self.prefix.share(row, before, request.address())
 
     def extend(
         self, request: Request, tokens: int, *, received: bool = False, at_most: bool = False

@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from kvpool.allocation.block_table import BlockTable
 from kvpool.allocation.free_list import OutOfPages
+from kvpool.allocation.prefix_store import PrefixStore
+from kvpool.layout import RequestAddress
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key, token_ids
 from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -57,12 +59,21 @@ class PrefixCache:
     belong to one request: where a pool has any, `store` at a multiple of `checkpoint_tokens` (which
     must be a multiple of the tokens of every page) copies them to free ones, and prefixes that can
     be reused end there. With `events`, what is stored and removed is noted for `take_events`.
+
+    `store`: where chunks of tokens are kept beyond this process (`disagg.store.Store`). What is not
+    here is looked for there, and what is stored here is written there too.
     """
 
-    def __init__(self, *, checkpoint_tokens: int = 1024, events: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        checkpoint_tokens: int = 1024,
+        events: bool = False,
+        store: PrefixStore | None = None,
+    ) -> None:
         if checkpoint_tokens < 1:
             raise ValueError(f"checkpoint_tokens: 1 or more, got {checkpoint_tokens}.")
-        self.checkpoint_tokens = checkpoint_tokens
+        self.checkpoint_tokens, self.shared = checkpoint_tokens, store
         self._stats = PrefixStats()
         self._lists: dict[str, _KeptItems] = {}
         self._chains: dict[int, Chain] = {}
@@ -192,6 +203,14 @@ class PrefixCache:
                 self._keep(row, chain, id_list, max(before // id_list.pages, whole))
             elif stored == held and stored % id_list.tokens == 0:
                 self._checkpoint(row, chain, id_list)
+
+    def share(self, row: int, before: int, address: RequestAddress) -> None:
+        """Writes the chunks to the store that a request has filled since `before` tokens."""
+        chain = self._chains.get(row)
+        if self.shared is not None and chain is not None:
+            first = before // self.shared.chunk_tokens * self.shared.chunk_tokens
+            positions = range(first, chain.num_tokens)
+            self.shared.write(chain.tokens, address, positions, salt=chain.salt)
 
     def fork(self, row: int, child: int, tokens: int) -> None:
         """A request was forked at `tokens` tokens."""
