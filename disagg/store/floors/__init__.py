@@ -1,1 +1,0 @@
-"""Where objects lie: floors, by URL."""
