@@ -1,0 +1,1 @@
+"""State written once, read by any engine."""
