@@ -17,12 +17,14 @@ from typing import Any
 
 EXTRAS = {
     "cryptography": ("cryptography", "keys"),
+    "obstore": ("obstore", "store"),
     "prometheus_client": ("prometheus-client", "metrics"),
     "rich": ("rich", "cli"),
     "torch": ("PyTorch", "torch"),
     "transformers": ("transformers", "demo"),
     "triton": ("Triton", "cuda"),
     "typer": ("typer", "cli"),
+    "xxhash": ("xxhash", "store"),
 }
 """By imported package: its name for a reader, and the extra of kvpool that installs it."""
 
