@@ -24,7 +24,6 @@ from disagg.store.floors.base import (
     BeyondEnd,
     Buffer,
     FloorError,
-    FloorFull,
     Listed,
     NotThere,
     Span,
@@ -35,6 +34,7 @@ from disagg.store.floors.base import (
     spans_of,
     valid_name,
 )
+from disagg.store.floors.object_errors import CREDENTIALS, floor_error, no_bucket
 from disagg.store.floors.url import FloorURL
 from kvpool.extras import needed_by
 
@@ -52,16 +52,6 @@ DELETED_AT_ONCE = 1000
 STAGED = re.compile(r".*#[0-9]+")
 """Names of obstore's files that are not complete, which its lists leave out."""
 ENDPOINTS = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
-CREDENTIALS = {
-    "s3": "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this host a role.",
-    "gs": "Set GOOGLE_APPLICATION_CREDENTIALS, or give this host a service account.",
-    "az": "Set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or another identity.",
-}
-NO_CREDENTIALS = re.compile(
-    r"169\.254\.|metadata|api/token|instance credential|security-credentials|credentialprovider",
-    re.IGNORECASE,
-)
-"""What the error of a request for credentials names, where no variable has any."""
 
 
 class ObjectFloor:
@@ -69,6 +59,7 @@ class ObjectFloor:
 
     def __init__(self, url: FloorURL) -> None:
         self._url = url
+        self._seconds = url.options.get("timeout", TIMEOUT_SECONDS)
         with needed_by(f"A store at {url.scheme}://"):
             self._store: Any = _store_of(url)
         self._threads: ThreadPoolExecutor | None = None
@@ -183,43 +174,24 @@ class ObjectFloor:
         try:
             return call()
         except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                raise self._failure(what, f"there is no bucket {self._url.place!r}") from error
+            if no_bucket(error):
+                raise floor_error(self._url, what, error, self._seconds) from error
             if self._url.scheme == "file" and not os.path.isdir(self._url.path):
                 raise self._failure(what, "the folder is gone") from error
             raise NotThere(f"{self._url}: {what}: there is no such object.") from error
         except known.AlreadyExistsError:
             raise
         except (known.BaseError, OSError, ValueError) as error:
-            raise self._error(what, error) from error
-
-    def _error(self, what: str, error: Exception) -> FloorError:
-        text = str(error)
-        reason = text.partition("\n\nDebug source")[0].strip()
-        if re.search(r"No space left on device|Disk quota exceeded|File too large", text):
-            full = reason.rpartition(": ")[2]
-            return FloorFull(f"{self._url}: {what}: no room: {full}. Make room: kvpool store gc.")
-        if "StartTooLarge" in text or "InvalidRange" in text or "416" in reason:
-            return BeyondEnd(f"{self._url}: {what}: the object ends before a range.")
-        help_text = CREDENTIALS.get(self._url.scheme, "")
-        if help_text and not _has_credentials(self._url.scheme) and NO_CREDENTIALS.search(text):
-            return self._failure(what, f"there are no credentials. {help_text}")
-        if re.search(r"\b403\b|\b401\b|Unauthenticated|PermissionDenied", text):
-            return self._failure(what, f"the credentials are refused. {help_text} {reason}")
-        return self._failure(what, reason)
+            raise floor_error(self._url, what, error, self._seconds) from error
 
     def _failure(self, what: str, reason: str) -> FloorError:
-        return FloorError(f"{self._url}: {what}: {reason.strip().rstrip('.')}.")
+        return FloorError(f"{self._url}: {what}: {reason}.")
 
 
 def _exceptions() -> Any:
     from obstore import exceptions
 
     return exceptions
-
-
-def _has_credentials(scheme: str) -> bool:
-    return scheme == "s3" and bool(os.environ.get("AWS_ACCESS_KEY_ID"))
 
 
 def _store_of(url: FloorURL) -> Any:
@@ -260,8 +232,8 @@ def _store_of(url: FloorURL) -> Any:
             return store.GCSStore(url.place, **common)
         return store.AzureStore(url.place, **common)
     except Exception as error:  # obstore has no type for what a variable says wrong
-        reason = str(error).partition("\n\nDebug source")[0].rstrip(".")
-        raise FloorError(f"{url}: {reason}. {CREDENTIALS[url.scheme]}") from error
+        known = floor_error(url, "open", error, seconds)
+        raise FloorError(f"{known} {CREDENTIALS[url.scheme]}") from error
 
 
 class _Memory:
