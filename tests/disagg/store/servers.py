@@ -1,4 +1,4 @@
-"""What floors stand on: a server of S3's protocol, and Mooncake's master and memory, on loopback."""
+"""What floors stand on, on loopback: a server of S3, Mooncake's master, and memory."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ print(sorted(heavy))
         (
             "obstore",
             "memory://x",
-            "A store at memory:// needs obstore: pip install 'kvpool[store]'",
+            "A store at memory:// needs obstore: pip install 'kvpool[store",
         ),
         ("mooncake", "mooncake://h:1", "A store at mooncake://: Mooncake is not installed: pip"),
     ],
