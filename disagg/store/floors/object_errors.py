@@ -36,9 +36,7 @@ def floor_error(url: FloorURL, what: str, error: Exception, seconds: float) -> F
     text = str(error)
     reason = _reason(url, text, seconds)
     if _FULL.search(text):
-        return FloorFull(
-            f"{url}: {what}: there is no room ({reason}). Delete objects."
-        )
+        return FloorFull(f"{url}: {what}: there is no room ({reason}). Delete objects.")
     if _BEYOND.search(text):
         return BeyondEnd(f"{url}: {what}: the object ends before a range of it.")
     return FloorError(f"{url}: {what}: {reason}.")

@@ -82,7 +82,8 @@ class Staging:
                         f"{where}: no {size:,} bytes of staging became free in "
                         f"{WAIT_SECONDS:.0f} seconds; {resting:,} rest after transfers that failed."
                     )
-                self._changed.wait(until - now)
+                # what rests comes back without a call that could tell
+                self._changed.wait(min([until, *(row[0] for row in self._resting)]) - now)
 
     def _give_back(self, start: int, stop: int, rest: float) -> None:
         with self._changed:
