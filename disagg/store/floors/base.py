@@ -56,7 +56,8 @@ class Listed:
 
 class Floor(Protocol):
     """Where objects lie, by name. Every call may be made by several threads, and raises FloorError
-    where the floor does not answer, and ValueError for a name that `valid_name` does not know.
+    where the floor does not answer, and ValueError for a name that `valid_name` does not know. What
+    failed because the floor did not answer may still be done when it is back.
     """
 
     def create(self, name: str, parts: Sequence[Buffer]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def test_pieces_never_overlap_and_all_come_back():
                 assert piece.memory.ctypes.data == piece.address and piece.address % 64 == 0
                 spans.append((piece.address, piece.address + size))
             spans.sort()
-            assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:]))
+            assert all(before[1] <= after[0] for before, after in pairwise(spans))
             places += spans
     assert staging.address <= min(places)[0] and max(places)[1] <= staging.address + staging.nbytes
     with staging.lent(staging.nbytes, "test") as piece:
