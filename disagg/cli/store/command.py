@@ -16,4 +16,10 @@ def _about() -> None:
 
     A store's URL: file:///path (one host, or a shared file system), s3://bucket/prefix,
     gs://bucket/prefix, az://container/prefix, mooncake://host:port, memory://name (one process).
+
+    With --json a command prints one JSON value on standard output, and nothing else there.
+
+    \b
+    Example:
+      kvpool store serve --memory 64GiB
     """

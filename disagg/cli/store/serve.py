@@ -65,7 +65,7 @@ def serve(
     from kvpool.layout.units import parse_memory
 
     try:
-        nbytes = 0 if memory in ("0", "0b") else parse_memory(memory, "--memory")
+        nbytes = 0 if memory == "0b" else parse_memory(memory, "--memory")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if host in ("0.0.0.0", "::"):
