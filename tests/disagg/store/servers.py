@@ -14,8 +14,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import mooncake
-
 from tests.ports import free_port
 from tests.processes import started
 
@@ -93,6 +91,8 @@ class Master:
 
     @contextmanager
     def running(self) -> Iterator[subprocess.Popen[Any]]:
+        import mooncake  # which a machine may be without
+
         program = str(Path(next(iter(mooncake.__path__))) / "mooncake_master")
         flags = [f"--{name}={value}" for name, value in self._flags.items()]
         with started([program, *flags], stderr=subprocess.DEVNULL) as process:
