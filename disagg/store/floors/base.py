@@ -46,7 +46,8 @@ class BeyondEnd(FloorError):
 @dataclass(frozen=True)
 class Listed:
     """An object of a list: its size in bytes, and when it was written, in seconds since 1970 by
-    the floor's clock; None where the floor does not know.
+    the floor's clock; in a folder, when it was last read or written; None where the floor does not
+    know.
     """
 
     name: str
@@ -108,6 +109,10 @@ def open_floor(url: str) -> Floor:
         from disagg.store.floors.mooncake import MooncakeFloor
 
         return MooncakeFloor(parsed)
+    if parsed.scheme == "file":
+        from disagg.store.floors.folder import FolderFloor
+
+        return FolderFloor(parsed)
     from disagg.store.floors.object_store import ObjectFloor
 
     return ObjectFloor(parsed)

@@ -1,24 +1,23 @@
-"""Floors of obstore: this process's memory, a folder, S3, Google Cloud Storage, Azure.
+"""Floors of obstore: this process's memory, S3, Google Cloud Storage, Azure, and in part folders.
 
 Objects are created by one conditional put each, so that the first of two writers wins, and a writer
 that is killed leaves nothing that a reader can see: in a folder the bytes go to a file beside it
-(`NAME#1`) that is linked when it is complete, elsewhere to one request.
+(`NAME#1`) that is linked when it is complete, elsewhere in one request.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
+
+import numpy as np
 
 from disagg.store.floors.base import (
     BeyondEnd,
@@ -49,8 +48,6 @@ out is not tried again: the time is spent."""
 ASKED_AT_ONCE = 16
 """Requests in flight of one `exists`, where each is a round trip."""
 DELETED_AT_ONCE = 1000
-STAGED = re.compile(r".*#[0-9]+")
-"""Names of obstore's files that are not complete, which its lists leave out."""
 ENDPOINTS = "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 
 
@@ -94,7 +91,7 @@ class ObjectFloor:
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
-        if self._url.scheme in ("memory", "file") or len(names) < 2:
+        if self._url.scheme == "memory" or len(names) < 2:
             return [*map(self._is_there, names)]
         with self._lock:
             if self._threads is None and not self._closed:
@@ -117,27 +114,15 @@ class ObjectFloor:
 
     def delete(self, names: Sequence[str]) -> None:
         check_names(names)
-        if self._url.scheme in ("file", "memory"):
-            for name in names:  # a batch ends at the first that is not there
-                with suppress(NotThere):
-                    self._asked(f"delete {name}", partial(self._store.delete, name))
-            return
-        for first in range(0, len(names), DELETED_AT_ONCE):
-            batch = [*names[first : first + DELETED_AT_ONCE]]
+        most = DELETED_AT_ONCE if self._url.scheme == "s3" else 1
+        for first in range(0, len(names), most):
+            # but of S3's, a batch would end at the first that is not there
+            batch = [*names[first : first + most]]
             with suppress(NotThere):
                 self._asked("delete", partial(self._store.delete, batch))
 
     def sweep(self, age: float) -> int:
-        if self._url.scheme != "file":
-            return 0  # one request makes an object: there is nothing beside those
-        count, oldest = 0, time.time() - age
-        for folder, _, files in os.walk(self._url.path):
-            for path in (Path(folder, file) for file in files if STAGED.fullmatch(file)):
-                with suppress(FileNotFoundError):
-                    if path.stat().st_mtime < oldest:
-                        path.unlink()
-                        count += 1
-        return count
+        return 0  # one request makes an object: there is nothing beside those
 
     def close(self) -> None:
         with self._lock:
@@ -149,6 +134,8 @@ class ObjectFloor:
         check_names([name])
         # obstore takes flat bytes only; many parts are one upload, not one of several requests
         views = [view.data for view in byte_views(parts)]
+        if self._url.scheme == "memory":  # which would keep the caller's own
+            views = [np.concatenate(views).data]
         exists = _exceptions().AlreadyExistsError
         try:
             upload = partial(self._store.put, name, views, mode=mode, use_multipart=False)
@@ -168,21 +155,22 @@ class ObjectFloor:
 
     def _asked(self, what: str, call: Callable[[], T]) -> T:
         """What obstore answers; its errors as the floor's."""
-        if self._closed:
-            raise self._failure(what, "it is closed")
+        self._check_open(what)
         known = _exceptions()
         try:
             return call()
         except FileNotFoundError as error:
             if no_bucket(error):
                 raise floor_error(self._url, what, error, self._seconds) from error
-            if self._url.scheme == "file" and not os.path.isdir(self._url.path):
-                raise self._failure(what, "the folder is gone") from error
             raise NotThere(f"{self._url}: {what}: there is no such object.") from error
         except known.AlreadyExistsError:
             raise
         except (known.BaseError, OSError, ValueError) as error:
             raise floor_error(self._url, what, error, self._seconds) from error
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise self._failure(what, "it is closed")
 
     def _failure(self, what: str, reason: str) -> FloorError:
         return FloorError(f"{self._url}: {what}: {reason}.")

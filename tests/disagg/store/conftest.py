@@ -12,7 +12,6 @@ import pytest
 from disagg.store.floors.base import open_floor
 from tests.disagg.store.servers import CREDENTIALS, S3Server, serving
 
-
 HERE = find_spec("mooncake") is not None
 KINDS = "memory", "file", "s3", *(["mooncake"] if HERE else [])
 collect_ignore = [] if HERE else ["test_mooncake_floor.py", "test_serve.py"]

@@ -202,6 +202,16 @@ def test_threads_do_not_disturb_one_another(floor, space):
     assert len([*floor.list(space)]) == 8 * 3 + 1
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_buffers_of_a_writer_may_change_once_it_has_written(floor, space, parts):
+    data = np.full(100_000, 1, np.uint8)
+    for write, name in ((floor.create, f"{space}/created"), (floor.put, f"{space}/put")):
+        data[:] = 1
+        write(name, np.split(data, parts))
+        data[:] = 2
+        assert read(floor, name, (0, 100_000)) == [b"\1" * 100_000]
+
+
 def test_what_is_read_stays_while_it_is_used(floor, other_floor, space):
     data, name = some_bytes(100_000), f"{space}/object"
     floor.create(name, [data])
