@@ -5,6 +5,7 @@ What Mooncake 0.3.13 does, each seen here:
 - `setup` keeps the GIL until the master answers or MC_RPC_TIMEOUT_MS is over, so a master that is
   away or hangs is found before that, by a socket and by its HTTP server.
 - A client reconnects by itself, and mounts its memory again at a master that has forgotten it.
+- `close` keeps the GIL for one to three seconds. The calls that a floor makes let it go.
 - Its transfers listen on all interfaces, whatever address it is given: whoever reaches those ports
   reads and writes the memory that it offers.
 """
@@ -15,6 +16,7 @@ import http.client
 import importlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from typing import Any
 
 from disagg.engines.base import EngineUnavailable
 from disagg.engines.mooncake.package import choose, package
-from disagg.host.exits import ABANDONED_IN_CHILD, CLOSED_AT_EXIT, keep_for_ever
+from disagg.host.exits import ABANDONED_IN_CHILD, CLOSED_AT_EXIT, close_aside, keep_for_ever
 from disagg.log import log
 from disagg.store.floors.base import FloorError
 from disagg.store.floors.url import FloorURL
@@ -81,6 +83,7 @@ class MooncakeClient:
         self._lock = threading.Condition()
         self._connecting = threading.Lock()
         self._client: Any = None
+        self._staging: Any = None  # as long as the client knows its memory
         self._calls = 0
         self._closed = ""
         self._failed: tuple[float, FloorError] | None = None
@@ -136,6 +139,10 @@ class MooncakeClient:
 
     drop = close
 
+    def __del__(self) -> None:
+        if getattr(self, "_client", None) is not None and not sys.is_finalizing():
+            close_aside(self)
+
     def abandon(self) -> None:
         """A forked child has no thread of Mooncake's."""
         self._lock, self._connecting = threading.Condition(), threading.Lock()
@@ -150,7 +157,7 @@ class MooncakeClient:
         if self._failed is not None and time.monotonic() < self._failed[0]:
             raise FloorError(str(self._failed[1]))
         try:
-            self._client = self._connected(staging)
+            self._client, self._staging = self._connected(staging), staging
         except FloorError as error:
             self._failed = time.monotonic() + PAUSE_SECONDS, error
             raise

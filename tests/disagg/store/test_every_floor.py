@@ -54,20 +54,20 @@ def test_the_first_of_two_creates_wins_and_its_bytes_stay(floor, other_floor, sp
 
 def test_of_writers_at_once_exactly_one_creates_a_whole_object(floor, other_floor, space):
     for turn in range(5):
-        name, begin, winners = f"{space}/race/{turn}", threading.Barrier(6), []
+        name, begin, created = f"{space}/race/{turn}", threading.Barrier(6), {}
 
-        def write(number, name=name, begin=begin, winners=winners):
+        def write(number, name=name, begin=begin, created=created):
             begin.wait(30)
             writer = (floor, other_floor)[number % 2]
-            if writer.create(name, [bytes([number]) * 100_000] * 3):
-                winners.append(number)
+            created[number] = writer.create(name, [bytes([number]) * 100_000] * 3)
 
         threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert len(winners) == 1
+        assert sorted(created.values()) == [False] * 5 + [True]
+        winners = [number for number, first in created.items() if first]
         assert read(floor, name, (0, 300_000)) == [bytes(winners) * 300_000]
 
 

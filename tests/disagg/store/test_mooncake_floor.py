@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -72,6 +72,12 @@ def opened():
 
 
 @pytest.fixture
+def brief(monkeypatch):
+    """Calls of the master time out after a second."""
+    monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "1000")
+
+
+@pytest.fixture
 def cluster():
     """A master, its process, and one that offers 64 MiB."""
     master = Master()
@@ -90,33 +96,40 @@ def test_a_master_that_is_away_is_told_and_used_once_it_is_there(opened):
         floor.close()
 
 
-def test_a_master_that_hangs_holds_no_call_and_loses_nothing(cluster, opened):
+@contextmanager
+def counted():
+    """Counts, every 10 ms in which this thread gets the GIL."""
+    ticks, ended = [], threading.Event()
+
+    def count():
+        while not ended.wait(0.01):
+            ticks.append(time.monotonic())
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    yield ticks
+    ended.set()
+    counter.join()
+
+
+def test_a_master_that_hangs_holds_no_call_nor_the_gil_and_loses_nothing(cluster, opened, brief):
+    """Also of a client that joins: Mooncake's own would keep the GIL as long as it waits."""
     master, process, _ = cluster
     floor, later = opened(master.url()), opened(master.url())
     data = some_bytes(3 * MIB)
     floor.create("a/b", [data])
     with stopped(process):
-        for name, call in every_call(floor).items():
-            assert "does not answer" in str(failed(call)), name
-        # a client that joins now would keep the GIL as long as the master is silent
-        ticks, ended = [], threading.Event()
-
-        def count():
-            while not ended.wait(0.01):
-                ticks.append(time.monotonic())
-
-        counter = threading.Thread(target=count)
-        counter.start()
-        assert "does not answer" in str(failed(lambda: later.exists(["a/b"])))
-        ended.set()
-        counter.join()
-        assert len(ticks) > 20
+        calls = every_call(floor) | {"join": lambda: later.exists(["a/b"])}
+        for name, call in calls.items():
+            with counted() as ticks:
+                assert "does not answer" in str(failed(call)), name
+            assert len(ticks) > 20, name
     until(lambda: works(floor))
     until(lambda: works(later))
     assert read(floor, "a/b", len(data)) == read(later, "a/b", len(data)) == data
 
 
-def test_a_master_that_dies_is_an_error_and_one_without_its_memory_a_clean_start(opened):
+def test_a_master_that_dies_is_an_error_and_one_without_its_memory_a_clean_start(opened, brief):
     master = Master()
     with ExitStack() as stack:
         with master.running() as process:
@@ -346,6 +359,19 @@ def test_a_forked_child_has_a_floor_that_refuses(cluster, opened):
         assert b"belongs to the process that forked this one" in pipe.read()
     os.waitpid(child, 0)
     assert read(floor, "a/b", 1) == b"x"
+
+
+def test_a_floor_that_is_dropped_leaves_its_cluster():
+    master = Master()
+    with master.running():
+        floor = open_floor(master.url(memory="16MiB"))
+        floor.create("a/b", [b"x"])
+        with open_floor(master.url()).read("a/b", [(0, 1)]) as (buffer,):
+            assert buffer == b"x"
+        del floor
+        other = open_floor(master.url())
+        until(lambda: other.exists(["a/b"]) == [False])  # its memory is gone, orderly
+        other.close()
 
 
 UNCLOSED = """
