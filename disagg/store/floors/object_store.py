@@ -62,6 +62,7 @@ class ObjectFloor:
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._has_bucket = url.scheme in ("memory", "file")
 
     def create(self, name: str, parts: Sequence[Buffer]) -> bool:
         return self._write(name, parts, "create")
@@ -92,13 +93,17 @@ class ObjectFloor:
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         if self._url.scheme == "memory" or len(names) < 2:
-            return [*map(self._is_there, names)]
-        with self._lock:
-            if self._threads is None and not self._closed:
-                self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, "Floor")
-        if self._threads is None:
-            raise self._failure("exists", "it is closed")
-        return [*self._threads.map(self._is_there, names)]
+            there = [*map(self._is_there, names)]
+        else:
+            with self._lock:
+                self._check_open("exists")
+                if self._threads is None:
+                    self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, "Floor")
+                answers = self._threads.map(self._is_there, names)
+            there = [*answers]
+        if not self._has_bucket and not any(there):
+            self._check_bucket()
+        return there
 
     def list(self, prefix: str) -> Iterator[Listed]:
         folder = prefix_of(prefix)
@@ -152,6 +157,17 @@ class ObjectFloor:
         except NotThere:
             return False
         return True
+
+    def _check_bucket(self) -> None:
+        """Raises FloorError if the bucket is not there. Whether objects are, servers tell without
+        saying so.
+        """
+        try:
+            next(self._store.list(chunk_size=1), None)
+        except Exception as error:  # of one who may not list, nothing is known
+            if no_bucket(error):
+                raise floor_error(self._url, "exists", error, self._seconds) from error
+        self._has_bucket = True
 
     def _asked(self, what: str, call: Callable[[], T]) -> T:
         """What obstore answers; its errors as the floor's."""

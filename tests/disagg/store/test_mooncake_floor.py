@@ -223,6 +223,7 @@ def test_a_writer_that_is_killed_in_the_middle_leaves_nothing_and_its_name_free(
             assert writer.stdout.readline() == b"[0]\n"
             assert writer.stdout.readline() == b"half\n"
             assert floor.create("a/b", [b"other"]) is False  # it is being written
+            floor.delete(["a/b"])  # nothing is there
         assert floor.exists(["a/b"]) == [False] and [*floor.list("")] == []
         with pytest.raises(NotThere):
             read(floor, "a/b", 1)

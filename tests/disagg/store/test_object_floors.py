@@ -305,12 +305,12 @@ def test_credentials_that_a_server_refuses_are_told_with_its_reason(credentials)
         assert "the credentials are refused (status 403)" in failed(calls["exists"], 20)
 
 
-def test_a_bucket_that_is_not_there_is_told_by_reads_writes_and_lists(credentials):
+def test_a_bucket_that_is_not_there_is_told(credentials):
     server = S3Server()
     with server.running():
         floor = open_floor(server.url(bucket="nobody-made-it", timeout=5))
         calls = every_call(floor)
-        for name in ("create", "put", "read", "list"):
+        for name in ("create", "put", "read", "list", "exists", "exists of many"):
             assert "there is no bucket 'nobody-made-it'" in failed(calls[name], 20)
 
 
