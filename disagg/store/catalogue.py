@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from disagg.store.floors.base import Floor
+from disagg.store.floors.base import BeyondEnd, Floor
 from disagg.store.geometry import MAX_BYTES, Geometry
 
 LENGTH = struct.Struct("<Q")
@@ -66,6 +66,6 @@ class Catalogue:
                 raise ValueError(f"{size} bytes: at most {MAX_BYTES} are read.")
             with self._floor.read(name, [(LENGTH.size, LENGTH.size + size)]) as (data,):
                 return Geometry.decode(bytes(data))
-        except ValueError as error:
+        except (ValueError, BeyondEnd) as error:
             self.refused[number] = str(error)
             return None

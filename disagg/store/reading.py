@@ -12,7 +12,7 @@ from disagg.plan import CopyBatch
 from disagg.portable.staging import Staging, windows
 from disagg.protocol.messages import Convention
 from disagg.store.chunks import ChunkLayout
-from disagg.store.floors.base import Floor
+from disagg.store.floors.base import BeyondEnd, Floor
 from disagg.store.geometry import Geometry, Readable, readable
 from disagg.store.objects import Damaged, ObjectId, check_blocks, decode_head, head_bytes
 from kvpool.device.host_copy import copy_runs
@@ -88,6 +88,10 @@ class Reader:
                 except Damaged as error:
                     error.name = identity.name(self._namespace)
                     raise
+                except BeyondEnd as error:
+                    damaged = Damaged(str(error))
+                    damaged.name = identity.name(self._namespace)
+                    raise damaged from None
         return fetched
 
     def _fetch(

@@ -42,9 +42,11 @@ class _Command(TyperCommand):
                 return super().make_context(info_name, args, parent, **extra)
             typer.echo(broken, err=True)
             raise typer.Exit(1) from None
-        single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(self.name)(function)
-        return typer.main.get_command(single).make_context(info_name, args, parent, **extra)
+        group = function  # a command of several is an app of its own
+        if not isinstance(group, typer.Typer):
+            group = typer.Typer(add_completion=False, rich_markup_mode=None)
+            group.command(self.name)(function)
+        return typer.main.get_command(group).make_context(info_name, args, parent, **extra)
 
 
 class _Commands(TyperGroup):
@@ -97,7 +99,8 @@ def offered_by(entry: EntryPoint) -> str:
 
 
 def short_help(entry: EntryPoint) -> str:
-    """The first sentence of a command's docstring, read in its source. Nothing is imported.
+    """The first sentence of a command's docstring, read in its source; of an app of several
+    commands, that of its callback. Nothing is imported.
 
     Empty where there is no source, or it does not say it. Raises Broken where there is no module.
     """
@@ -107,8 +110,11 @@ def short_help(entry: EntryPoint) -> str:
         body = ast.parse(source).body
     except Exception as error:
         raise _broken(entry, error) from None
-    for node in body:
-        if isinstance(node, ast.FunctionDef) and node.name == entry.attr:
+    callback = f"{entry.attr}.callback("
+    for node in (node for node in body if isinstance(node, ast.FunctionDef)):
+        if node.name == entry.attr or any(
+            ast.unparse(decorator).startswith(callback) for decorator in node.decorator_list
+        ):
             first = (ast.get_docstring(node) or "").partition("\n\n")[0]
             return " ".join(first.split()).partition(". ")[0]
     return ""
@@ -125,8 +131,8 @@ def absent(entry: EntryPoint, error: Exception) -> str:
     return needs(top) if top in EXTRAS else f"needs {top}, which is not installed."
 
 
-def load(entry: EntryPoint) -> Callable[..., Any]:
-    """Imports a command. Raises Broken."""
+def load(entry: EntryPoint) -> Callable[..., Any] | typer.Typer:
+    """Imports a command, or an app of several. Raises Broken."""
     try:
         return entry.load()  # type: ignore[no-any-return]
     except Exception as error:  # of a package that is not ours

@@ -6,17 +6,16 @@ stage are alike, so one is computed for all. Pools are built on the meta device.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
 
 from kvpool.layout import Buffer, PoolLayout
 from kvpool.layout.formats import LinearState, Shard
+from kvpool.layout.units import parse_memory as parse_memory
 from kvpool.models import Declaration
 from kvpool.pools import budget
 from kvpool.pools.base import KVPool
@@ -24,13 +23,6 @@ from kvpool.pools.budget import DoesNotFit as DoesNotFit
 from kvpool.pools.placement import ITEM_COUNTS
 
 LINEAR_DTYPES = ("conv_dtype", "temporal_dtype")
-MIN_BYTES = 1 << 20
-"""The least memory that a number without a unit may say."""
-MEMORY_UNITS = {"b": 1} | {
-    prefix + suffix: base**power
-    for suffix, base in (("b", 1000), ("ib", 1024))
-    for power, prefix in enumerate("kmgtp", 1)
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,23 +226,3 @@ def split(layers: Sequence[int], stages: int) -> list[tuple[int, ...]]:
     if not 1 <= stages <= len(layers):
         raise ValueError(f"pp: {stages} stages for {len(layers)} layers. Each needs one or more.")
     return [tuple(part.tolist()) for part in np.array_split(layers, stages)]
-
-
-def parse_memory(text: str, what: str = "memory") -> int:
-    """Bytes of `141GiB`, `80 GB`, `1.5TiB` or, without a unit, of a whole number of MIN_BYTES or
-    more. Raises ValueError for anything else, beginning with `what`.
-    """
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]{0,3})", text.strip().lower())
-    unit = MEMORY_UNITS.get(match[2] or "b") if match else None
-    nbytes = int(Decimal(match[1]) * unit) if match and unit else 0
-    if nbytes < 1:
-        raise ValueError(
-            f"{what} {text!r}: bytes, or a number of kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as "
-            "141GiB."
-        )
-    if match and not match[2] and nbytes < MIN_BYTES:  # whoever gives 80 means GiB
-        raise ValueError(
-            f"{what} {text!r}: a number alone is bytes, of {MIN_BYTES:,} or more. Give its unit, "
-            f"such as {match[1]}GiB, or b for bytes."
-        )
-    return nbytes

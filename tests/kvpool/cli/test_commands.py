@@ -19,7 +19,7 @@ from tests.kvpool.cli.plugins import package
 
 KVPOOL = Path(sys.executable).with_name("kvpool")
 OURS = {"accept", "bench", "budget", "demo", "describe", "doctor", "explain", "keys"}
-OURS |= {"snapshot"}
+OURS |= {"snapshot", "store"}
 every_command = pytest.mark.parametrize("name", sorted(OURS))
 GREETS = '''
 print("imported")
@@ -30,6 +30,20 @@ def greet(who: str = "world") -> None:
     """
     print("hello", who)
 '''
+GROUP = '''
+import typer
+print("imported")
+fleet = typer.Typer(rich_markup_mode=None)
+@fleet.callback()
+def about() -> None:
+    """Ships and what they carry. More."""
+@fleet.command()
+def sail(ship: str) -> None:
+    print(ship, "sails")
+@fleet.command()
+def sink(ship: str) -> None:
+    print(ship, "sinks")
+'''
 
 
 def run(*arguments, width=80, **environment):
@@ -39,13 +53,15 @@ def run(*arguments, width=80, **environment):
 
 @pytest.fixture
 def plugins(tmp_path, monkeypatch):
-    """Commands of another package, of which one works, one raises, and two have no module; and
-    an engine that raises.
+    """Commands of another package, of which one works, one is an app of two, one raises, and two
+    have no module; and an engine that raises.
     """
     (tmp_path / "greeting.py").write_text(GREETS)
     (tmp_path / "raising.py").write_text('raise OSError("libvendor.so: undefined symbol")')
     (tmp_path / "needing.py").write_text("import not_installed_anywhere")
-    lines = ["greet = greeting:greet", "raising = raising:run", "gone = nowhere.at.all:run"]
+    (tmp_path / "harbour.py").write_text(GROUP)
+    lines = ["fleet = harbour:fleet"]
+    lines += ["greet = greeting:greet", "raising = raising:run", "gone = nowhere.at.all:run"]
     lines += ["needing = needing:run", "inside = raising.needing:run"]
     lines += ["[disagg.engines]", "pigeon = raising:Engine"]
     package(tmp_path, "vendor-tools", "\n".join(["[kvpool.commands]", *lines]))
@@ -60,6 +76,13 @@ def test_a_list_of_commands_imports_none_and_cuts_no_sentence(plugins):
     assert "greet Greet someone, who may be far away, in a " in said
     assert "sentence that is longer than a terminal is wide" in said
     assert OURS | {"raising"} <= set(re.findall(r"^  (\w+)\b", done.stdout, re.M))
+
+
+def test_an_app_of_several_commands_is_a_command(plugins):
+    assert re.search(r"^  fleet +Ships and what they carry$", run("--help").stdout, re.M)
+    assert re.findall(r"^  (s\w+)", run("fleet", "--help").stdout, re.M) == ["sail", "sink"]
+    assert run("fleet", "sail", "Erebus").stdout.endswith("Erebus sails\n")
+    assert run("fleet", "sing").exit_code == 2
 
 
 def test_a_broken_command_is_named_with_its_package_and_error(plugins):

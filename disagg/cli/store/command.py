@@ -1,0 +1,25 @@
+"""`kvpool store`: what stores hold, and a place for one."""
+
+from __future__ import annotations
+
+import typer
+
+from disagg.cli.store.serve import serve
+
+store = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+store.command()(serve)
+
+
+@store.callback()
+def _about() -> None:
+    """What stores hold, and a place for one.
+
+    A store's URL: file:///path (one host, or a shared file system), s3://bucket/prefix,
+    gs://bucket/prefix, az://container/prefix, mooncake://host:port, memory://name (one process).
+
+    With --json a command prints one JSON value on standard output, and nothing else there.
+
+    \b
+    Example:
+      kvpool store serve --memory 64GiB
+    """

@@ -1,0 +1,1 @@
+"""Where objects lie: floors, by URL."""

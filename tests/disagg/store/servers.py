@@ -1,0 +1,141 @@
+"""What floors stand on, on loopback: a server of S3, Mooncake's master, and memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.ports import free_port
+from tests.processes import started
+
+MIB = 1 << 20
+BUCKET = "bucket"
+S3 = """
+import sys
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+application = DomainDispatcherApplication(create_backend_app)
+make_server("127.0.0.1", int(sys.argv[1]), application, threaded=True).serve_forever()
+"""
+COMMAND = "from disagg.cli.store.command import store; store()"
+SERVE = sys.executable, "-c", COMMAND, "serve"
+"""`kvpool store serve`, also where kvpool's commands are those of another checkout."""
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+
+
+def opened(url: str, method: str = "GET", limit: float = 30.0) -> None:
+    """Asks until there is an answer, or fails."""
+    until = time.monotonic() + limit
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while True:
+        with suppress(OSError):
+            opener.open(urllib.request.Request(url, method=method), timeout=5).close()
+            return
+        assert time.monotonic() < until, f"{url} does not answer"
+        time.sleep(0.05)
+
+
+class S3Server:
+    """A process that speaks S3, with one bucket. It forgets all when it ends."""
+
+    def __init__(self, **environment: str) -> None:
+        self.port, self._environment = free_port(), environment
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def url(self, prefix: str = "", bucket: str = BUCKET, **options: Any) -> str:
+        named = {"endpoint": self.endpoint, "region": "us-east-1", **options}
+        query = "&".join(f"{name}={value}" for name, value in named.items())
+        return f"s3://{bucket}/{prefix}?{query}"
+
+    @contextmanager
+    def running(self) -> Iterator[subprocess.Popen[Any]]:
+        command = [sys.executable, "-c", S3, str(self.port)]
+        environment = os.environ | self._environment
+        with started(command, stderr=subprocess.DEVNULL, env=environment) as process:
+            opened(self.endpoint)
+            opened(f"{self.endpoint}/{BUCKET}", method="PUT")
+            yield process
+
+
+class Master:
+    """Mooncake's master, with ports that it keeps when it is started again."""
+
+    def __init__(self, **flags: Any) -> None:
+        self.port, self.http_port = free_port(), free_port()
+        self._flags = {
+            "rpc_address": "127.0.0.1",
+            "rpc_port": self.port,
+            "metrics_host": "127.0.0.1",
+            "metrics_port": self.http_port,
+            "client_ttl": 120,  # of a machine that is busy
+            "minloglevel": 2,
+            "logtostderr": "true",
+            **flags,
+        }
+
+    def url(self, **options: Any) -> str:
+        query = "&".join(f"{name}={value}" for name, value in options.items())
+        return f"mooncake://127.0.0.1:{self.port}?http={self.http_port}&{query}".rstrip("&")
+
+    @contextmanager
+    def running(self) -> Iterator[subprocess.Popen[Any]]:
+        import mooncake  # which a machine may be without
+
+        program = str(Path(next(iter(mooncake.__path__))) / "mooncake_master")
+        flags = [f"--{name}={value}" for name, value in self._flags.items()]
+        with started([program, *flags], stderr=subprocess.DEVNULL) as process:
+            opened(f"http://127.0.0.1:{self.http_port}/health")
+            yield process
+
+
+HOLD = """
+import sys
+from disagg.store.floors.base import open_floor
+floor = open_floor(sys.argv[1])
+floor.exists(["joined"])
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def memory_of(master: Master, nbytes: int = 64 * MIB) -> Iterator[subprocess.Popen[Any]]:
+    """A process that offers memory to a master."""
+    command = [sys.executable, "-c", HOLD, master.url(memory=f"{nbytes}b")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with started(command, **pipes) as process:
+        assert process.stdout.readline() == b"joined\n"
+        yield process
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[tuple[subprocess.Popen[Any], dict[str, Any]]]:
+    """`kvpool store serve` with free ports, and what it prints."""
+    ports = "--port", str(free_port()), "--http-port", str(free_port())
+    command = [*SERVE, *ports, "--json", *options]
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        line = process.stdout.readline()
+        assert line, "kvpool store serve has ended"
+        yield process, json.loads(line)
+
+
+@contextmanager
+def stopped(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """It hangs meanwhile."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
