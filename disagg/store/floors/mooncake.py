@@ -6,8 +6,11 @@ although a write has failed makes a broken object visible, so it is revoked inst
 dies leaves an announced object, which the master gives up 30 seconds later
 (`--put_start_discard_timeout_sec`).
 
-What may lie in reused memory: an object that is deleted or replaced while another process reads it
-(Mooncake's leases of 10 seconds keep objects from eviction, not from that). Readers check digests.
+A name may give other bytes than were written: where another process deletes or replaces the object
+that is being read (Mooncake's leases of 10 seconds keep objects from eviction, not from that), and
+whole other objects where a master began with an old snapshot (`--enable_snapshot_restore`) and the
+memory was used again since. Readers check digests, and that the object says the name they asked
+for.
 """
 
 from __future__ import annotations

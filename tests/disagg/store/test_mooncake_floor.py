@@ -153,6 +153,39 @@ def test_a_master_that_dies_is_an_error_and_one_without_its_memory_a_clean_start
             floor.close()
 
 
+def snapshot_of(folder):
+    """Which snapshot the master would begin with."""
+    latest = [*folder.glob("mooncake_master_snapshot/*/latest.txt")]
+    return latest[0].read_text() if latest else ""
+
+
+def test_a_master_that_is_back_with_its_memory_has_the_same_objects(opened, tmp_path):
+    """Mooncake's snapshots say where objects lie; the bytes are still with who offers memory. It
+    takes up those only whose leases still run.
+    """
+    master = Master(snapshots=tmp_path, default_kv_lease_ttl=120_000)
+    with ExitStack() as stack:
+        with master.running() as process:
+            stack.enter_context(memory_of(master))
+            floor = opened(master.url())
+            data = {f"a/{number}": some_bytes(MIB, seed=number) for number in range(8)}
+            for name, text in data.items():
+                floor.create(name, [text])
+            assert all(floor.exists([*data]))  # which gives leases
+            for _ in range(2):  # of which the second began after all was there
+                before = snapshot_of(tmp_path)
+                until(lambda before=before: snapshot_of(tmp_path) not in ("", before))
+            process.kill()
+            process.wait()
+            failed(lambda: floor.exists(["a/0"]))
+        with master.running():
+            until(lambda: works(floor))
+            assert floor.exists([*data]) == [True] * 8
+            assert {name: read(floor, name, MIB) for name in data} == data
+            assert floor.create("a/0", [b"again"]) is False
+            floor.close()
+
+
 def test_memory_that_hangs_shows_no_broken_object(cluster, opened):
     """A write that fails is revoked. Mooncake would make it visible if its end were called."""
     master, _, memory = cluster
