@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,10 @@ class Lookup:
         """Why this engine cannot read a geometry, by digest."""
         self._lock = threading.Lock()
         self._refreshed = -REFRESH_SECONDS
+        self.damaged: OrderedDict[str, None] = OrderedDict()
+        """Names of objects that are not what they should be: until they are replaced, they count as
+        absent. The latest.
+        """
 
     def geometry(self, digest: bytes) -> Geometry:
         """A geometry of which another process has told. Raises ValueError."""
@@ -85,8 +90,10 @@ class Lookup:
             for known in list(self.catalogue.geometries.values()):
                 self._judge(known)
 
-    def find(self, keys: Sequence[bytes]) -> Hit:
-        """The longest prefix of chunks `keys` of which a floor has all that it needs."""
+    def find(self, keys: Sequence[bytes], step: int = 1) -> Hit:
+        """The longest prefix of chunks `keys` of which a floor has all that it needs, and whose
+        number of tokens is a multiple of `step`.
+        """
         self.refresh()
         places: dict[str, dict[int, bytes]] = {kind: {} for kind in self._kinds}
         count = len(keys)
@@ -103,6 +110,8 @@ class Lookup:
             if kind != "full":
                 self._locate(kind, keys, range(count), places[kind])
         for end in range(count, 0, -1):
+            if end * self._tokens % step:
+                continue
             needed = self._needed(end)
             if all(chunk in places[kind] for kind, chunk in needed):
                 sources = tuple((kind, chunk, places[kind][chunk]) for kind, chunk in needed)
@@ -137,7 +146,9 @@ class Lookup:
                 for part in parts
             ]
             if names:
-                there = np.array(self._floor.exists(names)).reshape(len(left), len(parts))
+                sound = [name not in self.damaged for name in names]
+                there = np.array(self._floor.exists(names)) & sound
+                there = there.reshape(len(left), len(parts))
                 places.update({left[n]: digest for n in np.flatnonzero(there.all(axis=1))})
 
     def _judge(self, geometry: Geometry) -> None:

@@ -99,6 +99,7 @@ class Store:
             threads=2,
             outcomes=self._outcomes,
             publish=self._lookup.add,
+            damaged=self._lookup.damaged,
         )
         self._workers = Workers(threads, "kvpool store reader")
         self._numbers = itertools.count(1)
@@ -119,12 +120,14 @@ class Store:
         """How many of the first tokens the store has. Waits for the floor, `timeout` at most."""
         return self.wait(self.ask(tokens, salt)).hit.tokens
 
-    def ask(self, tokens: npt.ArrayLike | ChunkKeys, salt: str = "") -> int:
-        """Looks a prefix up. `ended` tells the hit, by the number that this returns."""
+    def ask(self, tokens: npt.ArrayLike | ChunkKeys, salt: str = "", *, step: int = 1) -> int:
+        """Looks up the longest prefix that is a multiple of `step` tokens. `ended` tells the hit,
+        by the number that this returns.
+        """
         keys, job = self._keys(tokens, salt), next(self._numbers)
         with self._lock:
             self._asked[job] = time.monotonic() + self.timeout
-        self._workers.do(lambda: self._look(job, keys))
+        self._workers.do(lambda: self._look(job, keys, step))
         return job
 
     def read(
@@ -240,10 +243,10 @@ class Store:
     def _keys(self, tokens: npt.ArrayLike | ChunkKeys, salt: str) -> ChunkKeys:
         return tokens if isinstance(tokens, ChunkKeys) else self.keys(tokens, salt)
 
-    def _find(self, keys: ChunkKeys) -> tuple[Hit, str | None]:
+    def _find(self, keys: ChunkKeys, step: int = 1) -> tuple[Hit, str | None]:
         total = len(keys.keys) * self.chunk_tokens
         try:
-            hit = self._lookup.find(keys.keys)
+            hit = self._lookup.find(keys.keys, step)
         except FloorError as error:
             self._outcomes.count("unreachable", total, str(error))
             return Hit(0), str(error)
@@ -253,10 +256,10 @@ class Store:
             self._outcomes.count("miss", total, " ".join(self._lookup.unusable.values()))
         return hit, None
 
-    def _look(self, job: int, keys: ChunkKeys) -> None:
+    def _look(self, job: int, keys: ChunkKeys, step: int) -> None:
         if job not in self._asked:  # it was late before it began
             return
-        hit, failure = self._find(keys)
+        hit, failure = self._find(keys, step)
         self._tell(self._asked, Ended(job, "lookup", hit, failure))
 
     def _begin(self, job: ReadJob, keys: ChunkKeys, hit: Hit | None) -> None:

@@ -24,7 +24,8 @@ KNOWN_NAMES = 1 << 16
 
 class Writer:
     """Writes objects of one rank. `room` is how many bytes may be gathered and not put yet.
-    `publish` puts the geometry in the catalogue, before its first object."""
+    `publish` puts the geometry in the catalogue, before its first object. Names in `damaged` are of
+    objects to replace."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Writer:
         threads: int,
         outcomes: Outcomes,
         publish: Callable[[Geometry], None],
+        damaged: OrderedDict[str, None],
     ) -> None:
         self._floor, self._namespace, self._rank = floor, namespace, rank
         self._geometry, self._room, self._outcomes = geometry, room, outcomes
@@ -50,7 +52,7 @@ class Writer:
         self._lock = threading.Lock()
         self._queued = 0
         self._known: OrderedDict[str, None] = OrderedDict()
-        self._damaged: set[str] = set()
+        self._damaged = damaged
 
     def write(self, keys: Sequence[bytes], address: RequestAddress, chunks: range) -> int:
         """Copies what this rank holds of chunks, and puts it later; returns how many objects that
@@ -85,7 +87,7 @@ class Writer:
     def damaged(self, name: str) -> None:
         """An object is not what it should be: the next write replaces it."""
         with self._lock:
-            self._damaged.add(name)
+            _remember(self._damaged, name)
             self._known.pop(name, None)
 
     @property
@@ -152,11 +154,16 @@ class Writer:
 
     def _remember(self, name: str) -> None:
         with self._lock:
-            self._damaged.discard(name)
-            self._known[name] = None
-            if len(self._known) > KNOWN_NAMES:
-                self._known.popitem(last=False)
+            self._damaged.pop(name, None)
+            _remember(self._known, name)
 
     def _put_done(self, nbytes: int) -> None:
         with self._lock:
             self._queued -= nbytes
+
+
+def _remember(names: OrderedDict[str, None], name: str) -> None:
+    """Adds a name to the latest ones."""
+    names[name] = None
+    if len(names) > KNOWN_NAMES:
+        names.popitem(last=False)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvpool.allocation.free_list import OutOfPages
 from kvpool.allocation.prefix_cache import PrefixCache, PrefixStats
+from kvpool.allocation.prefix_store import write_chunks
 from kvpool.allocation.request import FREED, Request, rows_of, tokens_of_each, whole
 from kvpool.allocation.tables import SETTLED, Tables
 from kvpool.layout import PoolLayout
@@ -112,7 +113,7 @@ class Allocator:
         if self.prefix is None:
             token_ids(tokens)  # the same mistakes are refused with a cache and without
         request = self._begin(tokens, salt)
-        if self.prefix is None or self.prefix.shared is None or self._read_shared(request, tokens, salt):
+        if self.prefix is None or self._read_shared(request, self.prefix, tokens, salt):
             return request
         self.free(request)
         return self._begin(tokens, salt)
@@ -132,13 +133,14 @@ class Allocator:
                 self._tables.lost[space.name][row] = space.alive(reused).start
         return request
 
-    def _read_shared(self, request: Request, tokens: npt.ArrayLike, salt: str) -> bool:
+    def _read_shared(
+        self, request: Request, prefix: PrefixCache, tokens: npt.ArrayLike, salt: str
+    ) -> bool:
         """Goes on with what the prefix cache's store has; False if that was not read, and the
         request is of no use.
         """
-        prompt, before = token_ids(tokens), request.num_tokens
-        prefix, store = self.prefix, None if self.prefix is None else self.prefix.shared
-        if prefix is None or store is None or (known := store.lookup(prompt, salt)) <= before:
+        prompt, before, store = token_ids(tokens), request.num_tokens, prefix.shared
+        if store is None or (known := store.lookup(prompt, salt)) <= before:
             return True
         try:
             self.extend(request, known - before, received=True)
@@ -148,14 +150,8 @@ class Allocator:
         job = store.read(prompt[:known], request.address(), positions, salt=salt)
         if store.wait(job).failure is not None:
             return False
-        self._keep(request, prompt[before:known])
+        prefix.store(request._row, prompt[before:known], known, request.received_tokens)
         return True
-
-    def _keep(self, request: Request, tokens: npt.ArrayLike) -> None:
-        """Keeps pages of the request's next tokens for others in this pool."""
-        (row,) = rows_of(self._tables, [request]).tolist()
-        if self.prefix is not None:
-            self.prefix.store(row, tokens, request.num_tokens, request.received_tokens)
 
     def store(self, request: Request, tokens: npt.ArrayLike) -> None:
         """Says that the state of the request's next tokens is written (in all pools), those after
@@ -172,9 +168,11 @@ class Allocator:
         self._tables.pins.check_written(row, "others would reuse")
         self._tables.check_settled(rows)
         if self.prefix is not None:
-            before = self.prefix.stored_tokens(row)
+            chain = self.prefix.chain(row)
+            before = chain.num_tokens if chain else 0
             self.prefix.store(row, tokens, request.num_tokens, request.received_tokens)
-            self.prefix.share(row, before, request.address())
+            if chain is not None and self.prefix.shared is not None:
+                write_chunks(self.prefix.shared, chain, before, request.address())
 
     def extend(
         self, request: Request, tokens: int, *, received: bool = False, at_most: bool = False

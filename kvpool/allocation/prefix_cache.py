@@ -20,7 +20,6 @@ import numpy.typing as npt
 from kvpool.allocation.block_table import BlockTable
 from kvpool.allocation.free_list import OutOfPages
 from kvpool.allocation.prefix_store import PrefixStore
-from kvpool.layout import RequestAddress
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key, token_ids
 from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
@@ -204,13 +203,9 @@ class PrefixCache:
             elif stored == held and stored % id_list.tokens == 0:
                 self._checkpoint(row, chain, id_list)
 
-    def share(self, row: int, before: int, address: RequestAddress) -> None:
-        """Writes the chunks to the store that a request has filled since `before` tokens."""
-        chain = self._chains.get(row)
-        if self.shared is not None and chain is not None:
-            first = before // self.shared.chunk_tokens * self.shared.chunk_tokens
-            positions = range(first, chain.num_tokens)
-            self.shared.write(chain.tokens, address, positions, salt=chain.salt)
+    def chain(self, row: int) -> Chain | None:
+        """What a request has stored; None if the cache was cleared since."""
+        return self._chains.get(row)
 
     def fork(self, row: int, child: int, tokens: int) -> None:
         """A request was forked at `tokens` tokens."""

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy.typing as npt
 
 from kvpool.layout import RequestAddress
+from kvpool.prefix.chain import Chain
 
 
 class StoreEnded(Protocol):
@@ -36,3 +37,10 @@ class PrefixStore(Protocol):
         self, tokens: npt.ArrayLike, address: RequestAddress, positions: range, *, salt: str = ""
     ) -> object:
         """Copies the whole chunks of positions of a request, and writes them later."""
+
+
+def write_chunks(store: PrefixStore, chain: Chain, before: int, address: RequestAddress) -> None:
+    """Writes the chunks that a request has filled since it had `before` tokens stored."""
+    first = before // store.chunk_tokens * store.chunk_tokens
+    positions = range(first, chain.num_tokens)
+    store.write(chain.tokens, address, positions, salt=chain.salt)

@@ -15,7 +15,7 @@ _urls = itertools.count()
 
 def fresh():
     """The URL of a floor that nobody else uses."""
-    return f"memory://test{next(_urls)}"
+    return f"memory://store{next(_urls)}"
 
 
 @contextmanager
