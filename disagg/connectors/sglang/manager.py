@@ -30,6 +30,7 @@ from disagg.connectors.sglang.states import Ranks
 from disagg.connectors.stats import summary
 from disagg.protocol.codec import Aux
 from disagg.protocol.messages import Convention
+from kvpool.layout import PoolLayout
 
 log = logging.getLogger("sglang.kvpool")
 
@@ -110,6 +111,8 @@ class KvpoolManager(CommonKVManager):
             requests=scheduler.req_to_token_pool,
             model=model.model_path,
         )
+        if not prefill and self.server_args.disaggregation_decode_enable_radix_cache:
+            refuse_windows(self.layout.layout)
         self.drafts: bool = scheduler.spec_algorithm.carries_draft_hidden_states()
         """Whether a draft begins with hidden states that prefill sends as metadata."""
         self.metadata = queue.metadata_buffers if prefill else queue.transfer_queue.metadata_buffers
@@ -236,6 +239,19 @@ class KvpoolManager(CommonKVManager):
         ):
             if wrong:
                 raise ValueError(f"backend kvpool does not know {what}. Use {instead}.")
+
+
+def refuse_windows(layout: PoolLayout) -> None:
+    """Raises ValueError where decode would keep a window that prefill has handed over, which is
+    what the next token sees, for a prompt that goes on before it.
+    """
+    for space in layout.spaces:
+        if space.window is not None:
+            raise ValueError(
+                f"disaggregation_decode_enable_radix_cache: space {space.name} has a window, of "
+                "which prefill hands over what the next token sees. SGLang would take it for that "
+                "of shorter prefixes too. Leave the option out for this model."
+            )
 
 
 def draft_runners(scheduler: Any) -> list[Any]:
