@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from disagg.connectors import sglang_store
+
 __all__ = ["BACKEND", "register"]
 
 BACKEND = "kvpool"
@@ -35,6 +37,7 @@ def register() -> None:
         (f"{package}.decode.DecodePreallocQueue._init_kv_manager", _make_manager),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)
+    sglang_store.register()
 
 
 def _kv_class(original: Any, backend: Any, kind: Any) -> Any:

@@ -83,16 +83,12 @@ class KvpoolManager(CommonKVManager):
         self.queue, scheduler = queue, queue.scheduler
         prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
         self._refuse_options(prefill)
-        model, text = scheduler.model_config, scheduler.model_config.hf_text_config
-        modules = [*scheduler.tp_worker.model_runner.model.modules()]
-        slides = [m for m in modules if getattr(m, "sliding_window_size", -1) > -1]
-        ranks = Ranks(
-            tp_rank=self.attn_tp_rank,
-            tp_size=self.attn_tp_size,
-            total_kv_heads=model.get_total_num_kv_heads(),
+        model = scheduler.model_config
+        ranks = model_ranks(
+            model,
+            [*scheduler.tp_worker.model_runner.model.modules()],
             window=scheduler.sliding_window_size,
-            groups=int(getattr(text, "n_groups", 0) or getattr(text, "mamba_n_groups", 0)),
-            sliding={getattr(module, "layer_id", None) for module in slides},
+            tp=(self.attn_tp_rank, self.attn_tp_size),
         )
         settings = Settings.of_environment(  # a request waits as long as SGLang would have it wait
             SETTINGS,
@@ -256,6 +252,24 @@ def refuse_windows(layout: PoolLayout) -> None:
                 "which prefill hands over what the next token sees. SGLang would take it for that "
                 "of shorter prefixes too. Leave the option out for this model."
             )
+
+
+def model_ranks(
+    model: Any, modules: Sequence[Any], *, window: int | None, tp: tuple[int, int]
+) -> Ranks:
+    """What the pools of a rank do not say, of SGLang's model configuration and the model's modules.
+    `tp`: the rank's place in attention's tensor parallelism, and its size.
+    """
+    text = model.hf_text_config
+    slides = [m for m in modules if getattr(m, "sliding_window_size", -1) > -1]
+    return Ranks(
+        tp_rank=tp[0],
+        tp_size=tp[1],
+        total_kv_heads=model.get_total_num_kv_heads(),
+        window=window,
+        groups=int(getattr(text, "n_groups", 0) or getattr(text, "mamba_n_groups", 0)),
+        sliding={getattr(module, "layer_id", None) for module in slides},
+    )
 
 
 def draft_runners(scheduler: Any) -> list[Any]:

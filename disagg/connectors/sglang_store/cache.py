@@ -1,0 +1,286 @@
+"""SGLang's radix cache with a store below it.
+
+A prompt is looked up when it arrives. What the store has and the tree has not is read into slots of
+the pool while other requests run, and then given to the tree: the request, which has waited, finds
+an ordinary hit. What fails or is late is computed. Read in SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from disagg.connectors.sglang.pools import SglangLayout
+from disagg.connectors.sglang_store.flows import Flow, Flows
+from disagg.connectors.sglang_store.salts import salt_of
+from disagg.connectors.sglang_store.slots import Slots
+from disagg.store import Store, StoreStats
+
+log = logging.getLogger("sglang.kvpool")
+
+IN_FLIGHT = 4
+"""One part in so many of the pool may be read to at a time."""
+LINE_SECONDS = 60.0
+"""Between two lines of the log that have the numbers of the store."""
+
+
+class Prompt(NamedTuple):
+    """The key of a prompt in the tree, and the tokens of it that are in the store's chunks."""
+
+    key: RadixKey
+    tokens: int
+
+
+class KvpoolRadixCache(UnifiedRadixCache):
+    """`--radix-cache-backend kvpool`. Requests of which the tree's key does not say all that their
+    state depends on pass by the store: adapters, pictures, embeddings, sessions, beams.
+    """
+
+    opened = False  # the parent's constructor calls `reset`
+    flows: Flows
+    off: str | None = None
+    """Why the store is not used any more."""
+
+    def open(self, store: Store, layout: SglangLayout, *, leads: bool, stream: Any) -> None:
+        """`stream`: of the forward passes, on a device."""
+        self.store, self.flows = store, Flows(store=store, leads=leads)
+        self._slots = Slots(self, layout)
+        self._stream = stream
+        self._asking: Any = None
+        """The request of the last match."""
+        self._stored: dict[str, int] = {}
+        """By request, how many of its tokens are written, or were in the store."""
+        self._computed: dict[str, int] = {}
+        """By request, how many of its tokens were under way when it was written last."""
+        self._next_line, self._last = time.monotonic() + LINE_SECONDS, store.stats()
+        self.opened = True
+
+    def turn_off(self, why: str) -> None:
+        """Ends reads, and neither reads nor writes from now on."""
+        if self.off is None:
+            self.off = why
+            log.warning("the store is off until the engine starts again: %s", why)
+            for flow in self._open_flows():
+                self._end(flow)
+
+    # what SGLang's scheduler calls of caches with storage
+
+    def is_backuped(self, node_id: Any) -> bool:
+        return True  # the store needs no node of the tree
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        if params.req is not None:
+            self._asking = params.req
+        return super().match_prefix(params)
+
+    def prefetch_from_storage(
+        self,
+        request: Any,
+        last_host_node_id: Any,
+        new_input_tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_keys: list[str] | None = None,
+        matched_prefix_tokens: Sequence[int] | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        storage_hit_end: int | None = None,
+    ) -> None:
+        """A request has arrived, whose prefix was just matched."""
+        req, self._asking = self._asking, None
+        if self.off or self.flows.get(request) is not None:
+            return
+        if req is None or req.cache_request_handle != request or not _keyed(req):
+            return
+        matched = list(matched_prefix_tokens or ())
+        tokens = array("q", [*matched, *new_input_tokens])
+        count = len(tokens) // self.store.chunk_tokens * self.store.chunk_tokens
+        if count <= len(matched):
+            return
+        key = RadixKey(tokens[:count], extra_key, cache_salt=cache_salt)
+        keys = self.store.keys(tokens[:count], salt_of(cache_salt, extra_key))
+        self.flows.begin(request, keys, Prompt(key, count))
+
+    def check_prefetch_progress(self, request: Any) -> bool:
+        flow = self.flows.get(request)
+        if flow is not None:
+            flow.wanted = True
+        return flow is None
+
+    def check_hicache_events(self) -> None:
+        """In each step of the scheduler, on all ranks."""
+        self._tell()
+        if not len(self.flows):
+            return
+        self.flows.turn()
+        numbers = torch.tensor(self.flows.says(), dtype=torch.int64)
+        self._all_reduce_attn_groups(numbers, torch.distributed.ReduceOp.MIN)
+        for flow in self.flows.agreed(numbers.tolist()):
+            self._landed(flow)
+        for flow in self.flows:
+            if flow.tokens is not None and flow.place is None:
+                self._begin(flow)
+
+    def has_pending_cache_operations(self) -> bool:
+        return bool(self._open_flows())
+
+    def release_aborted_request(self, request: Any) -> None:
+        flow = self.flows.get(request)
+        if flow is not None:
+            self._end(flow)
+        self._stored.pop(request.rid, None)
+        super().release_aborted_request(request)
+
+    def release_host_resources(self) -> None:
+        super().release_host_resources()
+        self.store.close()
+
+    # the tree
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Writes before the tree lets go of what is out of a window."""
+        if not self.off and _keyed(req):
+            try:
+                self._write(req, up_to)
+            except Exception:  # the engine serves on
+                log.exception("%s is not written to the store", req.rid)
+        super().checkpoint(req, up_to=up_to, **kwargs)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        self._stored.pop(req.rid, None)
+        self._computed.pop(req.rid, None)
+
+    def reset(self) -> None:
+        for flow in self._open_flows():
+            self._end(flow)
+        super().reset()
+
+    def protected_size(self) -> int:
+        return self._in_flight() + int(super().protected_size())
+
+    def full_protected_size(self) -> int:
+        return self._in_flight() + int(super().full_protected_size())
+
+    def swa_protected_size(self) -> int:
+        windows = (p.positions.stop - p.window_start for p in self._places())
+        found = sum(windows) if self.supports_swa() else 0
+        return found + int(super().swa_protected_size())
+
+    def mamba_protected_size(self) -> int:
+        states = sum(place.state is not None for place in self._places())
+        return states + int(super().mamba_protected_size())
+
+    # flows
+
+    def _open_flows(self) -> list[Flow]:
+        return list(self.flows) if self.opened else []
+
+    def _places(self) -> list[Any]:
+        return [flow.place for flow in self._open_flows() if flow.place is not None]
+
+    def _in_flight(self) -> int:
+        return sum(len(place.positions) for place in self._places())
+
+    def _begin(self, flow: Flow) -> None:
+        """Begins to read what the store has and the tree has not, if there are slots."""
+        prompt, total = flow.context, flow.tokens or 0
+        found = super().match_prefix(MatchPrefixParams(key=prompt.key[:total]))
+        start = found.device_prefix_len
+        self._stored[flow.name.rid] = total
+        if total <= start or not self._slots.fits(total):
+            self._end(flow)
+            return
+        reading, count = self._in_flight(), total - start
+        if reading and (reading + count) * IN_FLIGHT > self.token_to_kv_pool_allocator.size:
+            return
+        place = self._slots.allocate(found.last_device_node, range(start, total), evict=flow.wanted)
+        if place is not None:
+            self.flows.read(flow, place, self._fence())
+        elif flow.wanted:
+            self._end(flow)
+
+    def _landed(self, flow: Flow) -> None:
+        """A read has ended on all ranks."""
+        place = flow.place
+        if flow.landed != place.positions.stop:
+            self._stored.pop(flow.name.rid, None)  # it is written again
+            self._end(flow)
+            return
+        self.flows.drop(flow)
+        self._slots.insert(place, flow.context.key[: place.positions.stop])
+        self.prefetch_loaded_tokens_by_reqid[flow.name] = len(place.positions)
+        self.prefetch_loaded_storage_start_by_reqid[flow.name] = place.positions.start
+
+    def _end(self, flow: Flow) -> None:
+        """Ends a flow, whose request is computed."""
+        self.flows.drop(flow)
+        if flow.place is not None:
+            self._slots.free(flow.place)
+
+    def _fence(self) -> Any:
+        """What is over when no forward pass writes to slots that are free now."""
+        if self._stream is None:
+            return None
+        event = torch.get_device_module(self._stream.device.type).Event()
+        event.record(self._stream)
+        return event
+
+    def _write(self, req: Any, up_to: int) -> None:
+        """Writes chunks of a request that are computed and not yet written."""
+        rid, chunk = req.rid, self.store.chunk_tokens
+        ended = up_to
+        if self._stream is not None and req.inflight_middle_chunks > 0:
+            ended = self._computed.get(rid, 0)  # the last pass may not be over: next time
+            self._computed[rid] = up_to
+        first = self._stored.get(rid, 0)
+        if ended // chunk * chunk <= first:
+            return
+        whole = ended == req.kv.kv_committed_len == up_to
+        tokens = req.full_untruncated_fill_ids[: ended // chunk * chunk]
+        keys = self.store.keys(tokens, salt_of(req.cache_salt, req.extra_key))
+        address = self._slots.held(req, ended, state=whole)
+        self.store.write(keys, address, range(first, ended))
+        self._stored[rid] = ended // chunk * chunk
+
+    def _tell(self) -> None:
+        """Says in the log what has become of the store, if anything has."""
+        if time.monotonic() < self._next_line:
+            return
+        self._next_line = time.monotonic() + LINE_SECONDS
+        stats, last = self.store.stats(), self._last
+        if stats.counts != last.counts:
+            log.info("kvpool store: %s", line(stats, last))
+            self._last = stats
+
+
+def line(stats: StoreStats, last: StoreStats) -> str:
+    """What has changed, in words."""
+    parts = []
+    for outcome, count in stats.counts.items():
+        if count != last.counts[outcome]:
+            more, reason = stats.sizes[outcome] - last.sizes[outcome], stats.reasons.get(outcome)
+            why = f": {reason}" if reason else ""
+            parts.append(f"{outcome} {count - last.counts[outcome]} ({more}{why})")
+    return ", ".join(parts)
+
+
+def _keyed(req: Any) -> bool:
+    """Whether a request's tokens, salt and extra key are all that its state depends on."""
+    return (
+        req.lora_id is None
+        and req.multimodal_inputs is None
+        and req.input_embeds is None
+        and req.positional_embed_overrides is None
+        and not req.token_type_ids
+        and req.session is None
+        and req.beam_group is None
+        and not req.skip_radix_cache_insert
+    )
