@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest import mock
@@ -46,6 +48,45 @@ def contexts():
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, lambda: said))
         yield
+
+
+class Group:
+    """Ranks that agree on numbers, as over SGLang's process groups."""
+
+    def __init__(self, size):
+        self._both, self._said = threading.Barrier(size, timeout=20), {}
+
+    def least(self, numbers, op):
+        self._said[threading.get_ident()] = numbers.clone()
+        self._both.wait()
+        found = torch.stack([*self._said.values()]).amin(0)
+        self._both.wait()
+        self._said.pop(threading.get_ident())
+        self._both.wait()
+        numbers.copy_(found)
+
+
+class Engine:
+    """Ranks of tensor parallelism, which do the same at the same time."""
+
+    def __init__(self, url, ranks, **options):
+        self.sides = [Side(url, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+        group, self._pool = Group(ranks), ThreadPoolExecutor(ranks)
+        for side in self.sides:
+            side.open([each.layout.layout for each in self.sides])
+            side.cache._all_reduce_attn_groups = group.least
+
+    def each(self, call):
+        """What each rank answers."""
+        return [*self._pool.map(call, self.sides)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for side in self.sides:
+            side.store.close()
+        self._pool.shutdown()
 
 
 class Side:
@@ -166,22 +207,21 @@ class Side:
         req.kv.cache_protected_len = req.prefix_len
         return req.prefix_len
 
-    def alloc(self, start, stop, last):
+    def alloc(self, start, stop):
         """Slots as a forward pass of SGLang gets them."""
         if self.page == 1:
             return self.allocator.alloc(stop - start)
-        one = lambda n: torch.tensor([n])
+        assert start % self.page == 0
+        pages = -(-stop // self.page) - start // self.page
         if self.kind == "swa":
-            pages = -(-stop // self.page) - start // self.page
             found = self.allocator.full_attn_allocator.alloc(pages * self.page)
             window = self.allocator.swa_attn_allocator.alloc(pages * self.page)
             self.allocator.set_full_to_swa_mapping(found, window)
         else:
-            pages = -(-stop // self.page) - start // self.page
             found = self.allocator.alloc(pages * self.page)
         return found[: stop - start]
 
-    def computes(self, req, stop=None, salt=0):
+    def computes(self, req, stop=None):
         """The forward pass of a request's tokens from its prefix on."""
         start, stop = req.prefix_len, stop or len(req.full_untruncated_fill_ids)
         if not req.kv.holds_kv:
@@ -189,14 +229,14 @@ class Side:
             req.lock = self.cache.lock(req.last_node)
             row = self.cache.prefix_device_indices(req)
             self.requests.write((req.kv.req_pool_idx, slice(0, start)), row.to(torch.int32))
-        slots = self.alloc(start, stop, None)
+        slots = self.alloc(start, stop)
         self.requests.write((req.kv.req_pool_idx, slice(start, stop)), slots.to(torch.int32))
         req.kv.kv_allocated_len = req.kv.kv_committed_len = stop
-        self.fill(slots.to(torch.int64), range(start, stop), salt)
+        self.fill(slots.to(torch.int64), range(start, stop))
         req.prefix_len = stop
         self.cache.checkpoint(req, up_to=stop)
 
-    def fill(self, slots, positions, salt):
+    def fill(self, slots, positions):
         """Values that say layer, role, head and position."""
         where = torch.tensor([*positions])
         for number, (name, tensor, slides) in enumerate(self.tensors()):
@@ -205,7 +245,7 @@ class Side:
             head = torch.zeros(1)
             if tensor.dim() == 3 and not name.endswith("row"):
                 head = torch.arange(shape[1]) + self.place[0] * shape[1]
-            value = (where[:, None] * 31 + head[None] * 7 + number * 3 + salt * 5) % 120 / 8
+            value = (where[:, None] * 31 + head[None] * 7 + number * 3) % 120 / 8
             tensor[at] = value.reshape(len(where), -1, *[1] * (tensor.dim() - 2)).to(tensor.dtype)
 
     def ends(self, req):
@@ -219,15 +259,15 @@ class Side:
             assert time.monotonic() < until
             time.sleep(0.001)
 
-    def serves(self, tokens, salt=0, **more):
+    def serves(self, tokens, **more):
         """A whole request; returns how much of it was not computed."""
         req = self.request(tokens, **more)
         cached = self.waits(req)
-        self.computes(req, salt=salt)
+        self.computes(req)
         self.ends(req)
         return cached
 
-    def holds(self, req, salt=0):
+    def holds(self, req):
         """Whether the pool has what the oracle says of a request's prefix, by SGLang's indices."""
         slots = self.cache.prefix_device_indices(req).to(torch.int64)
         count = len(slots)
@@ -237,7 +277,7 @@ class Side:
         if self.kind == "swa":
             at[True] = self.allocator.translate_loc_from_full_to_swa(slots)
             assert (at[True][first[True] :] > 0).all()
-        self.fill(slots, range(count), salt)
+        self.fill(slots, range(count))
         return all(
             torch.equal(before[at[slides]][first[slides] :], now[at[slides]][first[slides] :])
             for (_, before), (_, now, slides) in zip(kept, self.tensors())

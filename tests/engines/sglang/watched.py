@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -34,6 +35,10 @@ def register() -> None:
 
     Stats.received = saw_received
     if not os.environ.get("KVPOOL_WATCH"):
+        return
+    if os.environ.get("KVPOOL_WATCH_STORE"):
+        target = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint"
+        HookRegistry.register(target, saw_checkpoint, HookType.AROUND)
         return
     where = "sglang.srt.disaggregation"
     HookRegistry.register(
@@ -62,12 +67,22 @@ def saw_commit(original: Any, queue: Any, decode_req: Any) -> Any:
     return original(queue, decode_req)
 
 
-def save(side: str, scheduler: Any, req: Any) -> None:
+def saw_checkpoint(original: Any, cache: Any, req: Any, **more: Any) -> Any:
+    """A request's state goes to the tree: that of whole chunks of its prompt, by the prompt."""
+    chunk = json.loads(os.environ["KVPOOL_SGLANG"]).get("chunk_tokens", 256)
+    tokens = (len(req.origin_input_ids) - 1) // chunk * chunk
+    if tokens and more["up_to"] >= tokens:
+        room = crc32(bytes(str(list(req.origin_input_ids)), "ascii"))
+        save(os.environ["KVPOOL_WATCH_STORE"], cache, req, str(room), tokens)
+    return original(cache, req, **more)
+
+
+def save(side: str, scheduler: Any, req: Any, room: str = "", tokens: int = 0) -> None:
     """Saves `{side}.{room}.{rank}.pt`: state by layer and part, positions first."""
-    tokens = len(req.origin_input_ids)
+    tokens = tokens or len(req.origin_input_ids)
     at = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
     found = {name: tensor[at].clone() for name, tensor in tensors(scheduler)}
-    name = f"{side}.{req.bootstrap_room}.{_rank()}.pt"
+    name = f"{side}.{room or req.bootstrap_room}.{_rank()}.pt"
     torch.save(found, Path(os.environ["KVPOOL_WATCH"]) / name)
 
 
