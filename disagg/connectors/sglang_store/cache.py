@@ -105,7 +105,11 @@ class KvpoolRadixCache(UnifiedRadixCache):
         if count <= len(matched):
             return
         key = RadixKey(tokens[:count], extra_key, cache_salt=cache_salt)
-        keys = self.store.keys(tokens[:count], salt_of(cache_salt, extra_key))
+        try:
+            keys = self.store.keys(tokens[:count], salt_of(cache_salt, extra_key))
+        except ValueError as error:  # of numbers that are no tokens
+            log.warning("%s is not looked up: %s", request.rid, error)
+            return
         self.flows.begin(request, keys, Prompt(key, count))
 
     def check_prefetch_progress(self, request: Any) -> bool:
@@ -237,9 +241,11 @@ class KvpoolRadixCache(UnifiedRadixCache):
         """Writes chunks of a request that are computed and not yet written."""
         rid, chunk = req.rid, self.store.chunk_tokens
         ended = up_to
-        if self._stream is not None and req.inflight_middle_chunks > 0:
-            ended = self._computed.get(rid, 0)  # the last pass may not be over: next time
+        if self._stream is not None:
+            if req.inflight_middle_chunks > 0:  # its last pass may not be over: next time
+                ended = self._computed.get(rid, 0)
             self._computed[rid] = up_to
+            torch.get_device_module(self._stream.device.type).current_stream().synchronize()
         first = self._stored.get(rid, 0)
         if ended // chunk * chunk <= first:
             return

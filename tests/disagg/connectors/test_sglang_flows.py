@@ -45,9 +45,9 @@ class Ranks:
         assert all(each == ended[0] for each in ended)
         return ended[0]
 
-    def place(self, name):
-        """Begins to read a flow on all ranks, at random."""
-        for pool, flows in zip(self.pools, self.flows):
+    def place(self, name, ranks=(0, 1)):
+        """Begins to read a flow on ranks."""
+        for pool, flows in ((self.pools[rank], self.flows[rank]) for rank in ranks):
             flow = flows.get(name)
             address = oracle.place(pool, flow.tokens, 3)
             positions = range(flow.tokens)
@@ -110,9 +110,11 @@ def test_one_rank_that_has_not_ended_holds_up_its_request_only(ranks):
 def test_what_one_rank_could_not_read_no_rank_has(ranks):
     ranks.begin("a", PROMPT)
     ranks.until(lambda: ranks.step() or ranks.tokens("a") == {3 * CHUNK})
+    ranks.place("a", [0])
+    assert ranks.until(lambda: ranks.step() or ranks.flows[0].get("a").landed) == 3 * CHUNK
     floor = ranks.flows[1].store._floor
     floor.delete([one.name for one in floor.list("") if one.name.endswith(".full")])
-    ranks.place("a")
+    ranks.place("a", [1])
     assert ranks.until(ranks.step) == [("a", 0)]
 
 

@@ -56,7 +56,7 @@ class Served:
                     return
 
     async def generate(
-        self, id: str, prompt: list[int], tokens: int = 24, logprobs: bool = False, **bootstrap: Any
+        self, id: str, prompt: list[int], tokens: int = 24, logprobs: bool = False, **more: Any
     ) -> None:
         """One request, greedy."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -67,7 +67,7 @@ class Served:
                 rid=id,
                 return_logprob=logprobs,
                 top_logprobs_num=3 if logprobs else 0,
-                **bootstrap,
+                **more,
             )
         except Exception as error:  # SGLang raises where a server answers with a status
             self.reply(event="finished", id=id, tokens=[], reason={"error": str(error)})

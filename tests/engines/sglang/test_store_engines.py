@@ -11,13 +11,22 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from disagg.connectors.conventions import conventions
+from disagg.store import Store
+from kvpool.integrations.transformers import PoolCache
 from tests.engines.pair import EXACT, LENGTHS, compare
+from tests.engines.sglang.engines import handed_over
+from tests.engines.transformer import STEPS
 from tests.engines.vllm.engines import prompts
 
 HITS = [(length - 1) // 256 * 256 for length in LENGTHS]
+TP = {"tp_size": 2}
 SIDES = {
     "pages of 16 to 1": ({"page_size": 16}, {"page_size": 1}),
     "pages of 1 to 16": ({"page_size": 1}, {"page_size": 16}),
+    "chunks": ({"page_size": 16, "chunked_prefill_size": 128}, {"chunked_prefill_size": 128}),
+    "2 ranks to 1": ({"page_size": 16, **TP}, {"page_size": 1}),
+    "1 rank to 2": ({"page_size": 1}, {"page_size": 16, **TP}),
 }
 ENGINE = {"disable_radix_cache": False, "radix_cache_backend": "kvpool"}
 
@@ -28,7 +37,7 @@ def over(start, tmp_path):
 
     def one(model="llama", extra=None, **arguments):
         settings = {"store": f"file://{tmp_path}/store", **(extra or {})}
-        return start("single", model, extra=settings, **ENGINE, **arguments)
+        return start("single", model, extra=settings, **{**ENGINE, **arguments})
 
     return one
 
@@ -63,3 +72,139 @@ def test_another_engine_goes_on(name, over, expected, tmp_path):
     assert not wrong
     assert tensors and nbytes
     reads.idle(cached=True)
+
+
+def test_a_second_turn_reads_what_the_first_has_generated(over, start, tmp_path):
+    (prompt,) = prompts(500)
+    writes = over(page_size=16, **EXACT).ready()
+    turn = [*prompt, *writes.generate([prompt])[0]["tokens"], 5, 6, 7]
+    written(tmp_path, 2)
+    writes.close()
+    with start("single", "llama", **EXACT).ready() as alone:
+        right = alone.generate([turn])[0]["tokens"]
+    got = over(**EXACT).ready().generate([turn])[0]
+    assert got["cached"] == 512
+    assert got["tokens"] == right
+
+
+def test_tenants_are_kept_apart_by_engines(over, expected, tmp_path):
+    asked, right = prompts(*LENGTHS)[:1], expected("llama", **EXACT)[0]["tokens"]
+    writes = over(**EXACT).ready()
+    writes.generate(asked, cache_salt="a")
+    written(tmp_path, 1)
+    writes.close()
+    reads = over(**EXACT).ready()
+    for salt, cached in ((None, 0), ("b", 0), ("a", HITS[0])):
+        (got,) = reads.generate(asked, cache_salt=salt)
+        assert (got["cached"], got["tokens"]) == (cached, right)
+
+
+def test_transformers_reads_what_sglang_has_written(over, expected, transformer, tmp_path, models):
+    side, asked = transformer("llama"), prompts(*LENGTHS)
+    writes = over(page_size=16, **EXACT).ready()
+    right = [one["tokens"] for one in writes.generate(asked)]
+    written(tmp_path, 3)
+    with own_store(side, tmp_path, models) as store:
+        for prompt, hit, tokens in zip(asked, HITS, right):
+            assert store.lookup(prompt[:-1]) == hit
+            cache = PoolCache.new(side.pool, side.allocator)
+            if hit:
+                side.allocator.extend(cache.requests[0], hit, received=True)
+                job = store.read(prompt[:hit], cache.requests[0].address())
+                assert store.wait(job).failure is None
+            assert side.greedy(cache, prompt[hit:], STEPS) == tokens
+    assert right == [one["tokens"] for one in expected("llama", **EXACT)]
+
+
+def test_sglang_reads_what_transformers_has_written(over, expected, transformer, tmp_path, models):
+    side, asked = transformer("llama"), prompts(*LENGTHS)
+    with own_store(side, tmp_path, models) as store:
+        for prompt in asked:
+            cache = PoolCache.new(side.pool, side.allocator)
+            side.logits(cache, prompt)
+            store.write(prompt, cache.requests[0].address())
+    got = over(page_size=16, **EXACT).ready().generate(asked)
+    assert [one["cached"] for one in got] == HITS
+    right = expected("llama", **EXACT)
+    assert [one["tokens"] for one in got] == [one["tokens"] for one in right]
+
+
+def own_store(side, folder, models):
+    """A store of a pool of kvpool's, over the same floor."""
+    said = conventions(side.model.config, folder=models / "llama")
+    return Store(f"file://{folder}/store", side.pool.layout, conventions=said)
+
+
+def test_a_store_that_hangs_holds_up_what_it_was_asked_for_only(over, expected, tmp_path):
+    asked, right = prompts(*LENGTHS), [one["tokens"] for one in expected("llama", **EXACT)]
+    later = prompts(300, 600, seed=4)
+    writes = over(page_size=16, **EXACT).ready()
+    writes.generate([*asked, *later])
+    written(tmp_path, 6)
+    writes.close()
+    hang = tmp_path / "hang"
+    environ = {"KVPOOL_HANG": str(hang)}
+    engine = over(extra={"store_timeout": 4.0}, environ=environ, page_size=16, **EXACT).ready()
+    hang.touch()
+    began = time.monotonic()
+    names = [engine.add(prompt) for prompt in asked]
+    for number in (1, 2):  # too short to be looked up
+        assert engine.finished(names[number])["tokens"] == right[number]
+    assert time.monotonic() - began < 4.0
+    for number in (0, 3):
+        got = engine.finished(names[number])
+        assert (got["tokens"], got["cached"]) == (right[number], 0)
+    assert time.monotonic() - began > 4.0
+    hang.unlink()
+    assert [one["cached"] for one in engine.generate(later)] == [256, 512]
+    engine.idle(cached=True)
+
+
+def test_a_writer_that_is_killed_leaves_nothing_wrong(over, expected, tmp_path):
+    asked, right = prompts(*LENGTHS), [one["tokens"] for one in expected("llama", **EXACT)]
+    for delay in (0.1, 0.3, 0.6):
+        writes = over(page_size=16, **EXACT).ready()
+        for prompt in asked:
+            writes.add(prompt)
+        time.sleep(delay)
+        writes.kill()
+    reads = over(**EXACT).ready()
+    assert [one["tokens"] for one in reads.generate(asked)] == right
+    reads.idle(cached=True)
+
+
+def test_an_aborted_request_leaves_nothing_behind(over, tmp_path):
+    asked = prompts(*LENGTHS)
+    writes = over(page_size=16, **EXACT).ready()
+    writes.generate(asked)
+    written(tmp_path, 3)
+    writes.close()
+    hang = tmp_path / "hang"
+    engine = over(environ={"KVPOOL_HANG": str(hang)}, page_size=16, **EXACT).ready()
+    hang.touch()
+    name = engine.add(asked[0])
+    time.sleep(0.5)
+    engine.send(do="abort", id=name)
+    assert engine.finished(name)["tokens"] == []
+    hang.unlink()
+    engine.idle(cached=True)
+
+
+def test_a_prefill_of_a_pair_reads_what_another_has_written(start, expected, tmp_path):
+    asked, right = prompts(*LENGTHS), [one["tokens"] for one in expected("llama", **EXACT)]
+    extra = {"store": f"file://{tmp_path}/store"}
+    decode = start("decode", "llama", **EXACT).ready()
+    for _ in range(2):
+        prefill = start("prefill", "llama", extra=extra, **ENGINE, **EXACT).ready()
+        got = handed_over(prefill, decode, asked)
+        assert [one["tokens"] for one in got] == right
+        written(tmp_path, 3)
+        prefill.idle(cached=True)
+        prefill.close()
+    decode.idle()
+
+
+def test_an_engine_that_cannot_have_one_says_so(over):
+    engine = over(page_size=16, disable_radix_cache=True)
+    assert engine.ended()
+    assert "radix cache kvpool does not know disable_radix_cache. Use a radix" in engine.tail()

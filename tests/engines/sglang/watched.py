@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -34,6 +35,8 @@ def register() -> None:
         received(stats, metrics, failure)
 
     Stats.received = saw_received
+    if path := os.environ.get("KVPOOL_HANG"):
+        hang(Path(path))
     if not os.environ.get("KVPOOL_WATCH"):
         return
     if os.environ.get("KVPOOL_WATCH_STORE"):
@@ -65,6 +68,22 @@ def saw_commit(original: Any, queue: Any, decode_req: Any) -> Any:
             tensor.copy_(tensor.roll(1, -1))
     save("decode", queue.scheduler, decode_req.req)
     return original(queue, decode_req)
+
+
+def hang(path: Path) -> None:
+    """A folder as a floor does not answer while a file is there."""
+    from disagg.store.floors.folder import FolderFloor
+
+    def waiting(call: Any) -> Any:
+        def wait(*given: Any) -> Any:
+            while path.exists():
+                time.sleep(0.01)
+            return call(*given)
+
+        return wait
+
+    for name in ("create", "read", "exists", "list"):
+        setattr(FolderFloor, name, waiting(getattr(FolderFloor, name)))
 
 
 def saw_checkpoint(original: Any, cache: Any, req: Any, **more: Any) -> Any:
