@@ -83,6 +83,7 @@ def refused(ctx: Any, settings: Settings) -> Iterator[tuple[str, str]]:
         (pure or rings, "a model of windows alone, or windows in a ring a request",
          "SGLang's own radix cache"),
         (params.enable_mamba_extra_buffer, "mamba_radix_cache_strategy extra_buffer", "no_buffer"),
+        (options.enable_linear_replayssm, "enable_linear_replayssm", "states without a ring"),
         (chunk % params.page_size, f"page_size {params.page_size}, which does not divide "
          f"chunk_tokens {chunk}", "a page size that does"),
     ):  # fmt: skip

@@ -19,7 +19,9 @@ from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import match_kv_cache, release_kv_cache
+from sglang.srt.mem_cache.rust_tree_core import adapter
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.components import mamba
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from disagg.connectors.sglang.pools import engine_layout
@@ -40,10 +42,13 @@ def contexts():
         speculative_algorithm=None,
         disaggregation_mode="null",
         features=SimpleNamespace(enable_encoder_swa_bounded_replay=False),
+        mamba=SimpleNamespace(mamba_max_states_per_path=0, enable_mamba_extra_buffer_lazy=False),
     )
     with ExitStack() as stack:
         stack.enter_context(sides.alone())
-        for module in (common, schedule_batch):
+        stack.enter_context(mock.patch.object(mamba, "mamba_cache_chunk_size", lambda: 64))
+        stack.enter_context(mock.patch.object(mamba, "mamba_checkpoint_grid", lambda page: 64))
+        for module in (common, schedule_batch, mamba, adapter):
             for name in ("get_serving", "get_spec", "get_disagg", "get_exec"):
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, lambda: said))
@@ -94,9 +99,27 @@ class Side:
 
     def __init__(self, url, page=16, *, kind="mha", rank=0, ranks=1, core="rust", **options):
         self.page, self.kind = page, kind
-        self.requests = memory_pool.ReqToTokenPool(8, 1024, "cpu", False)
         heads = 4 // ranks
-        if kind == "swa":
+        if kind == "hybrid":  # every fourth layer is attention
+            linear = [layer for layer in range(8) if layer % 4 != 3]
+            self.requests = memory_pool.HybridReqToTokenPool(
+                size=8,
+                mamba_size=12,
+                mamba_spec_state_size=12,
+                max_context_len=1024,
+                device="cpu",
+                enable_memory_saver=False,
+                cache_params=sides.linear_shape("gdn", ranks),
+                mamba_layer_ids=linear,
+                enable_mamba_extra_buffer=False,
+            )
+            self.pool = sides.hybrid(page, heads, ranks=ranks)
+            self.pool.mamba_pool = self.requests.mamba_pool
+        else:
+            self.requests = memory_pool.ReqToTokenPool(8, 1024, "cpu", False)
+        if kind == "hybrid":
+            pass
+        elif kind == "swa":
             self.pool = sides.swa(page, heads)
         else:
             self.pool = getattr(sides, kind)(page, heads) if kind == "mha" else sides.mla(page)
@@ -110,7 +133,8 @@ class Side:
             self.allocator = TokenToKVPoolAllocator(*given)
         else:
             self.allocator = PagedTokenToKVPoolAllocator(size, page, *given[1:])
-        components = [ComponentType.FULL] + [ComponentType.SWA] * (kind == "swa")
+        more = {"swa": [ComponentType.SWA], "hybrid": [ComponentType.MAMBA]}
+        components = [ComponentType.FULL, *more.get(kind, ())]
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.requests,
@@ -122,8 +146,13 @@ class Side:
         )
         self.cache = KvpoolRadixCache(params)
         place = Ranks(tp_rank=rank, tp_size=ranks, total_kv_heads=4, window=WINDOW)
-        types = ["swa"] if kind == "swa" else []
-        self.layout = engine_layout(self.pool, place, state_types=types, total_layers=4)
+        self.layout = engine_layout(
+            self.pool,
+            place,
+            state_types={"swa": ["swa"], "hybrid": ["mamba"]}.get(kind, []),
+            total_layers=8 if kind == "hybrid" else 4,
+            requests=self.requests,
+        )
         self.place, self.url, self.options = (rank, ranks), url, options
         self.count = 0
 
@@ -155,6 +184,11 @@ class Side:
                 inside = self.pool.swa_kv_pool if slides else self.pool.full_kv_pool
                 yield f"{layer}/k", inside.k_buffer[nth], slides
                 yield f"{layer}/v", inside.v_buffer[nth], slides
+        elif self.kind == "hybrid":
+            inside = self.pool.full_kv_pool
+            for nth in range(inside.layer_num):
+                yield f"{nth}/k", inside.k_buffer[nth], False
+                yield f"{nth}/v", inside.v_buffer[nth], False
         elif self.kind == "mla":
             for layer, tensor in enumerate(self.pool.kv_buffer):
                 yield f"{layer}/row", tensor, False
@@ -203,7 +237,13 @@ class Side:
 
     def begins(self, req):
         length = len(req.full_untruncated_fill_ids)
-        match_kv_cache(req, self.cache, req.full_untruncated_fill_ids, max_prefix_len=length - 1)
+        match_kv_cache(
+            req,
+            self.cache,
+            req.full_untruncated_fill_ids,
+            max_prefix_len=length - 1,
+            cow_mamba=self.kind == "hybrid",
+        )
         req.kv.cache_protected_len = req.prefix_len
         return req.prefix_len
 
@@ -233,6 +273,10 @@ class Side:
         self.requests.write((req.kv.req_pool_idx, slice(start, stop)), slots.to(torch.int32))
         req.kv.kv_allocated_len = req.kv.kv_committed_len = stop
         self.fill(slots.to(torch.int64), range(start, stop))
+        if self.kind == "hybrid":
+            req.kv.mamba_cow_src_index = None
+            for tensor in self.states():
+                tensor[:, req.kv.mamba_pool_idx] = self.state(tensor, stop)
         req.prefix_len = stop
         self.cache.checkpoint(req, up_to=stop)
 
@@ -247,6 +291,16 @@ class Side:
                 head = torch.arange(shape[1]) + self.place[0] * shape[1]
             value = (where[:, None] * 31 + head[None] * 7 + number * 3) % 120 / 8
             tensor[at] = value.reshape(len(where), -1, *[1] * (tensor.dim() - 2)).to(tensor.dtype)
+
+    def states(self):
+        """Tensors `[layer, slot, ...]`, of which ranks share the first dim of a slot."""
+        cache = self.requests.mamba_pool.mamba_cache
+        return [cache.conv[0], cache.temporal]
+
+    def state(self, tensor, tokens):
+        """The state after so many tokens, on all ranks the same."""
+        layers = torch.arange(tensor.shape[0]) * 3 + tokens % 97
+        return layers.reshape(-1, *[1] * (tensor.dim() - 2)).to(tensor.dtype) / 4
 
     def ends(self, req):
         req.finished_reason = schedule_batch.FINISH_LENGTH(1)
@@ -278,6 +332,11 @@ class Side:
             at[True] = self.allocator.translate_loc_from_full_to_swa(slots)
             assert (at[True][first[True] :] > 0).all()
         self.fill(slots, range(count))
+        if self.kind == "hybrid" and count:
+            slot = req.kv.mamba_cow_src_index
+            for tensor in self.states():
+                found = tensor[:, slot[0]]
+                assert torch.equal(found, self.state(tensor, count).expand_as(found))
         return all(
             torch.equal(before[at[slides]][first[slides] :], now[at[slides]][first[slides] :])
             for (_, before), (_, now, slides) in zip(kept, self.tensors())
@@ -293,7 +352,11 @@ class Side:
             assert full + cache.full_evictable_size() == allocator.size_full
             assert swa + cache.swa_evictable_size() == allocator.size_swa
         else:
-            found = allocator.available_size(), cache.evictable_size()
+            if self.kind == "hybrid":
+                slots = self.requests.mamba_allocator
+                assert slots.available_size() + cache.mamba_evictable_size() == slots.size
+                assert cache.mamba_protected_size() == 0
+            found = allocator.available_size(), cache.full_evictable_size()
             assert sum(found) == allocator.size, found
         cache.sanity_check()
         return True

@@ -40,6 +40,35 @@ def test_a_prompt_that_another_engine_has_computed_is_read(kind, there, here, co
         assert reads.store.stats().counts["written"] == 0
 
 
+@pytest.mark.parametrize("core", ["rust", "python"])
+@pytest.mark.parametrize("ranks", [(1, 1), (1, 2), (2, 1)])
+def test_states_of_linear_attention_are_read_where_a_chunk_ended(ranks, core, tmp_path):
+    (prompt,), url = prompts(300), f"file://{tmp_path}"
+    with Engine(url, ranks[0], kind="hybrid", page=1, core=core) as writes:
+
+        def computed(side):
+            req = side.request(prompt)
+            side.waits(req)
+            for stop in (CHUNK, 150, 3 * CHUNK, 300):  # at 128 there is none
+                side.computes(req, stop)
+            side.ends(req)
+            return side.whole()
+
+        assert all(writes.each(computed))
+    for length, cached in ((300, 192), (190, 64), (60, 0)):
+        with Engine(url, ranks[1], kind="hybrid", page=1, core=core) as reads:
+
+            def read(side, length=length, cached=cached):
+                req = side.request(prompt[:length])
+                assert side.waits(req) == cached
+                assert not cached or side.holds(req)
+                side.computes(req)
+                side.ends(req)
+                return side.whole()
+
+            assert all(reads.each(read))
+
+
 @pytest.fixture
 def written(tmp_path):
     """The URL of a store with a prompt's chunks, and the prompt."""

@@ -113,6 +113,7 @@ OPTIONS = {
     "enable_hisparse. Use the device's pool": {"enable_hisparse": True},
     "enable_streaming_session. Use requests": {"enable_streaming_session": True},
     "speculative_algorithm EAGLE. Use none": {"speculative_algorithm": "EAGLE"},
+    "enable_linear_replayssm. Use states": {"enable_linear_replayssm": True},
     "dllm_algorithm. Use a model": {"dllm_algorithm": "LowConfidence"},
     "disaggregation_mode decode. Use it on prefill": {"disaggregation_mode": "decode"},
 }
@@ -134,7 +135,7 @@ def test_options_are_refused(words, resolved, monkeypatch):
     names = [
         *("speculative_algorithm", "disaggregation_mode", "enable_lmcache", "enable_flexkv"),
         *("enable_memory_saver", "enable_unified_memory", "enable_hisparse"),
-        *("enable_streaming_session", "dllm_algorithm"),
+        *("enable_streaming_session", "dllm_algorithm", "enable_linear_replayssm"),
     ]
     said = SimpleNamespace(**{name: getattr(args, name) for name in names} | OPTIONS[words])
     says = pytest.raises(ValueError, match=f"radix cache kvpool does not know {words}")
