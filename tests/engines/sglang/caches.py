@@ -46,8 +46,10 @@ def contexts():
     )
     with ExitStack() as stack:
         stack.enter_context(sides.alone())
-        stack.enter_context(mock.patch.object(mamba, "mamba_cache_chunk_size", lambda: 64))
-        stack.enter_context(mock.patch.object(mamba, "mamba_checkpoint_grid", lambda page: 64))
+        for module in (mamba, adapter):
+            for name in ("mamba_cache_chunk_size", "mamba_checkpoint_grid"):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, lambda *_: 64))
         for module in (common, schedule_batch, mamba, adapter):
             for name in ("get_serving", "get_spec", "get_disagg", "get_exec"):
                 if hasattr(module, name):
