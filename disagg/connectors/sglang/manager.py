@@ -30,6 +30,7 @@ from disagg.connectors.sglang.states import Ranks
 from disagg.connectors.stats import summary
 from disagg.protocol.codec import Aux
 from disagg.protocol.messages import Convention
+from kvpool.layout import PoolLayout
 
 log = logging.getLogger("sglang.kvpool")
 
@@ -115,11 +116,8 @@ class KvpoolManager(CommonKVManager):
         self.metadata = queue.metadata_buffers if prefill else queue.transfer_queue.metadata_buffers
         self.tells = self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1
         """Whether this rank of prefill sends the metadata, which all of them have."""
-        document = engine_conventions(model, modules)
-        for runner in runners[:1]:
-            document |= draft_conventions(runner, self.drafts)
-        models = [scheduler.tp_worker.model_runner, *runners]
-        document |= scale_conventions(self.layout.layout, rank_scales(models))
+        if not prefill and self.server_args.disaggregation_decode_enable_radix_cache:
+            refuse_windows(self.layout.layout)
         self.rank = Rank(
             settings,
             self.layout.layout,
@@ -127,7 +125,7 @@ class KvpoolManager(CommonKVManager):
             consumes=not prefill,
             readers=self.attn_tp_size * self.pp_size,
             log=log,
-            conventions=document,
+            conventions=self._conventions(runners),
         )
         if prefill:
             self.local_ip, self.rank_port = split(self.rank.prefill.address)
@@ -136,6 +134,15 @@ class KvpoolManager(CommonKVManager):
                 threading.Thread(target=self._keep_turning, daemon=True).start()
         else:
             queue.transfer_queue.deferred_kv_release_timeout = math.inf  # reads do end
+
+    def _conventions(self, drafts: list[Any]) -> dict[str, Convention]:
+        """What the bytes of this rank mean, where these runners draft."""
+        scheduler = self.queue.scheduler
+        target = scheduler.tp_worker.model_runner
+        document = engine_conventions(scheduler.model_config, [*target.model.modules()])
+        for runner in drafts[:1]:
+            document |= draft_conventions(runner, self.drafts)
+        return document | scale_conventions(self.layout.layout, rank_scales([target, *drafts]))
 
     def register_to_bootstrap(self) -> None:
         """Called before there are endpoints; `start` does it."""
@@ -236,6 +243,19 @@ class KvpoolManager(CommonKVManager):
         ):
             if wrong:
                 raise ValueError(f"backend kvpool does not know {what}. Use {instead}.")
+
+
+def refuse_windows(layout: PoolLayout) -> None:
+    """Raises ValueError where decode would keep a window that prefill has handed over, which is
+    what the next token sees, for a prompt that goes on before it.
+    """
+    for space in layout.spaces:
+        if space.window is not None:
+            raise ValueError(
+                f"disaggregation_decode_enable_radix_cache: space {space.name} has a window, of "
+                "which prefill hands over what the next token sees. SGLang would take it for that "
+                "of shorter prefixes too. Leave the option out for this model."
+            )
 
 
 def draft_runners(scheduler: Any) -> list[Any]:

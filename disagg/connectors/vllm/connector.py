@@ -99,6 +99,8 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             # what has come before its drafter runs, and an engine that waits for another must not
             # be one that another waits for
             whole = kinds != {"kv"} or len(kv_cache_config.kv_cache_groups) > 1 or drafts
+            if transfer.is_kv_consumer:
+                _keep_windows_private(vllm_config, kv_cache_config)
             self._scheduler = ConnectorScheduler(
                 kv_cache_config,
                 **self._roles,
@@ -219,6 +221,24 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return KvpoolPromMetrics(*args)
 
 
+def _keep_windows_private(config: Any, kv_cache_config: Any) -> None:
+    """Turns prefix caching off where windows are handed over. vLLM would give the first block of a
+    window to other requests as a whole: of positions 128 to 191 those from 172 on, if the window
+    begins there, are what was handed over. Raises ValueError where recurrent state needs caching.
+    """
+    specs = _specs(kv_cache_config)
+    kept = (s for s in specs if SPECS.get(type(s).__name__) == "swa")
+    if not config.cache_config.enable_prefix_caching or not any(
+        getattr(spec, "prefix_cacheable", True) for spec in kept
+    ):
+        return
+    why = "only what a sliding window sees is handed over, and its blocks cannot serve others"
+    if any(SPECS.get(type(spec).__name__) == "state" for spec in specs):
+        raise ValueError(f"enable_prefix_caching: {why}. Use --no-enable-prefix-caching.")
+    log.warning("prefix caching is off: %s.", why)
+    config.cache_config.enable_prefix_caching = False
+
+
 def engine_conventions(config: Any) -> dict[str, Convention]:
     """Of the model and, by names that begin with `draft.`, of the model that drafts."""
     said = _conventions(config, config.model_config)
@@ -244,9 +264,14 @@ def _conventions(config: Any, model: Any) -> dict[str, Convention]:
 
 def _kinds(kv_cache_config: Any) -> set[str | None]:
     """What the cache groups hold, as SPECS names it."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
-    inner = [getattr(spec, "kv_cache_specs", {"": spec}).values() for spec in specs]
-    flat = [spec for group in inner for spec in group]
+    flat = _specs(kv_cache_config)
     # a window that is replayed is that of the token that decode computes, as a recurrent state is
     replayed = any(getattr(spec, "bounded_replay", False) for spec in flat)
     return {SPECS.get(type(spec).__name__) for spec in flat} | ({"state"} if replayed else set())
+
+
+def _specs(kv_cache_config: Any) -> list[Any]:
+    """Of the cache groups that are handed over, and of the layers of those that have several."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
+    inner = [getattr(spec, "kv_cache_specs", {"": spec}).values() for spec in specs]
+    return [spec for group in inner for spec in group]

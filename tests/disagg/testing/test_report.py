@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,7 @@ from disagg.testing.report import COLUMNS, MOST, ConformReport, read_report, sho
 from disagg.testing.suite import load
 from tests.disagg.testing.suites import BAD, FIRST, GOOD, LAST, REFUSED, TEXT, Servers
 
+DOCS = Path(__file__).parents[3] / "docs"
 EVIL = '</td><script> "|`*<b>&'
 
 
@@ -137,6 +139,17 @@ def test_a_long_reason_is_one_line_in_tables_and_whole_in_json(tmp_path):
     short = shortened(log)
     assert len(short) <= MOST and short.startswith("prefill: exit 1 frame ")
     assert short in report.markdown() and log not in report.markdown()
+
+
+def test_the_documents_have_the_rows_of_their_suite_and_none_of_ours_is_wrong():
+    lines = (DOCS / "compatibility.md").read_text().splitlines()
+    rows = [line.split(" | ") for line in lines if re.match(r"\| (?!connector)", line)]
+    found = [[cell.strip("| ").replace("\\", "") for cell in row] for row in rows]
+    pairs = load(DOCS / "compatibility.toml").pairs
+    expected = [(p.connector, p.model, p.prefill.words(), p.decode.words()) for p in pairs]
+    assert [(row[0].split()[0], *row[1:4]) for row in found] == expected
+    ours = {row[4].split(" (")[0] for row in found if row[0].startswith("kvpool")}
+    assert ours <= {"serves", "refuses"}
 
 
 def test_rows_of_ours_that_are_wrong_fail_and_those_of_others_do_not(tmp_path):

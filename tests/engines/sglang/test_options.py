@@ -5,7 +5,7 @@ its server arguments or by our manager, which is made as SGLang makes it.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +25,9 @@ from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.server_args import ServerArgs
 
 from disagg.connectors.sglang import register
-from disagg.connectors.sglang.manager import KvpoolManager, index_keys
+from disagg.connectors.sglang.manager import KvpoolManager, index_keys, refuse_windows
+from disagg.connectors.sglang.pools import engine_layout
+from disagg.connectors.sglang.states import Ranks
 from tests.engines.sglang import sides
 
 LLAMA = {
@@ -131,6 +133,15 @@ def test_our_manager_refuses_by_name(mode, options, scheduler, words, resolved):
         start(made, **scheduler)
 
 
+@pytest.mark.parametrize(("pool", "refused"), [("mha", False), ("swa", True)])
+def test_windows_are_not_kept_for_shorter_prefixes(pool, refused):
+    ranks, kinds = Ranks(total_kv_heads=4, window=20), ["swa"] if refused else []
+    made = engine_layout(getattr(sides, pool)(), ranks, state_types=kinds, total_layers=4)
+    says = pytest.raises(ValueError, match="radix_cache: space swa has a window")
+    with says if refused else nullcontext():
+        refuse_windows(made.layout)
+
+
 def test_deferred_release_is_taken_and_its_absence_refused(resolved, monkeypatch):
     with manager(resolved("decode")) as made:
         assert made.enable_deferred_decode_kv_release
@@ -151,7 +162,8 @@ def test_decode_of_a_hybrid_with_latents_starts(resolved):
     runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: iter(())))
     scheduler = SimpleNamespace(
         model_config=model, tp_worker=SimpleNamespace(model_runner=runner),
-        sliding_window_size=None, req_to_token_pool=None,
+        sliding_window_size=None, req_to_token_pool=None, draft_worker=None,
+        spec_algorithm=SimpleNamespace(carries_draft_hidden_states=lambda: False),
     )  # fmt: skip
     queue = SimpleNamespace(
         scheduler=scheduler, token_to_kv_pool=pool, draft_token_to_kv_pool=None,
@@ -161,6 +173,7 @@ def test_decode_of_a_hybrid_with_latents_starts(resolved):
         assert made.is_hybrid_mla_backend
         made.start(queue)
         made.rank.close()
+        assert not made.drafts
         assert {"latent", "temporal"} <= {region.role for region in made.layout.layout.regions}
 
 
@@ -209,12 +222,20 @@ def test_host_memory_of_decode_is_refused_by_sglang(resolved, monkeypatch):
             model_config=SimpleNamespace(num_hidden_layers=4), server_args=None,
         ),
     )  # fmt: skip
-    classes = {KVClassType.KVARGS: KVArgs, KVClassType.MANAGER: KvpoolManager}
+    managers = []
+
+    def made(*given):
+        managers.append(KvpoolManager(*given))
+        return managers[-1]
+
+    classes = {KVClassType.KVARGS: KVArgs, KVClassType.MANAGER: made}
     monkeypatch.setattr(decode, "get_kv_class", lambda _, kind: classes[kind])
     args = resolved("decode", disaggregation_decode_host_receive_threshold=0.5)
     refused = pytest.raises(ValueError, match="does not support decode host KV destinations")
     with manager(args), refused:
         decode.DecodePreallocQueue._init_kv_manager(queue)
+    (refusing,) = managers
+    refusing.server_socket.close(0)  # its context would wait for it when the process ends
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.engines.launcher import launcher
-from tests.engines.process import Process
+from tests.engines.process import EngineFailed, Process
 
 Role = Literal["single", "prefill", "decode"]
 KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -135,4 +135,7 @@ def handed_over(
 ) -> list[list[int]]:
     """Tokens of prompts that one engine prefills and the other decodes."""
     last = decode.generate(asked, tokens=tokens, params=prefilled(prefill, asked))
+    reasons = [one["reason"] for one in last]
+    if reasons != [["length"]] * len(asked):
+        raise EngineFailed(f"decode ended with {reasons}.\n{decode.tail()}\n{prefill.tail()}")
     return [one["tokens"][0] for one in last]

@@ -169,6 +169,20 @@ def test_decode_asks_only_for_what_it_lacks(start, expected):
     decode.idle()
 
 
+@pytest.mark.parametrize("length", [299, 310])
+def test_a_window_that_was_handed_over_serves_no_other_prompt(length, start):
+    """vLLM would find its first block by the tokens, of which a part was not handed over."""
+    options = {"enable_prefix_caching": True, "block_size": 32, **EXACT}
+    prefill, decode = start("prefill", "gemma3", **options), start("decode", "gemma3", **options)
+    asked = prompts(length)
+    handed_over(prefill.ready(), decode.ready(), asked, tokens=2)
+    longer = [[*asked[0][:-3], *prompts(40, seed=5)[0]]]
+    single = start("single", "gemma3", block_size=32, **EXACT).ready()
+    right = [one["tokens"] for one in single.generate(longer)]
+    assert [one["tokens"] for one in decode.generate(longer)] == right
+    assert [tokens for (tokens,) in right] == handed_over(prefill, decode, longer)
+
+
 def test_short_repeated_and_mixed_up_prompts(start, expected):
     """A prompt of one token, two sequences of a prompt, and a proxy that mixes requests up, or two
     tokenizers: decode computes the prompt itself.
