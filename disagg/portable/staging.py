@@ -47,6 +47,12 @@ class Staging:
         self.bytes = self._here.numpy()
         self._base = self._there.data_ptr()
 
+    def clear(self) -> None:
+        """Sets all bytes to 0."""
+        self.bytes[:] = 0
+        if self._device is not None:
+            self._there.zero_()
+
     def gather(self, pointers: Ints, offsets: Ints, nbytes: Ints, size: int) -> None:
         """Copies runs of memory to offsets in the first `size` bytes of the buffer."""
         self._runs(pointers, self._base + offsets, nbytes)

@@ -147,7 +147,8 @@ def _chunk_layout(layout: PoolLayout, regions: Sequence[Region], tokens: int) ->
         placed += of_item
         end += items * size
     spaces = tuple(space for _, (space, _) in sorted(by_space.items()))
-    return PoolLayout(tuple(buffers), tuple(placed), spaces, layout.total_kv_layers, layout.model)
+    # which model that is, conventions say: a folder may have another name elsewhere
+    return PoolLayout(tuple(buffers), tuple(placed), spaces, layout.total_kv_layers)
 
 
 def _space(space: Space, packed: bool, tokens: int) -> Space:

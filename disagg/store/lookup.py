@@ -46,7 +46,8 @@ class Lookup:
         chunk_tokens: int,
     ) -> None:
         self._floor, self._namespace, self._tokens = floor, namespace, chunk_tokens
-        self._conventions = conventions
+        self._agreed = dict(conventions)
+        """What this engine and the writers that it reads from say."""
         shapes = {rank.fingerprint(): rank for rank in ranks}
         self._ranks = tuple(shapes.values())
         self._spaces = [space for rank in self._ranks for space in rank.spaces]
@@ -98,13 +99,13 @@ class Lookup:
         places: dict[str, dict[int, bytes]] = {kind: {} for kind in self._kinds}
         count = len(keys)
         if "full" in places:
-            start, step = 0, FIRST_CHUNKS
+            start, size = 0, FIRST_CHUNKS
             while start < count:
-                stop = min(count, start + step)
+                stop = min(count, start + size)
                 self._locate("full", keys, range(start, stop), places["full"])
                 if any(chunk not in places["full"] for chunk in range(start, stop)):
                     break
-                start, step = stop, 4 * step
+                start, size = stop, 4 * size
             count = next((c for c in range(count) if c not in places["full"]), count)
         for kind in self._kinds:
             if kind != "full":
@@ -157,7 +158,9 @@ class Lookup:
             return
         try:
             for rank in self._ranks:
-                readable(geometry, rank, self._conventions)
+                readable(geometry, rank, self._agreed)
             self.usable[digest] = geometry
+            # chunks of writers that differ in what this engine does not say must not meet
+            self._agreed = {**geometry.conventions, **self._agreed}
         except ValueError as error:
             self.unusable[digest] = str(error)

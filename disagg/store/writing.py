@@ -129,7 +129,8 @@ class Writer:
         dest = part.address(identity.chunk)
         batch = way.bind(0, source, dest, tokens=range(first, stop))
         staging = Staging(self._layout, part.nbytes)
-        staging.bytes[:] = 0  # what no run fills
+        if batch.total < part.nbytes:
+            staging.clear()  # else what memory held before would be written
         staging.gather(batch.src, batch.dst, batch.nbytes, part.nbytes)
         return staging.bytes
 

@@ -22,7 +22,7 @@ from tests import oracle
 from tests.disagg.plan.test_geometry import geometries
 from tests.disagg.plan.test_interleave import Side
 from tests.disagg.store.stores import CHUNK, fresh, got, outcome, put, stores
-from tests.pools import memory_of, mha, swa
+from tests.pools import hybrid, memory_of, mha, swa
 
 TOKENS = 3 * CHUNK
 PROMPT = np.random.default_rng(5).integers(0, 900, 5 * CHUNK)
@@ -282,3 +282,92 @@ def test_two_readers_of_half_the_heads_fetch_half_the_bytes_each(written):
     with store:
         assert got(store, PROMPT[:TOKENS], oracle.place(half, TOKENS, 3)) is None
         assert store.stats().sizes["read"] == nbytes // 2
+
+
+def test_writers_that_differ_in_what_the_reader_does_not_say_do_not_meet():
+    """The first is read: of two chunks with different ropes, one would be wrong."""
+    url, pool = fresh(), mha(num_pages=40)
+    for rope, positions in (("a", range(CHUNK)), ("b", range(CHUNK, TOKENS))):
+        with Store(url, pool.layout, chunk_tokens=CHUNK, conventions={"rope": rope}) as store:
+            *_, (address,) = computed([pool])
+            put(store, PROMPT[:TOKENS], address, positions=positions)
+    with Store(url, pool.layout, chunk_tokens=CHUNK) as store:
+        assert store.lookup(PROMPT) == CHUNK
+    with Store(url, pool.layout, chunk_tokens=CHUNK, conventions={"rope": "b"}) as store:
+        assert store.lookup(PROMPT) == 0
+        assert store.stats().reasons["miss"] == "rope: 'a' of the writer, 'b' here."
+
+
+def test_a_request_that_goes_on_has_no_state_of_an_earlier_chunk():
+    """A slot, and rings of pages that it is in the middle of, are those of the last token."""
+    url, pool = fresh(), hybrid(num_pages=40)
+    with Store(url, pool.layout, chunk_tokens=CHUNK) as store:
+        address = oracle.filled(pool, TOKENS + 1, 1)
+        assert put(store, PROMPT[: TOKENS + 1], address) == 3
+        assert store.lookup(PROMPT) == 0
+        address = oracle.filled(pool, TOKENS, 1)
+        assert put(store, PROMPT[:TOKENS], address) == 1
+        assert store.lookup(PROMPT) == TOKENS
+
+
+def test_what_does_not_fit_in_memory_is_dropped_and_counted():
+    url, pool = fresh(), mha(num_pages=40)
+    size = chunk_layouts(pool.layout, CHUNK)["full"].nbytes
+    with Store(url, pool.layout, chunk_tokens=CHUNK, room=size - 1) as store:
+        *_, (address,) = computed([pool])
+        assert put(store, PROMPT[:TOKENS], address) == 0
+        assert store.stats().counts["dropped"] == 3
+        assert store.stats().sizes["dropped"] == 3 * size
+        assert store.lookup(PROMPT) == 0
+
+
+def test_two_writers_of_one_chunk():
+    """One of them writes it; both go on."""
+    pools = [mha(num_pages=40) for _ in range(2)]
+    url = fresh()
+    writers = [Store(url, pool.layout, chunk_tokens=CHUNK) for pool in pools]
+    for store, pool in zip(writers, pools):
+        *_, (address,) = computed([pool])
+        store.write(PROMPT[:TOKENS], address)
+    for store in writers:
+        store.close()
+    counts = [store.stats().counts for store in writers]
+    assert sum(count["written"] for count in counts) == 3
+    assert sum(count["already there"] for count in counts) == 3
+
+
+def test_a_namespace_takes_64_geometries():
+    url = fresh()
+    pools = [mha(num_pages=40, layers=range(n, n + 1), total_kv_layers=65) for n in range(65)]
+    for number, pool in enumerate(pools):
+        with Store(url, pool.layout, chunk_tokens=CHUNK) as store:
+            *_, (address,) = computed([pool])
+            assert put(store, PROMPT[:TOKENS], address) == 3
+            stats = store.stats()
+            if number < 64:
+                assert stats.counts["written"] == 3
+            else:
+                assert stats.counts["not written"] == 3
+                assert "this namespace has 64 geometries" in stats.reasons["not written"]
+    with Store(url, pools[63].layout, chunk_tokens=CHUNK) as store:
+        assert store.lookup(PROMPT) == TOKENS
+
+
+def test_garbage_in_the_catalogue_is_passed_over(written):
+    folder = next(Path(written.removeprefix("file://")).rglob("geometry"))
+    (folder / "01").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
+    (folder / "02").write_bytes(b"")
+    (folder / "03").write_bytes(b"\xff" * 64)
+    pool, store = reader(written, mha(num_pages=40, shard=Shard(0, 2)))
+    with store:
+        assert store.lookup(PROMPT) == TOKENS
+        address = oracle.filled(pool, TOKENS, 1)
+        put(store, PROMPT[::-1][:TOKENS], address)
+    assert (folder / "04").exists()
+
+
+def test_a_hit_may_have_to_be_a_multiple_of_more_than_a_chunk(written):
+    _, store = reader(written)
+    with store:
+        assert outcome(store, store.ask(PROMPT, step=2 * CHUNK)).hit.tokens == 2 * CHUNK
+        assert outcome(store, store.ask(PROMPT, step=5)).hit.tokens == 0
