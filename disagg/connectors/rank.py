@@ -39,7 +39,8 @@ EXPECTED = (ValueError, UsageError)
 @dataclass(slots=True)
 class Results:
     """Requests whose pages may be reused (`sent`), whose rooms have ended (`received`), and those
-    of them whose state did not come (`failed`). `why` a room has failed; `aux` that has come.
+    of them whose state did not come (`failed`). `why` a room has failed; `aux` that has come. Names
+    of objects of a store that were `damaged`.
     """
 
     sent: set[str] = field(default_factory=set)
@@ -47,6 +48,7 @@ class Results:
     failed: set[str] = field(default_factory=set)
     why: dict[str, Failure] = field(default_factory=dict)
     aux: dict[str, Aux] = field(default_factory=dict)
+    damaged: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ class Rank:
         log: logging.Logger,
         conventions: Mapping[str, Convention],
     ) -> None:
-        self.stats, self._log = Stats(), log
+        self.layout, self.stats, self._log = layout, Stats(), log
         options = settings.options(conventions)
         self._prefill: PrefillEndpoint | None = None
         self._links: Links | None = None

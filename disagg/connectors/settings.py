@@ -48,6 +48,12 @@ class Settings:
     """KV memory of the CPU is made so that engine `local` of another process can map it."""
     conventions: Mapping[str, Convention | None] = field(default_factory=dict)
     """Instead of what the engine knows of its model; null: not compared (docs/connectors.md)."""
+    store: str | None = None
+    """The URL of a store of state (docs/store.md)."""
+    chunk_tokens: int = 256
+    """Tokens of its chunks: the same for all who share it."""
+    store_timeout: float = 10.0
+    """Seconds after which what the store has not given is computed."""
 
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -57,6 +57,9 @@ RULES: Mapping[str, Rule] = {
     "allow_missing": Rule(list[str], 'a list of owners or roles, such as ["draft"]'),
     "verify": Rule(Literal["checksum"] | None, "'checksum', or None"),
     "stream": Rule(Literal["chunks", "layers"] | None, "'chunks', 'layers', or None"),
+    "store": Rule(_Path | None, "a URL (docs/store.md), or None"),
+    "chunk_tokens": Rule(Annotated[int, Meta(ge=1, le=1 << 20)], "a number from 1 to 1048576"),
+    "store_timeout": Rule(Seconds, _BOUNDED),
     "ranks": Rule(_Readers, f"a number from 1 to {MAX_READERS}, or a Group"),
     "staging": Rule(
         Annotated[int, Meta(ge=0)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -43,13 +43,15 @@ class ChunkKeys:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A lookup or read has ended. `hit`, of a lookup, is what there is; `failure` says why a read
-    has failed, or a lookup found nothing because the floor did not answer.
+    has failed, or a lookup found nothing because the floor did not answer. `damaged` is the name of
+    the object that was not what it should be.
     """
 
     job: int
     what: Literal["lookup", "read"]
     hit: Hit
     failure: str | None = None
+    damaged: str | None = None
 
 
 class Store:
@@ -224,6 +226,15 @@ class Store:
         for job in slow:
             self._fail(job, "late", why)
 
+    def distrust(self, names: Iterable[str]) -> None:
+        """Objects that another rank of this engine has found damaged count as absent, but those of
+        this engine's own geometry: the rank that writes these replaces them.
+        """
+        own = f"/{self._geometry.digest.hex()}."
+        for name in names:
+            if own not in name:
+                self._writer.damaged(name)
+
     def stats(self) -> StoreStats:
         return self._outcomes.stats(self._writer.queued)
 
@@ -292,7 +303,7 @@ class Store:
             self._fail(job, "unreachable", str(error))
         except Damaged as error:
             self._writer.damaged(error.name)
-            self._fail(job, "damaged", str(error))
+            self._fail(job, "damaged", str(error), error.name)
         except ValueError as error:
             self._fail(job, "refused", str(error))
         else:
@@ -308,17 +319,17 @@ class Store:
             self._end_read(job, None)
             self._outcomes.count("read", job.nbytes)
 
-    def _fail(self, job: ReadJob, outcome: str, why: str) -> None:
+    def _fail(self, job: ReadJob, outcome: str, why: str, damaged: str | None = None) -> None:
         with job.lock:
             if job.ended:
                 return
             job.ended = True
         self._outcomes.count(outcome, len(job.tokens), why)
-        self._end_read(job, why)
+        self._end_read(job, why, damaged)
 
-    def _end_read(self, job: ReadJob, failure: str | None) -> None:
+    def _end_read(self, job: ReadJob, failure: str | None, damaged: str | None = None) -> None:
         hit = Hit(0 if failure else job.tokens.stop)
-        self._tell(self._reads, Ended(job.number, "read", hit, failure))
+        self._tell(self._reads, Ended(job.number, "read", hit, failure, damaged))
 
     def _tell(self, under_way: dict[int, Any], ended: Ended) -> bool:
         """Tells the end of a job, unless that was told or the job was aborted."""
