@@ -43,15 +43,13 @@ class ChunkKeys:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """A lookup or read has ended. `hit`, of a lookup, is what there is; `failure` says why a read
-    has failed, or a lookup found nothing because the floor did not answer. `damaged` is the name of
-    the object that was not what it should be.
+    has failed, or a lookup found nothing because the floor did not answer.
     """
 
     job: int
     what: Literal["lookup", "read"]
     hit: Hit
     failure: str | None = None
-    damaged: str | None = None
 
 
 class Store:
@@ -111,6 +109,7 @@ class Store:
         """Deadlines of lookups."""
         self._reads: dict[int, ReadJob] = {}
         self._ended: dict[int, Ended] = {}
+        self._damaged: list[str] = []
 
     def keys(self, tokens: npt.ArrayLike, salt: str = "") -> ChunkKeys:
         """The keys of the whole chunks of `tokens`; `salt` is whose they are: tenant, adapter."""
@@ -226,6 +225,12 @@ class Store:
         for job in slow:
             self._fail(job, "late", why)
 
+    def damaged(self) -> list[str]:
+        """Names of objects that reads have found damaged since the last call."""
+        with self._lock:
+            names, self._damaged = self._damaged, []
+        return names
+
     def distrust(self, names: Iterable[str]) -> None:
         """Objects that another rank of this engine has found damaged count as absent, but those of
         this engine's own geometry: the rank that writes these replaces them.
@@ -303,7 +308,9 @@ class Store:
             self._fail(job, "unreachable", str(error))
         except Damaged as error:
             self._writer.damaged(error.name)
-            self._fail(job, "damaged", str(error), error.name)
+            with self._lock:
+                self._damaged.append(error.name)
+            self._fail(job, "damaged", str(error))
         except ValueError as error:
             self._fail(job, "refused", str(error))
         else:
@@ -319,17 +326,17 @@ class Store:
             self._end_read(job, None)
             self._outcomes.count("read", job.nbytes)
 
-    def _fail(self, job: ReadJob, outcome: str, why: str, damaged: str | None = None) -> None:
+    def _fail(self, job: ReadJob, outcome: str, why: str) -> None:
         with job.lock:
             if job.ended:
                 return
             job.ended = True
         self._outcomes.count(outcome, len(job.tokens), why)
-        self._end_read(job, why, damaged)
+        self._end_read(job, why)
 
-    def _end_read(self, job: ReadJob, failure: str | None, damaged: str | None = None) -> None:
+    def _end_read(self, job: ReadJob, failure: str | None) -> None:
         hit = Hit(0 if failure else job.tokens.stop)
-        self._tell(self._reads, Ended(job.number, "read", hit, failure, damaged))
+        self._tell(self._reads, Ended(job.number, "read", hit, failure))
 
     def _tell(self, under_way: dict[int, Any], ended: Ended) -> bool:
         """Tells the end of a job, unless that was told or the job was aborted."""

@@ -79,8 +79,7 @@ class StoreWorker:
                     self._results.received.add(name)
                     if ended.failure:
                         self._failed(name, ended.failure)
-                    if ended.damaged:
-                        self._results.damaged.append(ended.damaged)
+            self._results.damaged += self._store.damaged()
             if stats is not None:
                 stats.stored(self._store.stats())
         results, self._results = self._results, StoreResults()
