@@ -44,7 +44,9 @@ class Engine:
         parts = [
             describe(self.memory[:, 0], dims, role="k", layer=0, space="kv0"),
             describe(self.memory[:, 1], dims, role="swa.k", layer=1, space="swa1"),
-            describe(self.memory[:, 2, 0], ("item", "dim"), role="temporal", layer=2, space="state2"),
+            describe(
+                self.memory[:, 2, 0], ("item", "dim"), role="temporal", layer=2, space="state2"
+            ),
         ]
         groups = [BlockGroup("kv0", 1, block), BlockGroup("swa1", 1, block)]
         if state:
