@@ -44,9 +44,13 @@ def stored_requests(
     if transfer.kv_load_failure_policy != "recompute":
         log.warning("kv_load_failure_policy is now recompute, which a store needs.")
         transfer.kv_load_failure_policy = "recompute"
-    recomputes = max(1, config.num_prefill_lookahead_tokens)
-    unit = cached_unit(config, kv_cache_config.kv_cache_groups)
-    return StoredRequests(settings, kv_cache_config, recomputes=recomputes, unit=unit)
+    return StoredRequests(
+        settings,
+        kv_cache_config,
+        recomputes=max(1, config.num_prefill_lookahead_tokens),
+        unit=cached_unit(config, kv_cache_config.kv_cache_groups),
+        stops=_stops(settings.chunk_tokens, specs),
+    )
 
 
 def cached_unit(config: Any, groups: Sequence[Any]) -> int:
@@ -57,6 +61,26 @@ def cached_unit(config: Any, groups: Sequence[Any]) -> int:
         return 1
     ranks = config.parallel_config.decode_context_parallel_size
     return lcm(*(group.kv_cache_spec.block_size * ranks for group in groups))
+
+
+def _stops(chunk: int, specs: Sequence[Any]) -> bool:
+    """Whether vLLM can end a step of each prompt where its last chunk ends, so that recurrent state
+    is stored there.
+    """
+    states = [spec for spec in specs if hasattr(spec, "mamba_cache_mode")]
+    if not states:
+        return False
+    if any(spec.mamba_cache_mode != "align" for spec in states):
+        why = "without prefix caching vLLM ends no step there. Use --enable-prefix-caching"
+    elif any(chunk % spec.block_size for spec in states):
+        sizes = ", ".join(sorted({str(spec.block_size) for spec in states}))
+        why = (
+            f"blocks of {sizes} tokens do not divide it. Use --block-size {chunk}, or chunk_tokens"
+        )
+    else:
+        return True
+    log.warning("state is stored only where a step ends with a chunk of %s tokens: %s.", chunk, why)
+    return False
 
 
 def stored_blocks(

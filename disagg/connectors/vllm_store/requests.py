@@ -18,11 +18,20 @@ from disagg.connectors.store.steps import StoreStep
 
 
 class StoredRequests:
-    """What a store has of requests. `groups` is vLLM's KVCacheConfig."""
+    """What a store has of requests. `groups` is vLLM's KVCacheConfig. With `stops`, a step of each
+    prompt ends where its last chunk ends.
+    """
 
     def __init__(
-        self, settings: Settings, groups: Any, *, recomputes: int = 1, unit: int = 1
+        self,
+        settings: Settings,
+        groups: Any,
+        *,
+        recomputes: int = 1,
+        unit: int = 1,
+        stops: bool = False,
     ) -> None:
+        self._chunk = settings.chunk_tokens if stops else 0
         self.scheduler = StoreScheduler(settings, recomputes=recomputes, unit=unit)
         self._groups, self._adapters = groups, Adapters()
         self._requests: dict[str, Any] = {}
@@ -46,6 +55,10 @@ class StoredRequests:
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens behind `computed` are stored (None: not known yet); whether it waits."""
         more = self.scheduler.matched(request.request_id, computed)
+        if self._chunk and request.request_id in self._requests:
+            # vLLM stops there for a prefix that it knows to be shared, unless it knows of one
+            end = (request.num_prompt_tokens - 1) // self._chunk * self._chunk
+            request.shared_prefix_boundary = request.shared_prefix_boundary or end
         return more, bool(more)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:

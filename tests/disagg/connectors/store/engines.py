@@ -31,7 +31,7 @@ def state_of(tokens, layer):
 class Engine:
     """One rank, with blocks of `block` tokens: full attention, a window, and a state."""
 
-    def __init__(self, url, block=8, *, recomputes=1, unit=1, state=True, timeout=10.0, **extra):
+    def __init__(self, url, block=8, *, recomputes=1, unit=1, state=True, timeout=10.0, said=(), **extra):
         torch.manual_seed(block)
         self.block = block
         self.memory = torch.randint(0, 255, (BLOCKS, 3, block, 16), dtype=torch.uint8)
@@ -57,7 +57,7 @@ class Engine:
             {"store": url, "chunk_tokens": CHUNK, "store_timeout": timeout, **extra}, "test"
         )
         self.scheduler = StoreScheduler(self.settings, recomputes=recomputes, unit=unit)
-        self.scheduler.open([(self.layout.to_msgpack(), {"model": "m"})])
+        self.scheduler.open([(self.layout.to_msgpack(), {"model": "m", **dict(said)})])
         self.worker = StoreWorker(self.settings, self.layout, groups, rank=0, log=log)
         self.groups, self.received, self.failed, self.cleared = groups, [], set(), []
         self._ids = itertools.cycle(range(1, BLOCKS))

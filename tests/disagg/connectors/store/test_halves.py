@@ -293,14 +293,14 @@ def damage(folder, key):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("block", [8, 16])
-def test_a_damaged_object_is_computed_and_written_again(block, tmp_path):
-    """By its writer's geometry or, which has another window's page, by the reader's own."""
+@pytest.mark.parametrize("said", [(), [("rope", "a")]])
+def test_a_damaged_object_is_computed_and_written_again(said, tmp_path):
+    """In its place, or beside it where its writer says what this engine does not."""
     url = f"file://{tmp_path}"
-    with Engine(url, 8) as one:
+    with Engine(url, said=said) as one:
         computed(one)
         damage(tmp_path, one.scheduler._store.keys(PROMPT).keys[1])
-    with Engine(url, block) as other:
+    with Engine(url, 16) as other:
         assert read(other, PROMPT)[0] == 3 * CHUNK
         assert other.failed == {"r"}
         assert other.matched("r") == 0

@@ -276,3 +276,34 @@ def test_hits_are_whole_blocks_of_every_group_where_vllm_shares_blocks():
     assert cached_unit(config, groups(16, 48)) == 96
     config.cache_config.enable_prefix_caching = False
     assert cached_unit(config, groups(16, 48)) == 1
+
+
+def mamba(mode, size):
+    return SimpleNamespace(mamba_cache_mode=mode, block_size=size)
+
+
+@pytest.mark.parametrize(
+    ("specs", "boundary", "words"),
+    [
+        ([mamba("align", 8)], 48, ""),
+        (
+            [mamba("align", 8), mamba("align", 12)],
+            0,
+            "blocks of 12, 8 tokens do not divide it. Use",
+        ),
+        ([mamba("none", 8)], 0, "Use --enable-prefix-caching"),
+        ([SimpleNamespace(block_size=8)], 0, ""),
+    ],
+)
+def test_a_step_of_a_prompt_ends_with_its_last_chunk(specs, boundary, words, caplog):
+    config, cache = configuration(), SimpleNamespace(kv_cache_groups=groups(8))
+    settings = Settings(store=fresh(), chunk_tokens=CHUNK)
+    store = stored_requests(settings, config, cache, specs)
+    told = [request("a", PROMPT), request("b", PROMPT), request("c", PROMPT, resumable=True)]
+    for asked, known in zip(told, (0, 16, 0)):
+        asked.shared_prefix_boundary = known
+        store.arrived(asked)
+        store.matched(asked, 0)
+    assert [asked.shared_prefix_boundary for asked in told] == [boundary, 16, 0]
+    assert words in caplog.text
+    assert bool(words) == ("state is stored only where" in caplog.text)
