@@ -99,6 +99,19 @@ def test_chunks_of_a_prefix_may_be_of_several_writers():
     oracle.assert_holds(dest, address)
 
 
+def test_what_an_engine_of_ones_kind_has_written_is_found_at_once():
+    """Others are found once their geometry is looked for again."""
+    url, pool, other = fresh(), mha(num_pages=40), mha(num_pages=80, page_size=2)
+    with (
+        stores(url, [pool]) as (one,),
+        stores(url, [pool]) as (two,),
+        stores(url, [other]) as (three,),
+    ):
+        assert two.lookup(PROMPT) == three.lookup(PROMPT) == 0
+        write_all([one], [pool])
+        assert two.lookup(PROMPT) == TOKENS
+
+
 def test_a_stage_of_a_pipeline_may_have_no_windows():
     """Of three layers the first has full attention: the other stage has windows only."""
     model = swa(num_pages=40, num_window_pages=40)

@@ -31,7 +31,9 @@ def state_of(tokens, layer):
 class Engine:
     """One rank, with blocks of `block` tokens: full attention, a window, and a state."""
 
-    def __init__(self, url, block=8, *, recomputes=1, unit=1, state=True, timeout=10.0, said=(), **extra):
+    def __init__(
+        self, url, block=8, *, recomputes=1, unit=1, state=True, timeout=10.0, said=(), **extra
+    ):
         torch.manual_seed(block)
         self.block = block
         self.memory = torch.randint(0, 255, (BLOCKS, 3, block, 16), dtype=torch.uint8)
