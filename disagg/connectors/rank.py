@@ -39,8 +39,7 @@ EXPECTED = (ValueError, UsageError)
 @dataclass(slots=True)
 class Results:
     """Requests whose pages may be reused (`sent`), whose rooms have ended (`received`), and those
-    of them whose state did not come (`failed`). `why` a room has failed; `aux` that has come. Names
-    of objects of a store that were `damaged`.
+    of them whose state did not come (`failed`). `why` a room has failed; `aux` that has come.
     """
 
     sent: set[str] = field(default_factory=set)
@@ -48,7 +47,6 @@ class Results:
     failed: set[str] = field(default_factory=set)
     why: dict[str, Failure] = field(default_factory=dict)
     aux: dict[str, Aux] = field(default_factory=dict)
-    damaged: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)

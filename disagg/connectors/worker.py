@@ -100,7 +100,6 @@ class ConnectorWorker:
             stored = self.store.results(self.rank.stats)
             results.received |= stored.received
             results.failed |= stored.failed
-            results.damaged += stored.damaged
         return results
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -27,6 +27,8 @@ from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.prefix.chain import Chain, token_ids
 
 CHUNK_TOKENS = 256
+PAUSE_SECONDS, MOST_PAUSE_SECONDS = 1.0, 30.0
+"""For how long nothing is looked up after the floor has not answered: twice as long each time."""
 LOOK_SECONDS = 0.05
 """Between two looks of `wait` at what is late."""
 CLOSE_SECONDS = 10.0
@@ -88,8 +90,7 @@ class Store:
         self._floor: Floor = open_floor(url)
         self._outcomes = Outcomes()
         self._lookup = Lookup(self._floor, self.namespace, ranks, conventions, chunk_tokens)
-        # known from the start, and read rather than others
-        self._lookup.judge(self._geometry)
+        self._lookup.judge(self._geometry)  # known from the start, and read rather than others
         self._reader = Reader(self._floor, self.namespace, layout, conventions)
         self._writer = Writer(
             self._floor,
@@ -111,7 +112,7 @@ class Store:
         """Deadlines of lookups."""
         self._reads: dict[int, ReadJob] = {}
         self._ended: dict[int, Ended] = {}
-        self._damaged: list[str] = []
+        self._pause, self._away_until = PAUSE_SECONDS, 0.0
 
     def keys(self, tokens: npt.ArrayLike, salt: str = "") -> ChunkKeys:
         """The keys of the whole chunks of `tokens`; `salt` is whose they are: tenant, adapter."""
@@ -127,10 +128,14 @@ class Store:
         """Looks up the longest prefix that is a multiple of `step` tokens. `ended` tells the hit,
         by the number that this returns.
         """
-        keys, job = self._keys(tokens, salt), next(self._numbers)
+        keys, job, now = self._keys(tokens, salt), next(self._numbers), time.monotonic()
         with self._lock:
-            self._asked[job] = time.monotonic() + self.timeout
-        self._workers.do(lambda: self._look(job, keys, step))
+            self._asked[job] = now + self.timeout
+        if now < self._away_until:
+            self._outcomes.count("away", len(keys.keys) * self.chunk_tokens)
+            self._tell(self._asked, Ended(job, "lookup", Hit(0), f"{self.url} does not answer."))
+        else:
+            self._workers.do(lambda: self._look(job, keys, step))
         return job
 
     def read(
@@ -224,23 +229,9 @@ class Store:
         for number in late:
             if self._tell(self._asked, Ended(number, "lookup", Hit(0), why)):
                 self._outcomes.count("unreachable", 0, why)
+                self._is_away()
         for job in slow:
             self._fail(job, "late", why)
-
-    def damaged(self) -> list[str]:
-        """Names of objects that reads have found damaged since the last call."""
-        with self._lock:
-            names, self._damaged = self._damaged, []
-        return names
-
-    def distrust(self, names: Iterable[str]) -> None:
-        """Objects that another rank of this engine has found damaged count as absent, but those of
-        this engine's own geometry: the rank that writes these replaces them.
-        """
-        own = f"/{self._geometry.digest.hex()}."
-        for name in names:
-            if own not in name:
-                self._writer.damaged(name)
 
     def stats(self) -> StoreStats:
         return self._outcomes.stats(self._writer.queued)
@@ -267,7 +258,9 @@ class Store:
             hit = self._lookup.find(keys.keys, step)
         except FloorError as error:
             self._outcomes.count("unreachable", total, str(error))
+            self._is_away()
             return Hit(0), str(error)
+        self._pause = PAUSE_SECONDS
         if hit.tokens:
             self._outcomes.count("hit", hit.tokens)
         else:
@@ -279,6 +272,14 @@ class Store:
             return
         hit, failure = self._find(keys, step)
         self._tell(self._asked, Ended(job, "lookup", hit, failure))
+
+    def _is_away(self) -> None:
+        """The floor has not answered: requests do not wait for it now."""
+        now = time.monotonic()
+        with self._lock:
+            if now >= self._away_until:
+                self._away_until = now + self._pause
+                self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)
 
     def _begin(self, job: ReadJob, keys: ChunkKeys, hit: Hit | None) -> None:
         """Shares a read out among threads, object by object."""
@@ -310,8 +311,6 @@ class Store:
             self._fail(job, "unreachable", str(error))
         except Damaged as error:
             self._writer.damaged(error.name)
-            with self._lock:
-                self._damaged.append(error.name)
             self._fail(job, "damaged", str(error))
         except ValueError as error:
             self._fail(job, "refused", str(error))

@@ -53,8 +53,6 @@ class StoreScheduler:
         self._requests: dict[str, _Request] = {}
         self._asked: dict[int, _Request] = {}
         self._reading: set[str] = set()
-        self._silent = False
-        """Whether the last lookup had no answer."""
 
     def open(self, ranks: Sequence[tuple[bytes, Mapping[str, Convention]]]) -> None:
         """Opens the store, of all ranks: of each its layout, encoded, and conventions. Raises
@@ -103,8 +101,7 @@ class StoreScheduler:
         if request.hit is None and request.job is None:
             self._ask(self._store, request)
         if request.hit is None:
-            # a floor that does not answer delays one request, not all
-            return 0 if self._silent else None
+            return None
         return max(0, request.hit.tokens - computed)
 
     def allocated(self, name: str, blocks: Callable[[], Blocks], external: int) -> None:
@@ -161,19 +158,15 @@ class StoreScheduler:
         )
         request.stored = max(request.stored, due)
 
-    def received(
-        self, requests: Iterable[str], failed: Collection[str], damaged: Iterable[str] = ()
-    ) -> None:
+    def received(self, requests: Iterable[str], failed: Collection[str]) -> None:
         """Requests whose reads have ended, and those that are computed because theirs have failed.
-        Their chunks are written again. `damaged`: names of objects.
+        Their chunks are written again.
         """
         for name in self._reading.intersection(requests):
             self._reading.remove(name)
             request = self._requests.get(name)
             if request is not None and name in failed:
                 request.reads, request.stored, request.found = False, 0, 0
-        if self._store is not None:
-            self._store.distrust(damaged)
 
     def finished(self, name: str) -> None:
         """A request has ended, perhaps before its read."""
@@ -226,4 +219,3 @@ class StoreScheduler:
                 request.job, request.hit = None, ended.hit
                 request.found = ended.hit.tokens
                 request.stored = max(request.stored, request.found // self._chunk)
-                self._silent = ended.failure is not None

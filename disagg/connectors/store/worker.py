@@ -16,13 +16,10 @@ from kvpool.layout import PoolLayout, RequestAddress, Span
 
 @dataclass(slots=True)
 class StoreResults:
-    """Requests whose reads have ended, those of them that have `failed`, and names of objects that
-    were damaged.
-    """
+    """Requests whose reads have ended, and those of them that have `failed`."""
 
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-    damaged: list[str] = field(default_factory=list)
 
 
 class StoreWorker:
@@ -79,7 +76,6 @@ class StoreWorker:
                     self._results.received.add(name)
                     if ended.failure:
                         self._failed(name, ended.failure)
-            self._results.damaged += self._store.damaged()
             if stats is not None:
                 stats.stored(self._store.stats())
         results, self._results = self._results, StoreResults()

@@ -21,7 +21,6 @@ from disagg.connectors.steps import Step
 from disagg.connectors.vllm.layout import SPECS, engine_layout
 from disagg.connectors.vllm.registered import module_scales
 from disagg.connectors.vllm.scheduler import ConnectorScheduler, log
-from disagg.connectors.vllm_store.damaged import DamagedObjects
 from disagg.connectors.vllm_store.engine import stored_blocks, stored_requests
 from disagg.connectors.worker import ConnectorWorker
 from disagg.protocol.messages import Convention
@@ -96,7 +95,6 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         stream = self._settings.stream
         # microbatches compute a layer several times a step, each time for some requests
         self._by_layer = stream == "layers" and not vllm_config.parallel_config.use_ubatching
-        self._damaged: list[str] = []
         if role == base.KVConnectorRole.SCHEDULER:
             kinds = _kinds(kv_cache_config)
             drafts = vllm_config.speculative_config is not None
@@ -218,15 +216,10 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         results = self._worker.results(finished_req_ids)
-        self._damaged += results.damaged
         return base.KVConnectorTransferResults(results.sent, results.received, results.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.invalid_blocks()
-
-    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
-        names, self._damaged = self._damaged, []
-        return DamagedObjects(names) if names else None
 
     def get_kv_connector_stats(self) -> KvpoolStats | None:
         scheduler = self.role == base.KVConnectorRole.SCHEDULER

@@ -77,11 +77,8 @@ class StoredRequests:
                 self.scheduler.computed(name, stop, ids, self._states(offers.get(name, ())))
 
     def received(self, output: Any) -> None:
-        """Requests whose reads have ended, those that have failed, and objects that were damaged: a
-        KVConnectorOutput.
-        """
-        damaged = getattr(output.kv_connector_worker_meta, "names", ())
-        self.scheduler.received(output.finished_recving or (), output.failed_recving, damaged)
+        """Requests whose reads have ended, and those that have failed: a KVConnectorOutput."""
+        self.scheduler.received(output.finished_recving or (), output.failed_recving)
 
     def finished(self, request: Any) -> None:
         if self._requests.pop(request.request_id, None) is not None:

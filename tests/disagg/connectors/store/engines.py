@@ -89,7 +89,7 @@ class Engine:
         results = self.worker.results()
         self.received += results.received
         self.failed |= results.failed
-        self.scheduler.received(results.received, results.failed, results.damaged)
+        self.scheduler.received(results.received, results.failed)
         return step
 
     def until(self, true):

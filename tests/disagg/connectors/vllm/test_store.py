@@ -161,9 +161,7 @@ def test_blocks_of_the_groups_that_are_transferred_are_read_and_written():
         assert (read.request, read.start, read.stop) == ("r", 0, more)
         assert read.blocks == ((1, 2), (3, 4))
         store.allocated(asked, SimpleNamespace(get_block_ids=lambda: None), 0)  # it has come
-        told = SimpleNamespace(
-            finished_recving={"r"}, failed_recving={"r"}, kv_connector_worker_meta=None
-        )
+        told = SimpleNamespace(finished_recving={"r"}, failed_recving={"r"})
         store.received(told)
         assert store.matched(asked, 0) == (0, False)
         asked.num_computed_tokens = 4
