@@ -85,7 +85,7 @@ class Rank:
         log: logging.Logger,
         conventions: Mapping[str, Convention],
     ) -> None:
-        self.stats, self._log = Stats(), log
+        self.layout, self.stats, self._log = layout, Stats(), log
         options = settings.options(conventions)
         self._prefill: PrefillEndpoint | None = None
         self._links: Links | None = None

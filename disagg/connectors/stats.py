@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from disagg.protocol.metrics import PHASES, RoomMetrics
 from disagg.protocol.status import Failure
 
+if TYPE_CHECKING:
+    from disagg.store import StoreStats
+
 Numbers = dict[str, Any]
 """By `series label`: counts of `rooms` (read, failed to be read, served and not served), of
-`failures` by side and kind, and of `bytes`; of `seconds`, by phase, a list of one number a room.
+`failures` by side and kind, and of `bytes`; of `seconds`, by phase, a list of one number a room. Of
+a store, by outcome, how often (`store`), and `store_tokens` or `store_bytes`.
 """
 
 
@@ -28,7 +32,12 @@ SERIES = {
     "failures": Series("Failed hand-offs, by side and kind.", "kind"),
     "bytes": Series("Bytes of KV state read from prefill."),
     "seconds": Series("Seconds of a hand-off, by phase.", "phase", BUCKETS),
+    "store": Series("What a store was asked for and was given, by outcome.", "outcome"),
+    "store_tokens": Series("Tokens of lookups and failed reads of a store, by outcome.", "outcome"),
+    "store_bytes": Series("Bytes read from a store and given to it, by outcome.", "outcome"),
 }
+IN_BYTES = "read", "written", "already there", "not written", "dropped", "gone"
+"""Outcomes at a store (`disagg.store.stats`) that are counted in bytes, the others in tokens."""
 
 
 class Stats:
@@ -36,6 +45,7 @@ class Stats:
 
     def __init__(self) -> None:
         self._numbers: Numbers = {}
+        self._store: StoreStats | None = None
 
     def sent(self, failure: Failure | None) -> None:
         """Counts a room of prefill that has ended."""
@@ -48,6 +58,17 @@ class Stats:
         for phase in PHASES if failure is None else ():
             seconds = self._numbers.setdefault(f"seconds {phase}", [])
             seconds.append(getattr(metrics, f"{phase}_seconds"))
+
+    def stored(self, stats: StoreStats) -> None:
+        """Counts what has become of a store's lookups, reads and writes since the last call."""
+        before, self._store = self._store, stats
+        for name, count in stats.counts.items():
+            more = count - (before.counts[name] if before else 0)
+            if more:
+                size = stats.sizes[name] - (before.sizes[name] if before else 0)
+                unit = "bytes" if name in IN_BYTES else "tokens"
+                self._count(f"store {name}", more)
+                self._count(f"store_{unit} {name}", size)
 
     def take(self) -> Numbers | None:
         """The numbers since the last call; None where nothing has ended."""
@@ -88,7 +109,7 @@ def summary(numbers: Numbers) -> dict[str, int | float]:
         if name == "bytes":
             line["MB read"] = round(value / 1e6, 3)
         elif not isinstance(value, list):
-            line[name.capitalize()] = value
+            line[name.replace("_", " ").capitalize()] = value
         elif any(value):
             phase = name.removeprefix("seconds ")
             line[f"Mean {phase} (ms)"] = round(1e3 * sum(value) / len(value), 3)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from disagg.connectors.blocks import Blocks
 from disagg.connectors.source import Source
 from disagg.protocol.messages import Room
+
+if TYPE_CHECKING:  # what a store needs is installed where there is one
+    from disagg.connectors.store.steps import StoreStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +41,11 @@ class ReceiveTask:
 @dataclass(slots=True)
 class Step:
     """What the workers do in one step. Of rooms in `declines` nothing is needed: prefill may have
-    its blocks back. `aborts` are requests.
+    its blocks back. `aborts` are requests. `store`: what there is to do for the engine's store.
     """
 
     sends: list[SendTask] = field(default_factory=list)
     receives: list[ReceiveTask] = field(default_factory=list)
     declines: list[Source] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    store: StoreStep | None = None

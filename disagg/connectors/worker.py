@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,18 +14,24 @@ from disagg.connectors.source import FIRST_TOKEN
 from disagg.connectors.steps import ReceiveTask, SendTask, Step
 from disagg.connectors.tensors import clear_items
 
+if TYPE_CHECKING:
+    from disagg.connectors.store.steps import StoreRead
+    from disagg.connectors.store.worker import StoreWorker
+
 
 @dataclass(eq=False)
 class ConnectorWorker:
     """Does what a scheduler step asks of a rank. `groups` are the engine's cache groups, `layers`
     all that have state here by the engine's names. `cleared`: by group, tensors `[block, ...]` of
     which no block may keep what it held before, where the engine leaves that to who fills it.
+    `store`: of an engine that has one.
     """
 
     rank: Rank
     groups: tuple[BlockGroup, ...]
     layers: Mapping[str, LayerId]
     cleared: Sequence[Sequence[torch.Tensor]]
+    store: StoreWorker | None = None
     _begun: bool = False
     """Whether the engine has told of any layer in this forward pass."""
     _left: dict[str, LayerId] = field(default_factory=dict)
@@ -43,6 +50,8 @@ class ConnectorWorker:
             self._receive(receive)
         for source in step.declines:
             self.rank.decline(source.room, source.addresses)
+        if self.store is not None and step.store is not None:
+            self.store.begin(step.store, self._clear)
         self.rank.turn()
 
     def wait_layer(self, name: str) -> None:
@@ -71,6 +80,8 @@ class ConnectorWorker:
         self._begun = False
         for receive in self._loading.values():
             self.rank.wait(receive.source.room)
+        if self.store is not None and step.store is not None:
+            self.store.save(step.store)
         self.rank.turn()
 
     def results(self, finished: Collection[str]) -> Results:
@@ -85,7 +96,16 @@ class ConnectorWorker:
         results.received -= self._loading.keys()
         results.failed -= self._loading.keys()
         self._loading.clear()
+        if self.store is not None:
+            stored = self.store.results(self.rank.stats)
+            results.received |= stored.received
+            results.failed |= stored.failed
         return results
+
+    def close(self) -> None:
+        self.rank.close()
+        if self.store is not None:
+            self.store.close()
 
     def invalid_blocks(self) -> set[int]:
         """Blocks, since the last call, of which the state did not come."""
@@ -126,7 +146,7 @@ class ConnectorWorker:
         if receive.waits:
             self._loading[receive.request] = receive
 
-    def _clear(self, receive: ReceiveTask) -> None:
+    def _clear(self, receive: ReceiveTask | StoreRead) -> None:
         """Sets blocks to 0 that will not be filled to their end. Kernels multiply what they hold
         there by 0, and what another group has left there may be no number.
         """

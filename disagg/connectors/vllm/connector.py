@@ -13,14 +13,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 from disagg.connectors import stats
 from disagg.connectors.blocks import Blocks
 from disagg.connectors.conventions import conventions
+from disagg.connectors.memory import SharedAllocation
 from disagg.connectors.rank import Rank
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.steps import Step
 from disagg.connectors.vllm.layout import SPECS, engine_layout
-from disagg.connectors.vllm.memory import SharedAllocation
 from disagg.connectors.vllm.registered import module_scales
 from disagg.connectors.vllm.scheduler import ConnectorScheduler, log
+from disagg.connectors.vllm_store.engine import stored_blocks, stored_requests
 from disagg.connectors.worker import ConnectorWorker
 from disagg.protocol.messages import Convention
 
@@ -62,9 +63,11 @@ class KvpoolPromMetrics(metrics.KVConnectorPromMetrics):
 
 @dataclass
 class Handshake(base.KVConnectorHandshakeMetadata):
-    """The endpoint address of one prefill rank."""
+    """Of one rank: its address for decode engines, its layout, encoded, and its conventions."""
 
     address: str
+    layout: bytes
+    conventions: dict[str, Convention]
 
 
 class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
@@ -99,8 +102,12 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             # what has come before its drafter runs, and an engine that waits for another must not
             # be one that another waits for
             whole = kinds != {"kv"} or len(kv_cache_config.kv_cache_groups) > 1 or drafts
+            store = stored_requests(
+                self._settings, vllm_config, kv_cache_config, _specs(kv_cache_config)
+            )
+            refusal = None
             if transfer.is_kv_consumer:
-                _keep_windows_private(vllm_config, kv_cache_config)
+                refusal = _keep_windows_private(vllm_config, kv_cache_config, store is not None)
             self._scheduler = ConnectorScheduler(
                 kv_cache_config,
                 **self._roles,
@@ -110,6 +117,8 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 window=kinds != {"kv"},
                 drafts=drafts,
                 waits=stream == "layers" and not (whole or transfer.is_kv_producer),
+                refusal=refusal,
+                store=store,
             )
 
     # scheduler
@@ -140,9 +149,20 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.received(connector_output.finished_recving or ())
+        if self._scheduler.store is not None:
+            self._scheduler.store.received(connector_output)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self._scheduler.serve([metadata[rank].address for rank in sorted(metadata)])
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        self._scheduler.serve([rank.address for rank in ranks])
+        if self._scheduler.store is not None:
+            self._scheduler.store.open(ranks)
+
+    def reset_cache(self) -> bool | None:
+        """Of an engine whose weights may be others from now on."""
+        if self._scheduler.store is not None:
+            self._scheduler.store.reset()
+        return True
 
     # worker
 
@@ -168,10 +188,15 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 views = [kv_caches[name] for name in group.layer_names if name in kv_caches]
                 blocks = self._kv_cache_config.num_blocks
                 cleared.append([view.view(blocks, -1, *view.shape[1:]) for view in views])
-        self._worker = ConnectorWorker(rank, layout.groups, layout.layers, cleared)
+        store = stored_blocks(self._settings, layout.layout, layout.groups, parallel.rank)
+        self._said = dict(self._settings.options(said)["conventions"])
+        self._worker = ConnectorWorker(rank, layout.groups, layout.layers, cleared, store)
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
-        return Handshake(self._worker.rank.prefill.address) if self._roles["produces"] else None
+        if not self._roles["produces"]:
+            return None
+        rank = self._worker.rank
+        return Handshake(rank.prefill.address, rank.layout.to_msgpack(), self._said)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.begin(self._get_connector_metadata())
@@ -197,14 +222,14 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return self._worker.invalid_blocks()
 
     def get_kv_connector_stats(self) -> KvpoolStats | None:
-        if self.role == base.KVConnectorRole.SCHEDULER:
-            return None
-        numbers = self._worker.rank.stats.take()
+        scheduler = self.role == base.KVConnectorRole.SCHEDULER
+        counted = self._scheduler.store if scheduler else self._worker.rank.stats
+        numbers = None if counted is None else counted.take()
         return None if numbers is None else KvpoolStats(numbers)
 
     def shutdown(self) -> None:
-        if hasattr(self, "_worker"):
-            self._worker.rank.close()
+        if half := getattr(self, "_worker", None) or self._scheduler.store:
+            half.close()
 
     # both
 
@@ -221,22 +246,26 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return KvpoolPromMetrics(*args)
 
 
-def _keep_windows_private(config: Any, kv_cache_config: Any) -> None:
+def _keep_windows_private(config: Any, kv_cache_config: Any, store: bool) -> str | None:
     """Turns prefix caching off where windows are handed over. vLLM would give the first block of a
     window to other requests as a whole: of positions 128 to 191 those from 172 on, if the window
     begins there, are what was handed over. Raises ValueError where recurrent state needs caching.
+    With a store, which gives whole blocks, caching stays on; returns why nothing is handed over.
     """
     specs = _specs(kv_cache_config)
     kept = (s for s in specs if SPECS.get(type(s).__name__) == "swa")
     if not config.cache_config.enable_prefix_caching or not any(
         getattr(spec, "prefix_cacheable", True) for spec in kept
     ):
-        return
+        return None
     why = "only what a sliding window sees is handed over, and its blocks cannot serve others"
+    if store:
+        return f"enable_prefix_caching with a store: {why}. Use --no-enable-prefix-caching."
     if any(SPECS.get(type(spec).__name__) == "state" for spec in specs):
         raise ValueError(f"enable_prefix_caching: {why}. Use --no-enable-prefix-caching.")
     log.warning("prefix caching is off: %s.", why)
     config.cache_config.enable_prefix_caching = False
+    return None
 
 
 def engine_conventions(config: Any) -> dict[str, Convention]:

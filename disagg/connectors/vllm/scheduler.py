@@ -10,13 +10,16 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from disagg.connectors.blocks import Blocks
 from disagg.connectors.source import Source, named_room, prompt_digest, request_room
 from disagg.connectors.steps import ReceiveTask, SendTask, Step
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import Latest
+
+if TYPE_CHECKING:
+    from disagg.connectors.vllm_store.requests import StoredRequests
 
 log = logging.getLogger("vllm.kvpool")
 
@@ -48,7 +51,8 @@ class ConnectorScheduler:
     as the drafter reads ahead, because of these prefill has only drafts where the prompt ends.
     `state`: recurrent state must exclude them, so prefill's request is cut there. `window`: what
     comes before a window is freed once prefill computes more than the prompt. `drafts`: a drafter
-    runs. `waits`: a request of decode is computed in the step that asks for its state.
+    runs. `waits`: a request of decode is computed in the step that asks for its state. `refusal`:
+    why decode's requests are computed here. `store`: of an engine that has one.
     """
 
     groups: Any
@@ -61,6 +65,8 @@ class ConnectorScheduler:
     window: bool = False
     drafts: bool = False
     waits: bool = False
+    refusal: str | None = None
+    store: StoredRequests | None = None
     _addresses: tuple[str, ...] = ()
     _step: Step = field(default_factory=Step)
     _sending: dict[str, _Sending] = field(default_factory=dict)
@@ -76,6 +82,7 @@ class ConnectorScheduler:
 
     def step(self) -> Step:
         step, self._step = self._step, Step()
+        step.store = None if self.store is None else self.store.step()
         return step
 
     def arrived(self, request: Any) -> None:
@@ -95,6 +102,8 @@ class ConnectorScheduler:
         except ValueError as problem:
             log.error("request %s is computed here, and not handed over: %s", name, problem)
             self._decline(name)
+        if self.store is not None:
+            self.store.arrived(request)
 
     # prefill
 
@@ -126,7 +135,9 @@ class ConnectorScheduler:
             request.sampling_params.allowed_token_ids = [following]
 
     def scheduled(self, output: Any) -> None:
-        """Offers what this step computes, where prompts are streamed."""
+        """Offers what this step computes, where prompts are streamed, and stores it."""
+        if self.store is not None:
+            self.store.scheduled(output)
         if not self.stream:
             return
         for name in output.scheduled_cached_reqs.resumed_req_ids:
@@ -165,6 +176,8 @@ class ConnectorScheduler:
         """Decode's request has its state elsewhere. Raises ValueError."""
         if not self.consumes:
             raise ValueError("this engine is a kv_producer. Send it to a kv_consumer.")
+        if self.refusal:
+            raise ValueError(self.refusal)
         source = Source.read(params, request.prompt_token_ids)
         if source.room in self._asked:
             raise ValueError("its room is read by another sequence of the same prompt (n > 1).")
@@ -181,16 +194,22 @@ class ConnectorScheduler:
         """How many tokens prefill has, by what it said or else by what this engine computes."""
         return source.tokens or request.num_prompt_tokens - self.recomputes
 
-    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        """How many tokens behind `computed` prefill has; whether the request waits for them."""
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens behind `computed` prefill or the store has (None: it is asked); whether
+        the request waits for them.
+        """
         source = self._wanted.get(request.request_id)
+        if source is None and self.store is not None:
+            return self.store.matched(request, computed)
         more = 0 if source is None else self._handed_over(request, source) - computed
         return (more, not self.waits) if more > 0 else (0, False)
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """Blocks were allocated, for `external` tokens of prefill's."""
+        """Blocks were allocated, for `external` tokens of prefill's or the store's."""
         name = request.request_id
-        if not external:
+        if self.store is not None and name not in self._wanted:
+            self.store.allocated(request, blocks, external)
+        elif not external:
             self._decline(name)
         elif source := self._wanted.pop(name, None):
             if not self.waits:
@@ -219,6 +238,8 @@ class ConnectorScheduler:
         if name in self._receiving:  # stopped while it waits
             self._step.aborts.append(name)
         self._decline(name)
+        if self.store is not None:
+            self.store.finished(request)
         sending = self._sending.pop(name, None)
         if sending is None:
             return False, None

@@ -33,6 +33,9 @@ WRONG = [
     *(("peer_timeout", value, SECONDS) for value in (-5, "10", True, float("nan"))),
     *(("verify", value, "'checksum', or None") for value in ("md5", True, "")),
     *(("stream", value, "'chunks', 'layers', or None") for value in ("bytes", True)),
+    *(("store", value, "a URL (docs/store.md), or None") for value in (7, "", True)),
+    *(("chunk_tokens", value, "a number from 1 to 1048576") for value in (0, "256", 1.5, True)),
+    *(("store_timeout", value, SECONDS) for value in (0, None, "10")),
     ("conventions", "llama", "names, each with a number or a short text"),
     ("conventions", {"model": [1]}, "model=[1]: a number, or a text"),
     ("conventions", {"a\nb": None}, "name 'a\\nb': 1 to 128 printable characters"),
@@ -50,6 +53,9 @@ RIGHT = {
     "verify": "checksum",
     "stream": "layers",
     "shared_memory": False,
+    "store": "s3://bucket/prefix",
+    "chunk_tokens": 512,
+    "store_timeout": 2.5,
     "conventions": {"quantization": None, "rope_theta": 1e6, "model": "llama"},
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from disagg.connectors import stats
 from disagg.protocol.metrics import PHASES, RoomMetrics
 from disagg.protocol.status import Failure
+from disagg.store.stats import OUTCOMES, Outcomes
 
 LEASE = Failure("decode", "it never asked", "lease")
 
@@ -45,3 +46,32 @@ def test_numbers_of_ranks_add_up():
         "Rooms unserved": 1,
         "Failures decode/lease": 1,
     }
+
+
+def test_what_a_store_counts_is_told_once_by_outcome():
+    store, counted = Outcomes(), stats.Stats()
+    store.count("hit", 512)
+    store.count("written", 3_000_000)
+    counted.stored(store.stats(0))
+    store.count("hit", 256)
+    store.count("late", 256)
+    counted.stored(store.stats(0))
+    observations = [*stats.observations(counted.take())]
+    assert observations == [
+        ("store", ("hit",), 2),
+        ("store_tokens", ("hit",), 768),
+        ("store", ("written",), 1),
+        ("store_bytes", ("written",), 3_000_000),
+        ("store", ("late",), 1),
+        ("store_tokens", ("late",), 256),
+    ]
+    counted.stored(store.stats(0))
+    assert counted.take() is None
+    store.count("miss", 7)
+    counted.stored(store.stats(0))
+    assert stats.summary(counted.take()) == {"Store miss": 1, "Store tokens miss": 7}
+
+
+def test_every_outcome_of_a_store_has_its_unit():
+    in_bytes = {name for name, said in OUTCOMES.items() if "bytes" in said}
+    assert in_bytes == set(stats.IN_BYTES)

@@ -126,6 +126,8 @@ class Served:
                 split = len(command["prompt"]) - 1 if command.get("split") else 0
                 self.scheduler.max_num_scheduled_tokens = split or self.budget
                 prompt = TokensPrompt(prompt_token_ids=command["prompt"])
+                if command.get("salt"):
+                    prompt["cache_salt"] = command["salt"]
                 self.added[command["id"]] = time.monotonic()
                 self.engine.add_request(command["id"], prompt, sampling)
             case "abort":

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from tests.engines.launcher import launcher
 from tests.engines.process import EngineFailed, Process
 
-Role = Literal["single", "prefill", "decode"]
-KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer"}
+Role = Literal["single", "prefill", "decode", "store"]
+KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "store": "kv_both"}
 PREFILL = {
     # what vLLM's proxies send
     "do_remote_decode": True,

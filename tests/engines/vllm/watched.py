@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from disagg.connectors.steps import ReceiveTask, SendTask
+from disagg.connectors.store.steps import StoreRead, StoreWrite
+from disagg.connectors.store.worker import StoreResults, StoreWorker
 from disagg.connectors.vllm.connector import KvpoolConnector
+from disagg.store import store as stores
 from tests.engines.vllm import deepseek_v4
 
 CONV: dict[str, Callable[[Any], dict[str, int]]] = {
@@ -39,8 +43,31 @@ WATCH, SIDE = os.environ.get("KVPOOL_WATCH", ""), os.environ.get("KVPOOL_SIDE", 
 NOISE = bool(os.environ.get("KVPOOL_NOISE"))
 
 
+class HeldFloor:
+    """A floor whose calls hang while the watched folder has `hold NAME`."""
+
+    def __init__(self, floor: Any) -> None:
+        self._floor = floor
+
+    def __getattr__(self, name: str) -> Any:
+        call, hold = getattr(self._floor, name), Path(WATCH) / f"hold {name}"
+
+        def held(*given: Any) -> Any:
+            while hold.exists():
+                sleep(0.02)
+            return call(*given)
+
+        return held
+
+
+_open_floor = stores.open_floor
+stores.open_floor = lambda url: HeldFloor(_open_floor(url))  # type: ignore[assignment, return-value]
+
+
 class WatchedConnector(KvpoolConnector):
-    """Saves `{side}.{room}.{rank}.pt`: state by (layer, part), positions first."""
+    """Saves `{side}.{room}.{rank}.pt`: state by (layer, part), positions first. What is written to
+    a store is prefill's, what is read decode's, and the room is the key of the last chunk.
+    """
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
@@ -75,6 +102,49 @@ class WatchedConnector(KvpoolConnector):
             received(room, failure)
 
         worker._send, worker._receive, worker.rank._received = saw_send, saw_receive, saw_received
+        if worker.store is not None:
+            self._watch(worker.store)
+
+    def _watch(self, store: StoreWorker) -> None:
+        write, read, results = store._write, store._read, store.results
+        asked: dict[str, StoreRead] = {}
+        chunk = self._settings.chunk_tokens
+
+        def saw_write(told: StoreWrite) -> None:
+            write(told)
+            for number, key in enumerate(told.keys, told.first + 1):
+                tokens = number * chunk
+                blocks = self._stored(told, tokens)
+                if blocks is not None:
+                    self._save("prefill", key.hex(), blocks, tokens)
+
+        def saw_read(told: StoreRead) -> None:
+            asked[told.request] = told
+            read(told)
+
+        def saw_results(stats: Any = None) -> StoreResults:
+            ended = results(stats)
+            for name in ended.received - ended.failed:
+                told = asked[name]
+                if NOISE:
+                    self._roll(told.blocks)
+                self._save("decode", told.keys[-1].hex(), told.blocks, told.stop)
+            return ended
+
+        store._write, store._read, store.results = saw_write, saw_read, saw_results
+
+    def _stored(self, told: StoreWrite, tokens: int) -> Any:
+        """The blocks of a request at a chunk's end; None if its recurrent state is not there."""
+        blocks = list(told.blocks)
+        for number, group in enumerate(self._kv_cache_config.transfer_groups):
+            spec = group.kv_cache_spec
+            if type(spec).__name__ == "MambaSpec":
+                state = told.states.get(tokens, {}).get(number)
+                if state is None and told.computed != tokens:
+                    return None
+                last = (tokens - 1) // spec.block_size
+                blocks[number] = [*blocks[number][:last], state or blocks[number][last]]
+        return blocks
 
     def _save(self, side: str, room: str | int, blocks: Any, tokens: int) -> None:
         groups = self._kv_cache_config.transfer_groups

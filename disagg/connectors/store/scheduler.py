@@ -1,0 +1,221 @@
+"""The store's half in an engine's scheduler: how much of a request is stored, and which chunks are
+to be written. It sees tokens and block ids, never memory. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from disagg.connectors.blocks import Blocks
+from disagg.connectors.settings import Settings
+from disagg.connectors.stats import Stats
+from disagg.connectors.store.steps import Opening, States, StoreRead, StoreStep, StoreWrite
+from disagg.log import log
+from disagg.protocol.messages import Convention
+from disagg.store import ChunkKeys, Hit, Store
+from kvpool.prefix.chain import Chain, token_ids
+
+
+@dataclass(slots=True, kw_only=True)
+class _Request:
+    """`tokens` is the engine's own list, which grows. `most` of them have keys. The first `stored`
+    chunks need not be written; `found` tokens were found, with the state at their end. Of one with
+    `reads` False nothing is read.
+    """
+
+    tokens: Sequence[int]
+    chain: Chain
+    most: int
+    reads: bool
+    stored: int = 0
+    found: int = 0
+    job: int | None = None
+    hit: Hit | None = None
+
+
+class StoreScheduler:
+    """Decides; `step()` takes what was decided since the last time.
+
+    The last `recomputes` tokens of a request are computed here. Hits are multiples of `unit`
+    tokens: where an engine finds prefixes in its own cache by whole blocks, a block of which a part
+    was read would serve other requests as a whole.
+    """
+
+    def __init__(self, settings: Settings, *, recomputes: int = 1, unit: int = 1) -> None:
+        self.stats = Stats()
+        self._settings, self._recomputes = settings, recomputes
+        self._chunk = settings.chunk_tokens
+        self._unit = math.lcm(self._chunk, unit)
+        self._store: Store | None = None
+        self._step = StoreStep()
+        self._requests: dict[str, _Request] = {}
+        self._asked: dict[int, _Request] = {}
+        self._reading: set[str] = set()
+
+    def open(self, ranks: Sequence[tuple[bytes, Mapping[str, Convention]]]) -> None:
+        """Opens the store, of all ranks: of each its layout, encoded, and conventions. Raises
+        ValueError, and FloorError where the floor does not answer.
+        """
+        opening = Opening.of(ranks)
+        self._store = opening.store(self._settings)
+        self._step.opening = opening
+        log.info("store %s: namespace %s", self._store.url, self._store.namespace)
+
+    def step(self) -> StoreStep:
+        step, self._step = self._step, StoreStep()
+        if self._store is not None:
+            self._take_ended(self._store)
+            self.stats.stored(self._store.stats())
+        return step
+
+    def arrived(
+        self,
+        name: str,
+        tokens: Sequence[int],
+        salt: str,
+        *,
+        most: int | None = None,
+        reads: bool = True,
+    ) -> None:
+        """A new request, of which the first `most` tokens can be keyed. Those of which nothing can
+        be are not told of.
+        """
+        request = _Request(
+            tokens=tokens,
+            chain=Chain(self._chunk, salt),
+            most=1 << 62 if most is None else most,
+            reads=reads,
+        )
+        self._requests[name] = request
+        if self._store is not None and reads:
+            self._ask(self._store, request)
+
+    def matched(self, name: str, computed: int) -> int | None:
+        """How many tokens behind `computed` are stored. None until that is known."""
+        request = self._requests.get(name)
+        if request is None or self._store is None or self._findable(request) <= computed:
+            return 0
+        self._take_ended(self._store)
+        if request.hit is None and request.job is None:
+            self._ask(self._store, request)
+        if request.hit is None:
+            return None
+        return max(0, request.hit.tokens - computed)
+
+    def allocated(self, name: str, blocks: Callable[[], Blocks], external: int) -> None:
+        """Blocks were allocated, for `external` tokens of the store's. What a later lookup finds,
+        after a preemption, is another matter.
+        """
+        request = self._requests.get(name)
+        if request is None or request.hit is None:
+            return
+        hit, request.hit = request.hit, None
+        if not external:
+            return
+        self._step.reads.append(
+            StoreRead(
+                request=name,
+                keys=tuple(request.chain.keys[: hit.tokens // self._chunk]),
+                hit=hit,
+                blocks=blocks(),
+                start=hit.tokens - external,
+                stop=hit.tokens,
+            )
+        )
+        self._reading.add(name)
+
+    def computed(
+        self,
+        name: str,
+        stop: int,
+        blocks: Callable[[], Blocks],
+        states: States | None = None,
+    ) -> None:
+        """A step computes a request up to `stop` tokens, drafts and tokens that are not known yet
+        among them. `states`: where state that it has once lies at other ends. What it fills of
+        chunks is written behind the step.
+        """
+        request = self._requests.get(name)
+        if request is None or self._store is None:
+            return
+        due = min(stop, len(request.tokens), request.most) // self._chunk
+        ends = {n: at for n, at in (states or {}).items() if self._ends_chunk(n, request, due)}
+        ends.pop(stop, None)  # it lies where the block table says
+        first = min([request.stored, *(n // self._chunk - 1 for n in ends)])
+        if due <= first:
+            return
+        self._step.writes.append(
+            StoreWrite(
+                request=name,
+                keys=self._keys(request, due)[first:],
+                first=first,
+                blocks=blocks(),
+                computed=stop,
+                states=ends,
+            )
+        )
+        request.stored = max(request.stored, due)
+
+    def received(self, requests: Iterable[str], failed: Collection[str]) -> None:
+        """Requests whose reads have ended, and those that are computed because theirs have failed.
+        Their chunks are written again.
+        """
+        for name in self._reading.intersection(requests):
+            self._reading.remove(name)
+            request = self._requests.get(name)
+            if request is not None and name in failed:
+                request.reads, request.stored, request.found = False, 0, 0
+
+    def finished(self, name: str) -> None:
+        """A request has ended, perhaps before its read."""
+        request = self._requests.pop(name, None)
+        if request is not None and request.job is not None:
+            del self._asked[request.job]
+        if name in self._reading:
+            self._step.aborts.append(name)
+
+    def stop(self, why: str) -> None:
+        """From now on nothing is read or written."""
+        if self._store is not None:
+            log.warning("the store is off until this engine is started again: %s", why)
+            self.close()
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def _ends_chunk(self, tokens: int, request: _Request, due: int) -> bool:
+        whole = tokens % self._chunk == 0 and 0 < tokens <= due * self._chunk
+        return whole and tokens != request.found
+
+    def _findable(self, request: _Request) -> int:
+        """How many tokens a lookup may find at most."""
+        if not request.reads:
+            return 0
+        most = min(len(request.tokens) - self._recomputes, request.most)
+        return max(0, most // self._unit * self._unit)
+
+    def _ask(self, store: Store, request: _Request) -> None:
+        count = self._findable(request) // self._chunk
+        if not count:
+            request.hit = Hit(0)
+            return
+        request.job = store.ask(ChunkKeys(self._keys(request, count)), step=self._unit)
+        self._asked[request.job] = request
+
+    def _keys(self, request: _Request, count: int) -> tuple[bytes, ...]:
+        chain, wanted = request.chain, count * self._chunk
+        if chain.num_tokens < wanted:
+            chain.append(token_ids(request.tokens[chain.num_tokens : wanted]))
+        return tuple(chain.keys[:count])
+
+    def _take_ended(self, store: Store) -> None:
+        for ended in store.ended():
+            request = self._asked.pop(ended.job, None)
+            if request is not None:
+                request.job, request.hit = None, ended.hit
+                request.found = ended.hit.tokens
+                request.stored = max(request.stored, request.found // self._chunk)
