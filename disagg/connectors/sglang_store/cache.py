@@ -142,6 +142,10 @@ class KvpoolRadixCache(UnifiedRadixCache):
         self._stored.pop(request.rid, None)
         super().release_aborted_request(request)
 
+    def clear_storage_backend(self) -> bool:
+        log.warning("the store is others' too, and was not cleared: use `kvpool store gc`.")
+        return False
+
     def release_host_resources(self) -> None:
         super().release_host_resources()
         self.store.close()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 
+from disagg.connectors.store.identity import Identity
+
 
 def salt_of(tenant: str | None, more: str | None) -> str:
     """The salt of a request: its tenant's (`cache_salt`), as other engines have it, and what else
     SGLang keeps apart (`extra_key`). No two pairs have the same.
     """
-    tenant, more = tenant or "", more or ""
-    if more:  # three, where another engine's pair is a tenant and an adapter
-        return json.dumps([tenant, "", more])
-    # a client's text may begin as ours do, or have half a character that is none in UTF-8
-    if tenant.startswith("[") or not tenant.isprintable():
-        return json.dumps([tenant, ""])
-    return tenant
+    if more:  # three, where an identity is a tenant and an adapter
+        return json.dumps([tenant or "", "", more])
+    return Identity(tenant or "").salt
