@@ -99,10 +99,11 @@ class KvpoolRadixCache(UnifiedRadixCache):
             return
         if req is None or req.cache_request_handle != request or not _keyed(req):
             return
-        matched = list(matched_prefix_tokens or ())
-        tokens = array("q", [*matched, *new_input_tokens])
+        tokens = array("q", matched_prefix_tokens or ())
+        known = len(tokens)
+        tokens.extend(new_input_tokens)
         count = len(tokens) // self.store.chunk_tokens * self.store.chunk_tokens
-        if count <= len(matched):
+        if count <= known:
             return
         key = RadixKey(tokens[:count], extra_key, cache_salt=cache_salt)
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.runtime_context import get_parallel
 
+from disagg.connectors.conventions import weights_digest
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.manager import SETTINGS, engine_conventions, model_ranks
@@ -25,6 +28,12 @@ NO_URL = (
     '{"store": "file:///cache"}.'
 )
 
+NO_WEIGHTS = (
+    "radix cache kvpool: nothing says which weights the model has, without which another model's "
+    "state could be read. Load it from safetensors files, or name them, for all who share the "
+    f'store, in {SETTINGS}: {{"conventions": {{"weights": NAME}}}}.'
+)
+
 
 def make_cache(ctx: Any) -> KvpoolRadixCache:
     """SGLang's factory of the radix cache. Raises ValueError that names what cannot be."""
@@ -37,10 +46,14 @@ def make_cache(ctx: Any) -> KvpoolRadixCache:
     runner = ctx.tp_worker.model_runner
     said = engine_conventions(ctx.model_config, [*runner.model.modules()])
     said |= scale_conventions(layout.layout, rank_scales([runner]))
+    said["weights"] = "" if ctx.server_args.load_format == "dummy" else digest(ctx.model_config)
+    document = settings.options(said)["conventions"]
+    if not document.get("weights"):
+        raise ValueError(NO_WEIGHTS)
     store = Store(
         settings.store,
         layout.layout,
-        conventions=settings.options(said)["conventions"],
+        conventions=document,
         chunk_tokens=settings.chunk_tokens,
         ranks=all_layouts(ctx, layout.layout),
         rank=rank,
@@ -50,6 +63,17 @@ def make_cache(ctx: Any) -> KvpoolRadixCache:
     on_host = all(buffer.on_host for buffer in layout.layout.buffers)
     cache.open(store, layout, leads=rank == 0, stream=None if on_host else runner.forward_stream)
     return cache
+
+
+def digest(model: Any) -> str:
+    """Of a model's weights; of one of a hub, of its files on this host."""
+    folder = model.model_path
+    if not Path(folder).is_dir():
+        from huggingface_hub import snapshot_download  # of SGLang's requirements
+
+        with suppress(Exception):  # there are many reasons why there is none
+            folder = snapshot_download(folder, revision=model.revision, local_files_only=True)
+    return weights_digest(folder) or ""
 
 
 def refused(ctx: Any, settings: Settings) -> Iterator[tuple[str, str]]:

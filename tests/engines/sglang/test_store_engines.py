@@ -208,3 +208,9 @@ def test_an_engine_that_cannot_have_one_says_so(over):
     engine = over(page_size=16, disable_radix_cache=True)
     assert engine.ended()
     assert "radix cache kvpool does not know disable_radix_cache. Use a radix" in engine.tail()
+
+
+def test_weights_that_nothing_names_are_refused(over):
+    engine = over(load_format="dummy")
+    assert engine.ended()
+    assert "nothing says which weights the model has" in engine.tail()

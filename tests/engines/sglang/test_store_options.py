@@ -20,6 +20,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs
 
 from disagg.connectors import sglang_store
+from disagg.connectors.conventions import conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang import register
 from disagg.connectors.sglang_store import start
@@ -176,6 +177,14 @@ def test_a_store_without_a_url_is_refused(resolved, monkeypatch):
     monkeypatch.setenv("KVPOOL_SGLANG", "{}")
     with context(resolved()) as ctx, pytest.raises(ValueError, match="KVPOOL_SGLANG names no sto"):
         start.make_cache(ctx)
+
+
+def test_weights_are_known_by_their_files(tmp_path):
+    model = SimpleNamespace(model_path=str(tmp_path), revision=None)
+    assert start.digest(model) == ""
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert start.digest(model) == conventions({}, folder=tmp_path)["weights"]
+    assert start.digest(SimpleNamespace(model_path="no/such", revision=None)) == ""
 
 
 def test_the_backend_and_its_hooks_are_registered(resolved):

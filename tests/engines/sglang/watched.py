@@ -12,11 +12,11 @@ import os
 import time
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 
 from disagg.connectors.stats import Stats
+from kvpool.prefix.chain import Chain, token_ids
 
 read: list[int] = []
 """Bytes of the requests that this rank has read."""
@@ -87,12 +87,13 @@ def hang(path: Path) -> None:
 
 
 def saw_checkpoint(original: Any, cache: Any, req: Any, **more: Any) -> Any:
-    """A request's state goes to the tree: that of whole chunks of its prompt, by the prompt."""
+    """A request's state goes to the tree: that of whole chunks of its prompt, by their key."""
     chunk = json.loads(os.environ["KVPOOL_SGLANG"]).get("chunk_tokens", 256)
     tokens = (len(req.origin_input_ids) - 1) // chunk * chunk
     if tokens and more["up_to"] >= tokens:
-        room = crc32(bytes(str(list(req.origin_input_ids)), "ascii"))
-        save(os.environ["KVPOOL_WATCH_STORE"], cache, req, str(room), tokens)
+        chain = Chain(chunk)
+        chain.append(token_ids(req.origin_input_ids[:tokens]))
+        save(os.environ["KVPOOL_WATCH_STORE"], cache, req, chain.keys[-1].hex(), tokens)
     return original(cache, req, **more)
 
 
