@@ -27,17 +27,24 @@ SIDES = {
     "chunks": ({"page_size": 16, "chunked_prefill_size": 128}, {"chunked_prefill_size": 128}),
     "2 ranks to 1": ({"page_size": 16, **TP}, {"page_size": 1}),
     "1 rank to 2": ({"page_size": 1}, {"page_size": 16, **TP}),
+    "gemma3": ({"page_size": 16}, {"page_size": 1}),
 }
 ENGINE = {"disable_radix_cache": False, "radix_cache_backend": "kvpool"}
+CHECKS = {
+    "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
+}
+"""SGLang's own: that ranks do the same, and that each slot has one owner."""
 
 
 @pytest.fixture
 def over(start, tmp_path):
     """Starts an engine over the store of a test."""
 
-    def one(model="llama", extra=None, **arguments):
+    def one(model="llama", extra=None, environ=None, **arguments):
         settings = {"store": f"file://{tmp_path}/store", **(extra or {})}
-        return start("single", model, extra=settings, **{**ENGINE, **arguments})
+        more = {"extra": settings, "environ": {**CHECKS, **(environ or {})}}
+        return start("single", model, **more, **{**ENGINE, **arguments})
 
     return one
 
@@ -53,18 +60,18 @@ def written(folder, count, seconds=30):
 
 @pytest.mark.parametrize("name", SIDES)
 def test_another_engine_goes_on(name, over, expected, tmp_path):
-    first, second = SIDES[name]
-    asked, right = prompts(*LENGTHS), expected("llama", **EXACT)
+    (first, second), model = SIDES[name], "gemma3" if name == "gemma3" else "llama"
+    asked, right = prompts(*LENGTHS), expected(model, **EXACT)
     watched = {"environ": {"KVPOOL_WATCH_STORE": "prefill"}, "watch": tmp_path}
-    writes = over(**first, **EXACT, **watched).ready()
+    writes = over(model, **first, **EXACT, **watched).ready()
     got = [writes.generate([prompt])[0] for prompt in asked]
     assert [one["tokens"] for one in got] == [one["tokens"] for one in right]
     assert [one["cached"] for one in got] == [0] * len(asked)
-    written(tmp_path, 3)
+    written(tmp_path, 3 * first.get("tp_size", 1))
     writes.idle(cached=True)
     writes.close()
     watched["environ"] = {"KVPOOL_WATCH_STORE": "decode"}
-    reads = over(**second, **EXACT, **watched).ready()
+    reads = over(model, **second, **EXACT, **watched).ready()
     got = reads.generate(asked)
     assert [one["cached"] for one in got] == HITS
     assert [one["tokens"] for one in got] == [one["tokens"] for one in right]
@@ -156,6 +163,7 @@ def test_a_store_that_hangs_holds_up_what_it_was_asked_for_only(over, expected, 
         assert (got["tokens"], got["cached"]) == (right[number], 0)
     assert time.monotonic() - began > 4.0
     hang.unlink()
+    time.sleep(2.5)  # after a silence it is left alone for a while
     assert [one["cached"] for one in engine.generate(later)] == [256, 512]
     engine.idle(cached=True)
 
