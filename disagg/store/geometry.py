@@ -110,7 +110,7 @@ def namespace(
     """The name of what may be shared, 32 hexadecimal digits, and the text of which that is the
     digest. Of drafts nothing is in it: who has none reads the target's state.
     """
-    state: dict[str, list[object]] = {}
+    state: dict[str, list[list[object]]] = {}
     for rank in ranks:
         for region in rank.regions:
             if region.owner == "target":
@@ -118,7 +118,10 @@ def namespace(
                 for axis in region.inner_axes:
                     elements *= axis.total
                 per = rank.space_of(region).tokens_per_entry
-                state[region.role] = [region.dtype, elements, per, region.packing]
+                # layers may differ, and be in another order in another engine
+                form = [region.dtype, elements, per, region.packing]
+                if form not in state.setdefault(region.role, []):
+                    state[region.role].append(form)
     text = json.dumps(
         {
             "version": VERSION,
@@ -126,7 +129,7 @@ def namespace(
             "layers": max(rank.total_kv_layers for rank in ranks),
             "model": conventions.get("model"),
             "weights": conventions.get("weights"),
-            "state": dict(sorted(state.items())),
+            "state": {role: sorted(forms, key=repr) for role, forms in sorted(state.items())},
         },
         separators=(",", ":"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from disagg.plan import TransferPlan, plan
 from disagg.plan.lookup import IncompleteTransfer
@@ -13,7 +14,7 @@ from disagg.store.catalogue import CatalogueFull
 from disagg.store.chunks import ChunkLayout, elected, of_kind
 from disagg.store.floors.base import Floor, FloorError
 from disagg.store.geometry import Geometry
-from disagg.store.objects import ObjectId, encode_head
+from disagg.store.objects import NO_PARENT, ObjectId, encode_head
 from disagg.store.stats import Outcomes
 from disagg.store.workers import Workers
 from kvpool.layout import PoolLayout, RequestAddress
@@ -60,6 +61,7 @@ class Writer:
         """
         count = 0
         for chunk in chunks:
+            parent = keys[chunk - 1] if chunk else NO_PARENT
             for kind, part in self._geometry.parts[self._rank].items():
                 if not self._listed(kind, address):
                     continue
@@ -67,7 +69,7 @@ class Writer:
                 if not ends and self._overwritten(kind, (chunk + 1) * part.tokens):
                     continue
                 identity = ObjectId(kind, keys[chunk], self._geometry.digest, self._rank, chunk)
-                count += self._write(identity, part, address)
+                count += self._write(identity, parent, part, address)
         return count
 
     def _listed(self, kind: str, address: RequestAddress) -> bool:
@@ -98,7 +100,9 @@ class Writer:
     def close(self, timeout: float) -> bool:
         return self._workers.close(timeout)
 
-    def _write(self, identity: ObjectId, part: ChunkLayout, address: RequestAddress) -> bool:
+    def _write(
+        self, identity: ObjectId, parent: bytes, part: ChunkLayout, address: RequestAddress
+    ) -> bool:
         name = identity.name(self._namespace)
         with self._lock:
             if name in self._known:
@@ -119,7 +123,8 @@ class Writer:
         if data is None:
             self._put_done(part.nbytes)
             return False
-        self._workers.do(lambda: self._put(name, identity, part, data))
+        head = partial(encode_head, identity, parent, part, data)  # digests take their time
+        self._workers.do(lambda: self._put(name, part.nbytes, head, data))
         return True
 
     def _gather(self, identity: ObjectId, part: ChunkLayout, address: RequestAddress) -> Bytes:
@@ -134,24 +139,24 @@ class Writer:
         staging.gather(batch.src, batch.dst, batch.nbytes, part.nbytes)
         return staging.bytes
 
-    def _put(self, name: str, identity: ObjectId, part: ChunkLayout, data: Bytes) -> None:
+    def _put(self, name: str, nbytes: int, head: Callable[[], bytes], data: Bytes) -> None:
         try:
             self._publish(self._geometry)
-            head = encode_head(identity, part, data)
+            parts = [head(), data.data]
             with self._lock:
                 replaces = name in self._damaged
             if replaces:
-                self._floor.put(name, [head, data.data])
-            elif not self._floor.create(name, [head, data.data]):
-                self._outcomes.count("already there", part.nbytes)
+                self._floor.put(name, parts)
+            elif not self._floor.create(name, parts):
+                self._outcomes.count("already there", nbytes)
                 self._remember(name)
                 return
-            self._outcomes.count("written", part.nbytes)
+            self._outcomes.count("written", nbytes)
             self._remember(name)
         except (FloorError, CatalogueFull) as error:
-            self._outcomes.count("not written", part.nbytes, str(error))
+            self._outcomes.count("not written", nbytes, str(error))
         finally:
-            self._put_done(part.nbytes)
+            self._put_done(nbytes)
 
     def _remember(self, name: str) -> None:
         with self._lock:
