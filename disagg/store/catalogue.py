@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from disagg.store.floors.base import BeyondEnd, Floor
-from disagg.store.geometry import MAX_BYTES, Geometry
+from disagg.store.geometry import MAX_BYTES, Geometry, namespace_of
 
 LENGTH = struct.Struct("<Q")
 """What precedes a geometry's bytes: how many there are."""
@@ -22,17 +22,23 @@ def catalogue_name(namespace: str, number: int) -> str:
     return f"{namespace}/geometry/{number:02}"
 
 
-def read_geometry(floor: Floor, name: str) -> Geometry:
-    """The geometry of that name. Raises ValueError for what is none, and FloorError."""
+def read_geometry(floor: Floor, namespace: str, number: int) -> Geometry:
+    """The geometry of that number. Raises ValueError for what is none of this namespace, and
+    FloorError.
+    """
+    name = catalogue_name(namespace, number)
     try:
         with floor.read(name, [(0, LENGTH.size)]) as (start,):
             (size,) = LENGTH.unpack(start)
         if size > MAX_BYTES:
             raise ValueError(f"{size} bytes: at most {MAX_BYTES} are read.")
         with floor.read(name, [(LENGTH.size, LENGTH.size + size)]) as (data,):
-            return Geometry.decode(bytes(data))
+            geometry = Geometry.decode(bytes(data))
     except BeyondEnd as error:
         raise ValueError(str(error)) from None
+    if (belongs := namespace_of(geometry)[0]) != namespace:
+        raise ValueError(f"it belongs to namespace {belongs}.")
+    return geometry
 
 
 class Catalogue:
@@ -77,7 +83,7 @@ class Catalogue:
 
     def _read(self, number: int) -> Geometry | None:
         try:
-            return read_geometry(self._floor, self._name(number))
+            return read_geometry(self._floor, self._namespace, number)
         except ValueError as error:
             self.refused[number] = str(error)
             return None

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
+from math import isqrt
 
 import numpy as np
 
@@ -57,9 +58,10 @@ class ChunkLayout:
             regions = self.layout.regions_in[buffer.name]
             for item in range(buffer.items):
                 base = buffer.base + item * buffer.item_stride
-                edges.update(base + edge for edge in _edges(regions))
-        if len(edges) > MAX_BLOCKS:
-            raise ValueError(f"an object of {len(edges) - 1} blocks: at most {MAX_BLOCKS - 1}.")
+                for edge in _edges(regions):
+                    edges.add(base + edge)
+                    if len(edges) > MAX_BLOCKS:  # a stranger's could have very many
+                        raise ValueError(f"an object of more than {MAX_BLOCKS - 1} blocks.")
         return np.array(sorted(edges), dtype=np.int64)
 
     def address(self, chunk: int, tokens: int | None = None) -> RequestAddress:
@@ -167,7 +169,8 @@ def _space(space: Space, packed: bool, tokens: int) -> Space:
             entries = tokens // space.tokens_per_entry // space.held.ranks
     return replace(
         space,
-        name=f"{space.name}.packed" if packed else space.name,
+        # of an object it ends so already
+        name=f"{space.name.removesuffix('.packed')}.packed" if packed else space.name,
         entries_per_item=entries,
         reserved=0,
         ids=None,
@@ -183,8 +186,10 @@ def _ring(space: Space, entries: int) -> int | None:
     if space.window is None or space.partial or space.interleave is not None:
         return None
     kept = space.window + space.window_step - 1
-    sizes = range(space.window_step, entries, space.window_step)
-    return next((size for size in sizes if size >= kept and entries % size == 0), None)
+    low = (number for number in range(1, isqrt(entries) + 1) if entries % number == 0)
+    sizes = (size for number in low for size in (number, entries // number))
+    usable = (size for size in sizes if kept <= size < entries and size % space.window_step == 0)
+    return min(usable, default=None)
 
 
 def _item(space: Space, regions: Sequence[Region]) -> tuple[int, list[Region]]:

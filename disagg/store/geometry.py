@@ -136,6 +136,14 @@ def namespace(
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest(), text
 
 
+def namespace_of(geometry: Geometry) -> tuple[str, str]:
+    """As `namespace`, of what an engine writes. Raises ValueError for a geometry without state."""
+    layouts = [chunk.layout for part in geometry.parts for chunk in part.values()]
+    if not layouts:
+        raise ValueError("no part of this geometry has state.")
+    return namespace(layouts, geometry.conventions, geometry.chunk_tokens)
+
+
 @dataclass(frozen=True)
 class Readable:
     """A geometry that a rank can read: by kind, the plan from its parts to the rank's pool."""

@@ -27,8 +27,8 @@ def page(url: str, inventory: Inventory, forest: Forest) -> str:
     """One self-contained page."""
     total = inventory.amount()
     notes = [
-        "A row of a tree is a run of chunks, each the only one to follow the one before. Rows below "
-        "it, moved to the right, are what goes on from its end.",
+        "A row of a tree is a run of chunks, each the only one to follow the one before. Rows "
+        "below it, moved to the right, are what goes on from its end.",
         *(f"{chunk.key.hex()[:16]}: no head can be read: {chunk.why}" for chunk in forest.lost[:8]),
     ]
     if len(forest.lost) > 8:

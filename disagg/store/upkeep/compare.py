@@ -10,8 +10,7 @@ from typing import Any, Literal
 from disagg.plan import IncompatibleLayouts, plan
 from disagg.protocol.messages import Convention
 from disagg.store.chunks import KINDS, kind_of, of_kind
-from disagg.store.geometry import Geometry, namespace
-from disagg.store.upkeep.inventory import namespace_of
+from disagg.store.geometry import Geometry, namespace, namespace_of
 from kvpool.layout import PoolLayout, Space
 
 Same = Literal["same", "different", "not said"]
@@ -63,8 +62,6 @@ def of_ranks(
 
 def of_geometry(name: str, geometry: Geometry) -> Configuration:
     """Of what a catalogue has. Raises ValueError for a geometry without state."""
-    if not any(geometry.parts):
-        raise ValueError(f"{name}: no part of this geometry has state.")
     digest, text = namespace_of(geometry)
     count = len(geometry.parts)
     dests = [
@@ -73,7 +70,12 @@ def of_geometry(name: str, geometry: Geometry) -> Configuration:
         for chunk in part.values()
     ]
     return Configuration(
-        name=name, geometry=geometry, dests=dests, complete=True, namespace=digest, text=text
+        name=name,
+        geometry=geometry,
+        dests=dests,
+        complete=True,
+        namespace=digest,
+        text=json.loads(text),
     )
 
 

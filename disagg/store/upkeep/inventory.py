@@ -11,7 +11,7 @@ from typing import Any
 from disagg.store.catalogue import read_geometry
 from disagg.store.chunks import KINDS
 from disagg.store.floors.base import Floor, Listed, NotThere
-from disagg.store.geometry import Geometry, namespace
+from disagg.store.geometry import Geometry, namespace_of
 
 _OBJECT = re.compile(r"([0-9a-f]{32})/([0-9a-f]{64})/([0-9a-f]{32})\.([0-9]{1,4})\.([a-z]+)")
 _GEOMETRY = re.compile(r"([0-9a-f]{32})/geometry/([0-9]{2})")
@@ -95,7 +95,7 @@ class Held:
     def text(self) -> dict[str, Any] | None:
         """What all who share the namespace have in common."""
         geometry = next(iter(self.geometries.values()), None)
-        return None if geometry is None else namespace_of(geometry)[1]
+        return None if geometry is None else json.loads(namespace_of(geometry)[1])
 
     @property
     def chunk_tokens(self) -> int | None:
@@ -130,13 +130,6 @@ class Inventory:
         return total
 
 
-def namespace_of(geometry: Geometry) -> tuple[str, dict[str, Any]]:
-    """The namespace that a geometry belongs to: its name, and what all in it have in common."""
-    layouts = [chunk.layout for part in geometry.parts for chunk in part.values()]
-    name, text = namespace(layouts, geometry.conventions, geometry.chunk_tokens)
-    return name, json.loads(text)
-
-
 def take(floor: Floor, prefix: str = "") -> Inventory:
     """Lists a floor, and reads its catalogues. Raises FloorError."""
     return taken(floor, floor.list(prefix))
@@ -168,11 +161,7 @@ def read_catalogue(floor: Floor, held: Held) -> None:
     numbers, held.refused = sorted(held.refused), {}
     for number in numbers:
         try:
-            geometry = read_geometry(floor, f"{held.namespace}/geometry/{number:02}")
-            name = namespace_of(geometry)[0] if any(geometry.parts) else "none"
-            if name != held.namespace:
-                raise ValueError(f"it belongs to namespace {name}.")
-            held.geometries[number] = geometry
+            held.geometries[number] = read_geometry(floor, held.namespace, number)
         except NotThere:
             continue
         except ValueError as error:
