@@ -53,15 +53,14 @@ class ChunkLayout:
 
     @cached_property
     def blocks(self) -> Ints:
-        edges = {0, self.nbytes}
+        edges, regions_in = {0, self.nbytes}, self.layout.regions_in
         for buffer in self.layout.buffers:
-            regions = self.layout.regions_in[buffer.name]
             for item in range(buffer.items):
                 base = buffer.base + item * buffer.item_stride
-                for edge in _edges(regions):
+                for edge in _edges(regions_in[buffer.name]):
                     edges.add(base + edge)
-                    if len(edges) > MAX_BLOCKS:  # a stranger's could have very many
-                        raise ValueError(f"an object of more than {MAX_BLOCKS - 1} blocks.")
+                    if len(edges) > MAX_BLOCKS:
+                        raise ValueError(f"an object of {MAX_BLOCKS} blocks or more.")
         return np.array(sorted(edges), dtype=np.int64)
 
     def address(self, chunk: int, tokens: int | None = None) -> RequestAddress:

@@ -30,6 +30,7 @@ MAX_PARTS = 1 << 10
 """Ranks of an engine."""
 MAX_BYTES = 16 << 20
 """Of a geometry's description."""
+MAX_OBJECT_BYTES = 1 << 34
 DIGEST_BYTES = 16
 
 
@@ -101,6 +102,9 @@ def _checked_part(kind: str, data: bytes, tokens: int) -> ChunkLayout:
     part = chunk_layouts(layout, tokens).get(kind)
     if part is None or part.layout.to_msgpack() != data:
         raise LayoutError(f"{kind!r}: not the layout of an object of that kind.")
+    if part.nbytes > MAX_OBJECT_BYTES:
+        raise LayoutError(f"{kind!r}: objects of {part.nbytes} bytes, more than are read.")
+    part.blocks  # noqa: B018 - raises ValueError if they are too many
     return part
 
 

@@ -16,6 +16,7 @@ OUTCOMES = {
     "vanished": "reads of objects that were found and are gone, and their tokens",
     "refused": "reads of what does not fit, and their tokens",
     "unreachable": "lookups and reads that the floor did not answer, and their tokens",
+    "away": "lookups that did not wait for a floor that had not answered, and their tokens",
     "written": "objects that were written, and their bytes",
     "already there": "objects that another writer had written, and their bytes",
     "not written": "objects that the floor did not take, and their bytes",

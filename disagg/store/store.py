@@ -27,6 +27,8 @@ from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.prefix.chain import Chain, token_ids
 
 CHUNK_TOKENS = 256
+PAUSE_SECONDS, MOST_PAUSE_SECONDS = 1.0, 30.0
+"""For how long nothing is looked up after the floor has not answered: twice as long each time."""
 LOOK_SECONDS = 0.05
 """Between two looks of `wait` at what is late."""
 CLOSE_SECONDS = 10.0
@@ -109,6 +111,7 @@ class Store:
         """Deadlines of lookups."""
         self._reads: dict[int, ReadJob] = {}
         self._ended: dict[int, Ended] = {}
+        self._pause, self._away_until = PAUSE_SECONDS, 0.0
 
     def keys(self, tokens: npt.ArrayLike, salt: str = "") -> ChunkKeys:
         """The keys of the whole chunks of `tokens`; `salt` is whose they are: tenant, adapter."""
@@ -124,10 +127,14 @@ class Store:
         """Looks up the longest prefix that is a multiple of `step` tokens. `ended` tells the hit,
         by the number that this returns.
         """
-        keys, job = self._keys(tokens, salt), next(self._numbers)
+        keys, job, now = self._keys(tokens, salt), next(self._numbers), time.monotonic()
         with self._lock:
-            self._asked[job] = time.monotonic() + self.timeout
-        self._workers.do(lambda: self._look(job, keys, step))
+            self._asked[job] = now + self.timeout
+        if now < self._away_until:
+            self._outcomes.count("away", len(keys.keys) * self.chunk_tokens)
+            self._tell(self._asked, Ended(job, "lookup", Hit(0), f"{self.url} does not answer."))
+        else:
+            self._workers.do(lambda: self._look(job, keys, step))
         return job
 
     def read(
@@ -221,6 +228,7 @@ class Store:
         for number in late:
             if self._tell(self._asked, Ended(number, "lookup", Hit(0), why)):
                 self._outcomes.count("unreachable", 0, why)
+                self._is_away()
         for job in slow:
             self._fail(job, "late", why)
 
@@ -249,7 +257,9 @@ class Store:
             hit = self._lookup.find(keys.keys, step)
         except FloorError as error:
             self._outcomes.count("unreachable", total, str(error))
+            self._is_away()
             return Hit(0), str(error)
+        self._pause = PAUSE_SECONDS
         if hit.tokens:
             self._outcomes.count("hit", hit.tokens)
         else:
@@ -261,6 +271,14 @@ class Store:
             return
         hit, failure = self._find(keys, step)
         self._tell(self._asked, Ended(job, "lookup", hit, failure))
+
+    def _is_away(self) -> None:
+        """The floor has not answered: requests do not wait for it now."""
+        now = time.monotonic()
+        with self._lock:
+            if now >= self._away_until:
+                self._away_until = now + self._pause
+                self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)
 
     def _begin(self, job: ReadJob, keys: ChunkKeys, hit: Hit | None) -> None:
         """Shares a read out among threads, object by object."""

@@ -110,8 +110,8 @@ class MooncakeClient:
                 self._lock.notify_all()
 
     def all_names(self) -> Iterator[str]:
-        """Names of all objects, also of such as are being written, as the master's HTTP server
-        tells them. Mooncake's client has no list.
+        """Names of all objects, as the master's HTTP server tells them. Mooncake's client has no
+        list.
         """
         with self._answer("/get_all_keys") as response:
             for line in response:

@@ -18,6 +18,7 @@ from disagg.store.floors.base import FloorError, FloorFull, NotThere, open_floor
 from tests.disagg.store.servers import MIB, Master, memory_of, stopped
 from tests.processes import started, until
 
+REPLICA_IS_NOT_READY = -703
 BOUND = 20.0
 """Seconds in which a call fails, on a machine that is busy; 3 to 5 on one that is not."""
 
@@ -83,6 +84,24 @@ def cluster():
     master = Master()
     with master.running() as process, memory_of(master) as memory:
         yield master, process, memory
+
+
+@contextmanager
+def mooncake_client(master):
+    """A client of Mooncake's own."""
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    address = f"127.0.0.1:{master.port}"
+    assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", address)
+    yield store
+    store.close()
+
+
+def wait_announced(master, name):
+    """Until a create of that name has begun: the master has it, and nobody can read it."""
+    with mooncake_client(master) as store:
+        until(lambda: store.get_size(name) == REPLICA_IS_NOT_READY)
 
 
 def test_a_master_that_is_away_is_told_and_used_once_it_is_there(opened):
@@ -331,6 +350,60 @@ def test_reads_at_once_share_the_staging_and_wait_for_it(cluster, opened, monkey
     assert read(floor, "a/b", 600_000) == data
 
 
+class Begun:
+    """A create that has been announced and waits for staging, in a thread."""
+
+    def __init__(self, floor, name, data):
+        self.outcome = None
+        self._thread = threading.Thread(target=self._create, args=(floor, name, data))
+        self._thread.start()
+
+    def _create(self, floor, name, data):
+        try:
+            self.outcome = floor.create(name, [data])
+        except FloorError as error:
+            self.outcome = error
+
+    def ended(self):
+        self._thread.join(60)
+        return self.outcome
+
+
+def test_threads_of_one_process_create_an_object_once(cluster, opened):
+    """Mooncake's client has one session for a name, and an error for a second."""
+    master, _, _ = cluster
+    floor = opened(master.url(staging="1MiB"))
+    floor.create("a/blocking", [bytes(MIB)])
+    with floor.read("a/blocking", [(0, MIB)]):  # all of the staging
+        first = Begun(floor, "a/b", b"first")
+        wait_announced(master, "a/b")
+        assert floor.create("a/b", [b"second"]) is False
+        assert floor.exists(["a/b"]) == [False]
+    assert first.ended() is True
+    assert read(floor, "a/b", 5) == b"first"
+
+
+def test_an_object_whose_end_was_lost_can_be_created_again(opened, brief):
+    """Its master dies when it has been announced: Mooncake's client keeps a session of it."""
+    master = Master()
+    with ExitStack() as stack:
+        with master.running() as process:
+            stack.enter_context(memory_of(master))
+            floor = opened(master.url(staging="1MiB"))
+            floor.create("a/blocking", [bytes(MIB)])
+            with floor.read("a/blocking", [(0, MIB)]):
+                first = Begun(floor, "a/b", b"first")
+                wait_announced(master, "a/b")
+                process.kill()
+                process.wait()
+            assert "the master" in str(first.ended())
+        with master.running():
+            until(lambda: works(floor))
+            assert floor.create("a/b", [b"again"]) is True
+            assert read(floor, "a/b", 5) == b"again"
+            floor.close()
+
+
 def test_a_list_needs_the_masters_http_port_and_says_so(cluster, opened):
     master, _, _ = cluster
     floor = opened(master.url().replace(f"http={master.http_port}", "http=1"))
@@ -340,38 +413,28 @@ def test_a_list_needs_the_masters_http_port_and_says_so(cluster, opened):
 
 
 def test_names_that_others_put_there_are_left_out_of_lists(cluster, opened):
-    from mooncake.store import MooncakeDistributedStore
-
     master, _, _ = cluster
     floor = opened(master.url())
     floor.create("a/b", [b"x"])
-    store = MooncakeDistributedStore()
-    address = f"127.0.0.1:{master.port}"
-    assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", address)
-    for name in ("a/b,c", "../b", "a b", "vllm@0&1"):
-        assert store.put(name, b"theirs") == 0
+    with mooncake_client(master) as store:
+        for name in ("a/b,c", "../b", "a b", "vllm@0&1"):
+            assert store.put(name, b"theirs") == 0
     assert [entry.name for entry in floor.list("")] == ["a/b"]
-    store.close()
 
 
 def test_a_list_keeps_nothing_from_eviction(opened):
     """A lookup gives a lease, and a leased object cannot be removed without force."""
-    from mooncake.store import MooncakeDistributedStore
-
     master = Master(default_kv_lease_ttl=60_000)
     with master.running(), memory_of(master):
         floor = opened(master.url())
         floor.create("a/listed", [b"x"])
         floor.create("a/asked", [b"x"])
         assert len([*floor.list("a")]) == 2
-        store = MooncakeDistributedStore()
-        address = f"127.0.0.1:{master.port}"
-        assert not store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", address)
         floor.exists(["a/asked"])
-        assert store.batch_remove(["a/listed", "a/asked"]) == [0, -706]
+        with mooncake_client(master) as store:
+            assert store.batch_remove(["a/listed", "a/asked"]) == [0, -706]
         floor.delete(["a/asked"])  # which is not stopped by a lease
         assert floor.exists(["a/asked"]) == [False]
-        store.close()
         floor.close()
 
 

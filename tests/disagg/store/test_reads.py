@@ -23,6 +23,7 @@ from tests.disagg.plan.test_geometry import geometries
 from tests.disagg.plan.test_interleave import Side
 from tests.disagg.store.stores import CHUNK, fresh, got, outcome, put, stores
 from tests.pools import hybrid, memory_of, mha, swa
+from tests.processes import until
 
 TOKENS = 3 * CHUNK
 PROMPT = np.random.default_rng(5).integers(0, 900, 5 * CHUNK)
@@ -244,12 +245,14 @@ def test_a_floor_that_hangs_delays_nobody_and_writes_nothing_later(written, monk
         before = memory_of(pool)
         address = oracle.place(pool, TOKENS, 3)
         assert store.lookup(PROMPT) == 0
+        assert outcome(store, store.ask(PROMPT)).failure == f"{written} does not answer."
         failure = got(store, PROMPT[:TOKENS], address)
         assert failure == f"{written} did not answer within 0.2 s."
-        assert store.stats().counts["late"] == store.stats().counts["unreachable"] == 1
+        counts = store.stats().counts
+        assert counts["late"] == counts["unreachable"] == counts["away"] == 1
         held[0].go.set()
         store.timeout = 10.0
-        assert store.lookup(PROMPT) == TOKENS
+        until(lambda: store.lookup(PROMPT) == TOKENS)
         assert np.array_equal(memory_of(pool), before)
         assert got(store, PROMPT[:TOKENS], address) is None
         oracle.assert_holds(pool, address)
