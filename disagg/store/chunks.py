@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from math import isqrt
 
 import numpy as np
@@ -53,15 +53,16 @@ class ChunkLayout:
 
     @cached_property
     def blocks(self) -> Ints:
-        edges, regions_in = {0, self.nbytes}, self.layout.regions_in
+        edges, count = [np.array([0, self.nbytes])], 0
         for buffer in self.layout.buffers:
-            for item in range(buffer.items):
-                base = buffer.base + item * buffer.item_stride
-                for edge in _edges(regions_in[buffer.name]):
-                    edges.add(base + edge)
-                    if len(edges) > MAX_BLOCKS:
-                        raise ValueError(f"an object of {MAX_BLOCKS} blocks or more.")
-        return np.array(sorted(edges), dtype=np.int64)
+            inside = islice(_edges(self.layout.regions_in[buffer.name]), MAX_BLOCKS + 1)
+            of_item = np.unique(np.fromiter(inside, dtype=np.int64))
+            count += len(of_item) * buffer.items
+            if count > MAX_BLOCKS:
+                raise ValueError(f"an object of more than {MAX_BLOCKS} blocks.")
+            items = buffer.base + np.arange(buffer.items) * buffer.item_stride
+            edges.append((items[:, None] + of_item).ravel())
+        return np.unique(np.concatenate(edges))
 
     def address(self, chunk: int, tokens: int | None = None) -> RequestAddress:
         """Where chunk number `chunk` of a request lies in its object. The request has `tokens`

@@ -31,6 +31,8 @@ MAX_PARTS = 1 << 10
 MAX_BYTES = 16 << 20
 """Of a geometry's description."""
 MAX_OBJECT_BYTES = 1 << 34
+MAX_ALL_BLOCKS = 1 << 20
+"""Of the objects that a chunk has in a geometry."""
 DIGEST_BYTES = 16
 
 
@@ -55,6 +57,11 @@ class Geometry:
     ) -> Geometry:
         """Of an engine's ranks. Raises ValueError where a chunk would cut an item."""
         parts = tuple(chunk_layouts(rank, chunk_tokens) for rank in elected(ranks))
+        if sum(len(one.blocks) for part in parts for one in part.values()) > MAX_ALL_BLOCKS:
+            raise ValueError(
+                f"a chunk of {chunk_tokens} tokens would have more than {MAX_ALL_BLOCKS} blocks in "
+                "all ranks."
+            )
         checked = dict(sorted(checked_conventions(conventions).items()))
         return Geometry(chunk_tokens, checked, parts)
 
@@ -83,11 +90,14 @@ class Geometry:
             raise ValueError(f"version {document.version}: this kvpool reads version {VERSION}.")
         conventions = checked_conventions(document.conventions)
         tokens = document.chunk_tokens
-        parts = tuple(
-            {kind: _checked_part(kind, layout, tokens) for kind, layout in part.items()}
-            for part in document.parts
-        )
-        geometry = Geometry(tokens, conventions, parts)
+        parts, left = list[dict[str, ChunkLayout]](), MAX_ALL_BLOCKS
+        for named in document.parts:
+            part = {kind: _checked_part(kind, layout, tokens) for kind, layout in named.items()}
+            left -= sum(len(one.blocks) for one in part.values())
+            if left < 0:  # each has few, but they stay in memory
+                raise ValueError(f"more than {MAX_ALL_BLOCKS} blocks in all parts.")
+            parts.append(part)
+        geometry = Geometry(tokens, conventions, tuple(parts))
         if geometry.encoded != data:
             raise ValueError("not the bytes in which a writer says this.")
         return geometry
