@@ -98,8 +98,8 @@ def explain(
                 sides[number] = _planned(text, splits[number], tokens)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    comparison = compare(sides[0], sides[1])
     pair = sides[0], sides[1]
-    comparison = compare(*pair)
     if as_json:
         typer.echo(json.dumps(_as_dict(pair, comparison)))
     else:

@@ -12,7 +12,9 @@ import typer
 from disagg.cli.store.common import AsJson, Url, bar, counted, opened, parsed, used_word, when
 
 if TYPE_CHECKING:
+    from disagg.store.floors.base import Floor
     from disagg.store.upkeep.collect import Removal
+    from disagg.store.upkeep.tree import Forest
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 SWEPT_SECONDS = 3600.0
@@ -53,7 +55,6 @@ def gc(
       kvpool store gc s3://bucket/cache --keep 2TiB --older 30d --dry-run
     """
     from disagg.store.upkeep.collect import choose, last_uses, remove
-    from disagg.store.upkeep.tree import Forest, chunks_of, read_forest
     from kvpool.layout.units import parse_memory
 
     if parsed(url).scheme == "mooncake":
@@ -69,13 +70,7 @@ def gc(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with opened(url) as floor:
-        chunks = chunks_of(floor.list(""))
-        total = sum(chunk.nbytes for chunk in chunks)
-        old = since is not None and any((chunk.used or 0) < since for chunk in chunks)
-        forest = Forest((), (), tuple(chunks))
-        if old or (most is not None and total > most):
-            with bar(len(chunks)) as tell:
-                forest = read_forest(floor, chunks, tell)
+        forest = _forest(floor, most, since)
         try:
             removal = choose(forest, keep=most, unused_since=since)
         except ValueError as error:
@@ -88,6 +83,18 @@ def gc(
     gone = set(removal.chunks)
     uses = (used for chunk, used in last_uses(forest).items() if chunk not in gone and used)
     _tell(url, removal, min(uses, default=None), swept=swept, dry_run=dry_run, as_json=as_json)
+
+
+def _forest(floor: Floor, most: int | None, since: float | None) -> Forest:
+    """All chunks; as trees, which takes reading their heads, if any are to be removed."""
+    from disagg.store.upkeep.tree import Forest, chunks_of, read_forest
+
+    chunks = chunks_of(floor.list(""))
+    old = since is not None and any((chunk.used or 0) < since for chunk in chunks)
+    if old or (most is not None and sum(chunk.nbytes for chunk in chunks) > most):
+        with bar(len(chunks)) as tell:
+            return read_forest(floor, chunks, tell)
+    return Forest((), (), tuple(chunks))
 
 
 def parse_age(text: str) -> float:

@@ -76,7 +76,7 @@ def _amounts(inventory: Inventory) -> Panel:
 
 def _geometry_row(held: Held, digest: bytes, unit: int) -> ChartRow:
     geometry, number = held.geometry(digest), held.number(digest)
-    name = f"geometry {digest.hex()[:16]}, which the catalogue has not"
+    name = f"geometry {digest.hex()[:16]}, which the catalogue does not have"
     if geometry is not None:
         said = [f"{name}={value}" for name, value in geometry.conventions.items()]
         ranks = counted(len(geometry.parts), "rank")
