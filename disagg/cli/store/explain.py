@@ -64,8 +64,8 @@ def explain(
 
     Two engines share where their namespaces are the same (model, weights, how numbers are stored,
     tokens a chunk), no convention differs that both say, and a plan leads from what one writes to
-    the other's pool. TP, PP, page sizes and placement may differ. All three are compared, both
-    ways; and said is which objects a prefix needs.
+    the other's pool. TP, PP, page sizes and placement may differ. This compares all three, both
+    ways, and says which objects a prefix needs.
 
     Layout files say no conventions, and a config.json not all: what is not said may still keep two
     engines apart. In a store each geometry has what its writer said. Of URL/NAMESPACE the first

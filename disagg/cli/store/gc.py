@@ -21,7 +21,7 @@ SWEPT_SECONDS = 3600.0
 """What writers began longer ago, and have not completed, is of writers that were killed."""
 
 _KEEP = "How many bytes of objects may stay: 200GiB."
-_OLDER = "Remove besides what nobody has used for so long: 90m, 12h, 30d, 8w."
+_OLDER = "Also remove what has not been used for so long: 90m, 12h, 30d, 8w."
 
 
 def gc(
@@ -38,16 +38,15 @@ def gc(
     Whole chunks are removed, all their objects. A chunk counts as used when one that follows it in
     a prompt was: without it, those are not found. Of chunks used in the same minute the deepest in
     their prompts go first. Folders note when objects are read (to the minute); for s3://, gs:// and
-    az:// the time is when they were written. What writers that were killed have left is removed
-    too; catalogues and what is not a store's stay. Engines may go on: what they look for and is
-    gone they compute.
+    az:// the time is when they were written. Unfinished files of killed writers are removed too;
+    catalogues and what is not a store's stay. Engines may go on: they compute what is gone.
 
     Mooncake's master evicts by itself: there is nothing to do here for mooncake://.
 
     Exit status 1 if the store does not answer.
 
     JSON: url, dry_run; removed (chunks, objects, bytes); kept (chunks, bytes); oldest (of what is
-    kept, when it was last used, in seconds since 1970, or null); swept: how many of killed writers.
+    kept, when it was last used, in seconds since 1970, or null); swept (unfinished files).
 
     \b
     Examples:
@@ -133,4 +132,4 @@ def _tell(
     kept = f"{counted(removal.kept_chunks, 'chunk')}, {human(removal.kept_bytes)}"
     typer.echo(f"kept: {kept}{last}.")
     if swept:
-        typer.echo(f"swept {counted(swept, 'unfinished object')} of writers that were killed.")
+        typer.echo(f"removed {counted(swept, 'unfinished file')} of killed writers.")

@@ -349,7 +349,7 @@ def test_gc_sweeps_what_killed_writers_left_an_hour_ago(prompts):
         path.write_bytes(b"half")
         os.utime(path, (time.time() - ago, time.time() - ago))
     done = run("gc", url_of(prompts), "--keep", "1GiB")
-    assert "swept 1 unfinished object of writers" in done.stdout
+    assert "removed 1 unfinished file of killed writers." in done.stdout
     assert not old.exists() and new.exists()
 
 
