@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from disagg.plan import TransferPlan, plan
 from disagg.plan.lookup import IncompleteTransfer
@@ -21,6 +23,8 @@ from kvpool.layout import PoolLayout, RequestAddress
 
 KNOWN_NAMES = 1 << 16
 """Names of objects that are there, as far as this process remembers."""
+KNOWN_SECONDS = 600.0
+"""For how long: floors evict."""
 
 
 class Writer:
@@ -52,7 +56,7 @@ class Writer:
         self._workers = Workers(threads, "kvpool store writer")
         self._lock = threading.Lock()
         self._queued = 0
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[str, float] = OrderedDict()
         self._damaged = damaged
 
     def write(self, keys: Sequence[bytes], address: RequestAddress, chunks: range) -> int:
@@ -105,8 +109,7 @@ class Writer:
     ) -> bool:
         name = identity.name(self._namespace)
         with self._lock:
-            if name in self._known:
-                self._known.move_to_end(name)
+            if self._known.get(name, 0.0) > time.monotonic():
                 return False
             if self._queued + part.nbytes > self._room:
                 self._outcomes.count("dropped", part.nbytes)
@@ -161,15 +164,16 @@ class Writer:
     def _remember(self, name: str) -> None:
         with self._lock:
             self._damaged.pop(name, None)
-            _remember(self._known, name)
+            _remember(self._known, name, time.monotonic() + KNOWN_SECONDS)
 
     def _put_done(self, nbytes: int) -> None:
         with self._lock:
             self._queued -= nbytes
 
 
-def _remember(names: OrderedDict[str, None], name: str) -> None:
+def _remember(names: OrderedDict[str, Any], name: str, value: Any = None) -> None:
     """Adds a name to the latest ones."""
-    names[name] = None
+    names[name] = value
+    names.move_to_end(name)
     if len(names) > KNOWN_NAMES:
         names.popitem(last=False)
