@@ -8,11 +8,14 @@
     4   part: which of these layouts
     4   chunk: its number in the request
     8   bytes of data
+    32  parent: the chain key of the chunk before it, zeros for the first
     8n  XXH3-64 of each of the n blocks
     8   XXH3-64 of all before
 
 Numbers are little-endian. How many blocks there are and where they begin follows from the layout.
 An object comes from a stranger: of it nothing is used before it is compared with what is expected.
+Readers do not need the parent, which the chain key implies; it is for who lists a store, and finds
+which prefixes go on where.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ with needed_by("disagg.store"):
 
 MAGIC = b"KVPOOL\0\1"
 _FIXED = struct.Struct("<8sB7x32s16sIIQ")
+_PARENT = struct.Struct("<32s")
+START_BYTES = _FIXED.size + _PARENT.size
+"""Of a head, before its digests: what says which object it is."""
+NO_PARENT = bytes(_PARENT.size)
 _DIGEST = np.dtype("<u8")
 
 
@@ -58,17 +65,39 @@ class ObjectId(NamedTuple):
         return f"{namespace}/{self.key.hex()}/{geometry}.{self.part}.{self.kind}"
 
 
+class Start(NamedTuple):
+    """What a head says before its digests; none of it is checked."""
+
+    identity: ObjectId
+    nbytes: int
+    parent: bytes
+
+
 def head_bytes(layout: ChunkLayout) -> int:
     """The size of the head."""
-    return _FIXED.size + len(layout.blocks) * _DIGEST.itemsize
+    return START_BYTES + len(layout.blocks) * _DIGEST.itemsize
 
 
-def encode_head(identity: ObjectId, layout: ChunkLayout, data: Bytes) -> bytes:
-    """The head of an object with these bytes of data."""
+def encode_head(identity: ObjectId, parent: bytes, layout: ChunkLayout, data: Bytes) -> bytes:
+    """The head of an object with these bytes of data. `parent` is the key of the chunk before."""
     edges = layout.blocks.tolist()
     values = [xxh3_64_intdigest(data[start:stop].data) for start, stop in pairwise(edges)]
-    fixed = _fixed(identity, layout) + np.array(values, dtype=_DIGEST).tobytes()
-    return fixed + np.array([xxh3_64_intdigest(fixed)], dtype=_DIGEST).tobytes()
+    start = _fixed(identity, layout) + _PARENT.pack(parent)
+    covered = start + np.array(values, dtype=_DIGEST).tobytes()
+    return covered + np.array([xxh3_64_intdigest(covered)], dtype=_DIGEST).tobytes()
+
+
+def decode_start(data: bytes | memoryview) -> Start:
+    """The first `START_BYTES` of an unknown object. Raises Damaged for what begins no object."""
+    if len(data) < START_BYTES:
+        raise Damaged(f"it has {len(data)} bytes, fewer than any head.")
+    magic, kind, key, geometry, part, chunk, nbytes = _FIXED.unpack_from(data)
+    (parent,) = _PARENT.unpack_from(data, _FIXED.size)
+    if magic != MAGIC or kind >= len(KINDS):
+        raise Damaged(f"its head says {_words(bytes(data))}, which is no object of a store.")
+    if (chunk == 0) != (parent == NO_PARENT):
+        raise Damaged(f"its head says chunk {chunk} with parent {parent.hex()[:16]}.")
+    return Start(ObjectId(KINDS[kind], key, geometry, part, chunk), nbytes, parent)
 
 
 def decode_head(head: bytes | memoryview, identity: ObjectId, layout: ChunkLayout) -> Hashes:
@@ -79,7 +108,7 @@ def decode_head(head: bytes | memoryview, identity: ObjectId, layout: ChunkLayou
     expected = _fixed(identity, layout)
     if data[: _FIXED.size] != expected:
         raise Damaged(f"its head says {_words(data)}, not {_words(expected)}.")
-    values = np.frombuffer(data, dtype=_DIGEST, offset=_FIXED.size)
+    values = np.frombuffer(data, dtype=_DIGEST, offset=START_BYTES)
     if int(values[-1]) != xxh3_64_intdigest(data[: -_DIGEST.itemsize]):
         raise Damaged("its head is damaged: its digest is another.")
     return values[:-1]
