@@ -123,7 +123,7 @@ def counts(scheduler: Any, folder: str) -> None:
     the bytes that were read since the last time.
     """
     allocator, requests = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
-    rows = scheduler.req_to_metadata_buffer_idx_allocator
+    rows = getattr(scheduler, "req_to_metadata_buffer_idx_allocator", None)
     held = {
         "tokens": allocator.size - allocator.available_size(),
         "cached": scheduler.tree_cache.evictable_size() if scheduler.tree_cache else 0,
