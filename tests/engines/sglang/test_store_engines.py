@@ -114,11 +114,11 @@ def test_transformers_reads_what_sglang_has_written(over, expected, transformer,
     with own_store(side, tmp_path, models) as store:
         for prompt, hit, tokens in zip(asked, HITS, right):
             assert store.lookup(prompt[:-1]) == hit
-            cache = PoolCache.new(side.pool, side.allocator)
+            request = side.allocator.new_request()
             if hit:
-                side.allocator.extend(cache.requests[0], hit, received=True)
-                job = store.read(prompt[:hit], cache.requests[0].address())
-                assert store.wait(job).failure is None
+                side.allocator.extend(request, hit, received=True)
+                assert store.wait(store.read(prompt[:hit], request.address())).failure is None
+            cache = PoolCache(side.pool, side.allocator, [request])
             assert side.greedy(cache, prompt[hit:], STEPS) == tokens
     assert right == [one["tokens"] for one in expected("llama", **EXACT)]
 
