@@ -1,4 +1,4 @@
-"""Serves the metrics of endpoints to Prometheus; they are read when Prometheus asks.
+"""Serves metrics of endpoints, allocators and stores to Prometheus, which are read when it asks.
 
 with export({"prefill": prefill, "decode": decode}, 9400, allocators={"kv": allocator}) as server:
     ...                             # http://127.0.0.1:9400/metrics
@@ -20,6 +20,7 @@ from kvpool.extras import needed_by
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
+    from disagg.store.stats import StoreStats
     from kvpool.allocation.allocator import Usage
     from kvpool.allocation.prefix_cache import PrefixStats
 
@@ -46,6 +47,13 @@ class Allocating(Protocol):
         """Its numbers now; called from any thread."""
 
 
+class Storing(Protocol):
+    """A store."""
+
+    def stats(self) -> StoreStats:
+        """Its counts now; called from any thread."""
+
+
 class Server(AbstractContextManager["Server"]):
     """Serves metrics at `addr`, `port` until it is closed."""
 
@@ -69,9 +77,10 @@ def export(
     addr: str = "127.0.0.1",
     *,
     allocators: Mapping[str, Allocating] | None = None,
+    stores: Mapping[str, Storing] | None = None,
 ) -> Server:
-    """Serves the metrics of endpoints, and of `allocators`, labelled by name; `port` 0 is any free
-    port.
+    """Serves the metrics of endpoints, of `allocators` and of `stores`, labelled by name; `port` 0
+    is any free port.
 
     The mappings may change later. Raises MissingExtra without the package prometheus-client,
     ValueError if the address cannot be used.
@@ -80,7 +89,12 @@ def export(
         from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    registry.register(_Collector(endpoints, {} if allocators is None else allocators))
+    collector = _Collector(
+        endpoints=endpoints,
+        allocators={} if allocators is None else allocators,
+        stores={} if stores is None else stores,
+    )
+    registry.register(collector)
     try:
         server, thread = start_http_server(port, addr, registry)
         return Server(server, thread)
@@ -92,9 +106,12 @@ def export(
 class _Collector:
     endpoints: Mapping[str, Observed]
     allocators: Mapping[str, Allocating]
+    stores: Mapping[str, Storing]
 
     def collect(self) -> Iterator[Metric]:
-        """All families: of each endpoint that answers, of each allocator and its prefix cache."""
+        """All families: of each endpoint that answers, of each allocator and its prefix cache, of
+        each store.
+        """
         endpoints, snapshots = dict(self.endpoints), dict[str, Snapshot]()
         for name, endpoint in endpoints.items():
             try:
@@ -103,11 +120,13 @@ class _Collector:
                 log.warning("endpoint %r has no metrics: %s", name, error)
         usages = {name: source.usage() for name, source in list(self.allocators.items())}
         caches = {name: usage.prefix for name, usage in usages.items() if usage.prefix is not None}
+        outcomes = {name: store.stats() for name, store in list(self.stores.items())}
         up = {name: float(name in snapshots) for name in endpoints}
         yield from _families("endpoint", up, UP)
         yield from _families("endpoint", snapshots, ENDPOINT)
         yield from _families("allocator", usages, ALLOCATOR)
         yield from _families("allocator", caches, PREFIX)
+        yield from _families("store", outcomes, STORE)
 
 
 def _families(
@@ -147,6 +166,14 @@ PREFIX: tuple[Series[PrefixStats], ...] = (
      "Tokens with which requests began, and those of them that were there."),
     ("kvpool_prefix_items_total", "change", lambda s: {"stored": s.stored, "removed": s.removed},
      "Items that became a prefix's, and were taken again."),
+)  # fmt: skip
+STORE: tuple[Series[StoreStats], ...] = (
+    ("kvpool_store_outcomes_total", "outcome", lambda s: s.counts,
+     "Lookups, reads and objects to write, by what has become of them."),
+    ("kvpool_store_tokens_total", "outcome", lambda s: s.tokens, "Their tokens."),
+    ("kvpool_store_bytes_total", "outcome", lambda s: s.nbytes, "Their bytes."),
+    ("kvpool_store_queued_bytes", "", lambda s: s.queued_bytes,
+     "Bytes that are copied and not written yet."),
 )  # fmt: skip
 ENDPOINT: tuple[Series[Snapshot], ...] = (
     ("kvpool_rooms_total", "outcome", lambda s: s.totals.rooms, "Rooms that have ended."),

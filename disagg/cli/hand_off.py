@@ -150,15 +150,9 @@ def parse_sides(
     """Prefill and decode, of layout files or model configs. `wholes` are the options `tp`, `pp` and
     `page_size`: one value for both sides, or one for each as in `8:4`. Raises ValueError.
     """
-    most = {"tp": MAX_RANKS, "pp": MAX_RANKS, "page_size": 1 << 20}
-    sides, of_sides = [], {"prefill": whats[:-1] or whats, "decode": whats[-1:]}
-    for number, (name, of_side) in enumerate(of_sides.items()):
-        numbers: dict[str, Any] = {
-            option: _whole(option, _of_side(text, number), most[option])
-            for option, text in wholes.items()
-        }
-        geometry = Geometry(**numbers, packing=_of_side(packing, number), draft=draft)
-        sides.append(read_side(name, of_side, geometry))
+    of_sides = {"prefill": whats[:-1] or whats, "decode": whats[-1:]}
+    splits = parse_splits(wholes, packing, draft)
+    sides = [read_side(name, of, split) for (name, of), split in zip(of_sides.items(), splits)]
     prefill, decode = sides
     if len(whats) == 1 and prefill.files:
         raise ValueError("give at least two layouts: the prefill ranks', then decode's.")
@@ -167,21 +161,40 @@ def parse_sides(
     return prefill, decode
 
 
+def parse_splits(
+    wholes: dict[str, str | None],
+    packing: str | None,
+    draft: bool,
+    sides: str = "PREFILL:DECODE",
+) -> list[Geometry]:
+    """How each of two sides splits and stores a model, of options as `parse_sides` has them;
+    `sides` is what a refusal calls them. Raises ValueError.
+    """
+    most = {"tp": MAX_RANKS, "pp": MAX_RANKS, "page_size": 1 << 20}
+    splits = []
+    for number in range(2):
+        numbers: dict[str, Any] = {
+            option: _whole(
+                f"--{option.replace('_', '-')}", _of_side(text, number), most[option], sides
+            )
+            for option, text in wholes.items()
+        }
+        splits.append(Geometry(**numbers, packing=_of_side(packing, number), draft=draft))
+    return splits
+
+
 def _of_side(text: str | None, number: int) -> str | None:
     """Of prefill (0) or decode (1): `8` is for both, `8:4` for each, `8:` for prefill only."""
     first, colon, second = (text or "").partition(":")
     return (second if number and colon else first) or None
 
 
-def _whole(option: str, text: str | None, most: int) -> int | None:
+def _whole(option: str, text: str | None, most: int, sides: str) -> int | None:
     """A number from 1 to `most`, or None. Raises ValueError."""
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
-        raise ValueError(
-            f"--{option.replace('_', '-')} {text!r}: a number from 1 to {most:,}, or "
-            "PREFILL:DECODE such as 8:4."
-        )
+        raise ValueError(f"{option} {text!r}: a number from 1 to {most:,}, or {sides} such as 8:4.")
     return int(text)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from disagg.store.floors.base import BeyondEnd, Floor
-from disagg.store.geometry import MAX_BYTES, Geometry
+from disagg.store.geometry import MAX_BYTES, Geometry, namespace_of
 
 LENGTH = struct.Struct("<Q")
 """What precedes a geometry's bytes: how many there are."""
@@ -17,11 +17,35 @@ class CatalogueFull(ValueError):
     """A namespace has as many geometries as it can have."""
 
 
+def catalogue_name(namespace: str, number: int) -> str:
+    """The name of a geometry on a floor."""
+    return f"{namespace}/geometry/{number:02}"
+
+
+def read_geometry(floor: Floor, namespace: str, number: int) -> Geometry:
+    """The geometry of that number. Raises ValueError for what is none of this namespace, and
+    FloorError.
+    """
+    name = catalogue_name(namespace, number)
+    try:
+        with floor.read(name, [(0, LENGTH.size)]) as (start,):
+            (size,) = LENGTH.unpack(start)
+        if size > MAX_BYTES:
+            raise ValueError(f"{size} bytes: at most {MAX_BYTES} are read.")
+        with floor.read(name, [(LENGTH.size, LENGTH.size + size)]) as (data,):
+            geometry = Geometry.decode(bytes(data))
+    except BeyondEnd as error:
+        raise ValueError(str(error)) from None
+    if (belongs := namespace_of(geometry)[0]) != namespace:
+        raise ValueError(f"it belongs to namespace {belongs}.")
+    return geometry
+
+
 class Catalogue:
     """The geometries by digest, as far as they were read. Not thread-safe."""
 
     def __init__(self, floor: Floor, namespace: str) -> None:
-        self._floor, self._prefix = floor, f"{namespace}/geometry/"
+        self._floor, self._namespace = floor, namespace
         self.geometries: dict[bytes, Geometry] = {}
         self.refused: dict[int, str] = {}
         """Why what lies under a number is none, by number."""
@@ -55,17 +79,11 @@ class Catalogue:
                 self.refresh()
 
     def _name(self, number: int) -> str:
-        return f"{self._prefix}{number:02}"
+        return catalogue_name(self._namespace, number)
 
     def _read(self, number: int) -> Geometry | None:
-        name = self._name(number)
         try:
-            with self._floor.read(name, [(0, LENGTH.size)]) as (start,):
-                (size,) = LENGTH.unpack(start)
-            if size > MAX_BYTES:
-                raise ValueError(f"{size} bytes: at most {MAX_BYTES} are read.")
-            with self._floor.read(name, [(LENGTH.size, LENGTH.size + size)]) as (data,):
-                return Geometry.decode(bytes(data))
-        except (ValueError, BeyondEnd) as error:
+            return read_geometry(self._floor, self._namespace, number)
+        except ValueError as error:
             self.refused[number] = str(error)
             return None

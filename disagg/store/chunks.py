@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
+from math import isqrt
 
 import numpy as np
 
@@ -52,15 +53,16 @@ class ChunkLayout:
 
     @cached_property
     def blocks(self) -> Ints:
-        edges, regions_in = {0, self.nbytes}, self.layout.regions_in
+        edges, count = [np.array([0, self.nbytes])], 0
         for buffer in self.layout.buffers:
-            for item in range(buffer.items):
-                base = buffer.base + item * buffer.item_stride
-                for edge in _edges(regions_in[buffer.name]):
-                    edges.add(base + edge)
-                    if len(edges) > MAX_BLOCKS:
-                        raise ValueError(f"an object of {MAX_BLOCKS} blocks or more.")
-        return np.array(sorted(edges), dtype=np.int64)
+            inside = islice(_edges(self.layout.regions_in[buffer.name]), MAX_BLOCKS + 1)
+            of_item = np.unique(np.fromiter(inside, dtype=np.int64))
+            count += len(of_item) * buffer.items
+            if count > MAX_BLOCKS:
+                raise ValueError(f"an object of more than {MAX_BLOCKS} blocks.")
+            items = buffer.base + np.arange(buffer.items) * buffer.item_stride
+            edges.append((items[:, None] + of_item).ravel())
+        return np.unique(np.concatenate(edges))
 
     def address(self, chunk: int, tokens: int | None = None) -> RequestAddress:
         """Where chunk number `chunk` of a request lies in its object. The request has `tokens`
@@ -167,7 +169,8 @@ def _space(space: Space, packed: bool, tokens: int) -> Space:
             entries = tokens // space.tokens_per_entry // space.held.ranks
     return replace(
         space,
-        name=f"{space.name}.packed" if packed else space.name,
+        # of an object it ends so already
+        name=f"{space.name.removesuffix('.packed')}.packed" if packed else space.name,
         entries_per_item=entries,
         reserved=0,
         ids=None,
@@ -183,8 +186,10 @@ def _ring(space: Space, entries: int) -> int | None:
     if space.window is None or space.partial or space.interleave is not None:
         return None
     kept = space.window + space.window_step - 1
-    sizes = range(space.window_step, entries, space.window_step)
-    return next((size for size in sizes if size >= kept and entries % size == 0), None)
+    low = (number for number in range(1, isqrt(entries) + 1) if entries % number == 0)
+    sizes = (size for number in low for size in (number, entries // number))
+    usable = (size for size in sizes if kept <= size < entries and size % space.window_step == 0)
+    return min(usable, default=None)
 
 
 def _item(space: Space, regions: Sequence[Region]) -> tuple[int, list[Region]]:

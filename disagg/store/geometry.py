@@ -31,6 +31,8 @@ MAX_PARTS = 1 << 10
 MAX_BYTES = 16 << 20
 """Of a geometry's description."""
 MAX_OBJECT_BYTES = 1 << 34
+MAX_ALL_BLOCKS = 1 << 20
+"""Of the objects that a chunk has in a geometry."""
 DIGEST_BYTES = 16
 
 
@@ -55,6 +57,11 @@ class Geometry:
     ) -> Geometry:
         """Of an engine's ranks. Raises ValueError where a chunk would cut an item."""
         parts = tuple(chunk_layouts(rank, chunk_tokens) for rank in elected(ranks))
+        if sum(len(one.blocks) for part in parts for one in part.values()) > MAX_ALL_BLOCKS:
+            raise ValueError(
+                f"a chunk of {chunk_tokens} tokens would have more than {MAX_ALL_BLOCKS} blocks in "
+                "all ranks."
+            )
         checked = dict(sorted(checked_conventions(conventions).items()))
         return Geometry(chunk_tokens, checked, parts)
 
@@ -83,11 +90,14 @@ class Geometry:
             raise ValueError(f"version {document.version}: this kvpool reads version {VERSION}.")
         conventions = checked_conventions(document.conventions)
         tokens = document.chunk_tokens
-        parts = tuple(
-            {kind: _checked_part(kind, layout, tokens) for kind, layout in part.items()}
-            for part in document.parts
-        )
-        geometry = Geometry(tokens, conventions, parts)
+        parts, left = list[dict[str, ChunkLayout]](), MAX_ALL_BLOCKS
+        for named in document.parts:
+            part = {kind: _checked_part(kind, layout, tokens) for kind, layout in named.items()}
+            left -= sum(len(one.blocks) for one in part.values())
+            if left < 0:  # each has few, but they stay in memory
+                raise ValueError(f"more than {MAX_ALL_BLOCKS} blocks in all parts.")
+            parts.append(part)
+        geometry = Geometry(tokens, conventions, tuple(parts))
         if geometry.encoded != data:
             raise ValueError("not the bytes in which a writer says this.")
         return geometry
@@ -114,7 +124,7 @@ def namespace(
     """The name of what may be shared, 32 hexadecimal digits, and the text of which that is the
     digest. Of drafts nothing is in it: who has none reads the target's state.
     """
-    state: dict[str, list[object]] = {}
+    state: dict[str, list[list[object]]] = {}
     for rank in ranks:
         for region in rank.regions:
             if region.owner == "target":
@@ -122,7 +132,10 @@ def namespace(
                 for axis in region.inner_axes:
                     elements *= axis.total
                 per = rank.space_of(region).tokens_per_entry
-                state[region.role] = [region.dtype, elements, per, region.packing]
+                # layers may differ, and be in another order in another engine
+                form = [region.dtype, elements, per, region.packing]
+                if form not in state.setdefault(region.role, []):
+                    state[region.role].append(form)
     text = json.dumps(
         {
             "version": VERSION,
@@ -130,11 +143,19 @@ def namespace(
             "layers": max(rank.total_kv_layers for rank in ranks),
             "model": conventions.get("model"),
             "weights": conventions.get("weights"),
-            "state": dict(sorted(state.items())),
+            "state": {role: sorted(forms, key=repr) for role, forms in sorted(state.items())},
         },
         separators=(",", ":"),
     )
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest(), text
+
+
+def namespace_of(geometry: Geometry) -> tuple[str, str]:
+    """As `namespace`, of what an engine writes. Raises ValueError for a geometry without state."""
+    layouts = [chunk.layout for part in geometry.parts for chunk in part.values()]
+    if not layouts:
+        raise ValueError("no part of this geometry has state.")
+    return namespace(layouts, geometry.conventions, geometry.chunk_tokens)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ OUTCOMES = {
     "dropped": "objects for which there was no room in memory, and their bytes",
     "gone": "objects of which state was gone before it was written, and their bytes",
 }
+OF_BYTES = {"read", "written", "already there", "not written", "dropped", "gone"}
+"""Outcomes whose sizes are bytes; of the others they are tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,16 @@ class StoreStats:
     sizes: Mapping[str, int]
     reasons: Mapping[str, str]
     queued_bytes: int = 0
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """The sizes that are tokens, by outcome."""
+        return {name: size for name, size in self.sizes.items() if name not in OF_BYTES}
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """The sizes that are bytes, by outcome."""
+        return {name: size for name, size in self.sizes.items() if name in OF_BYTES}
 
 
 class Outcomes:

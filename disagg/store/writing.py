@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from disagg.plan import TransferPlan, plan
 from disagg.plan.lookup import IncompleteTransfer
@@ -13,13 +16,15 @@ from disagg.store.catalogue import CatalogueFull
 from disagg.store.chunks import ChunkLayout, elected, of_kind
 from disagg.store.floors.base import Floor, FloorError
 from disagg.store.geometry import Geometry
-from disagg.store.objects import ObjectId, encode_head
+from disagg.store.objects import NO_PARENT, ObjectId, encode_head
 from disagg.store.stats import Outcomes
 from disagg.store.workers import Workers
 from kvpool.layout import PoolLayout, RequestAddress
 
 KNOWN_NAMES = 1 << 16
 """Names of objects that are there, as far as this process remembers."""
+KNOWN_SECONDS = 600.0
+"""For how long: floors evict."""
 
 
 class Writer:
@@ -51,7 +56,7 @@ class Writer:
         self._workers = Workers(threads, "kvpool store writer")
         self._lock = threading.Lock()
         self._queued = 0
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[str, float] = OrderedDict()
         self._damaged = damaged
 
     def write(self, keys: Sequence[bytes], address: RequestAddress, chunks: range) -> int:
@@ -60,6 +65,7 @@ class Writer:
         """
         count = 0
         for chunk in chunks:
+            parent = keys[chunk - 1] if chunk else NO_PARENT
             for kind, part in self._geometry.parts[self._rank].items():
                 if not self._listed(kind, address):
                     continue
@@ -67,7 +73,7 @@ class Writer:
                 if not ends and self._overwritten(kind, (chunk + 1) * part.tokens):
                     continue
                 identity = ObjectId(kind, keys[chunk], self._geometry.digest, self._rank, chunk)
-                count += self._write(identity, part, address)
+                count += self._write(identity, parent, part, address)
         return count
 
     def _listed(self, kind: str, address: RequestAddress) -> bool:
@@ -98,11 +104,12 @@ class Writer:
     def close(self, timeout: float) -> bool:
         return self._workers.close(timeout)
 
-    def _write(self, identity: ObjectId, part: ChunkLayout, address: RequestAddress) -> bool:
+    def _write(
+        self, identity: ObjectId, parent: bytes, part: ChunkLayout, address: RequestAddress
+    ) -> bool:
         name = identity.name(self._namespace)
         with self._lock:
-            if name in self._known:
-                self._known.move_to_end(name)
+            if self._known.get(name, 0.0) > time.monotonic():
                 return False
             if self._queued + part.nbytes > self._room:
                 self._outcomes.count("dropped", part.nbytes)
@@ -119,7 +126,8 @@ class Writer:
         if data is None:
             self._put_done(part.nbytes)
             return False
-        self._workers.do(lambda: self._put(name, identity, part, data))
+        head = partial(encode_head, identity, parent, part, data)  # digests take their time
+        self._workers.do(lambda: self._put(name, part.nbytes, head, data))
         return True
 
     def _gather(self, identity: ObjectId, part: ChunkLayout, address: RequestAddress) -> Bytes:
@@ -134,37 +142,38 @@ class Writer:
         staging.gather(batch.src, batch.dst, batch.nbytes, part.nbytes)
         return staging.bytes
 
-    def _put(self, name: str, identity: ObjectId, part: ChunkLayout, data: Bytes) -> None:
+    def _put(self, name: str, nbytes: int, head: Callable[[], bytes], data: Bytes) -> None:
         try:
             self._publish(self._geometry)
-            head = encode_head(identity, part, data)
+            parts = [head(), data.data]
             with self._lock:
                 replaces = name in self._damaged
             if replaces:
-                self._floor.put(name, [head, data.data])
-            elif not self._floor.create(name, [head, data.data]):
-                self._outcomes.count("already there", part.nbytes)
+                self._floor.put(name, parts)
+            elif not self._floor.create(name, parts):
+                self._outcomes.count("already there", nbytes)
                 self._remember(name)
                 return
-            self._outcomes.count("written", part.nbytes)
+            self._outcomes.count("written", nbytes)
             self._remember(name)
         except (FloorError, CatalogueFull) as error:
-            self._outcomes.count("not written", part.nbytes, str(error))
+            self._outcomes.count("not written", nbytes, str(error))
         finally:
-            self._put_done(part.nbytes)
+            self._put_done(nbytes)
 
     def _remember(self, name: str) -> None:
         with self._lock:
             self._damaged.pop(name, None)
-            _remember(self._known, name)
+            _remember(self._known, name, time.monotonic() + KNOWN_SECONDS)
 
     def _put_done(self, nbytes: int) -> None:
         with self._lock:
             self._queued -= nbytes
 
 
-def _remember(names: OrderedDict[str, None], name: str) -> None:
+def _remember(names: OrderedDict[str, Any], name: str, value: Any = None) -> None:
     """Adds a name to the latest ones."""
-    names[name] = None
+    names[name] = value
+    names.move_to_end(name)
     if len(names) > KNOWN_NAMES:
         names.popitem(last=False)

@@ -14,7 +14,7 @@ import msgspec
 from disagg.engines.mooncake import MooncakeEngine
 from disagg.protocol import codec, messages
 from kvpool.layout import LayoutError, PoolLayout
-from tests.fuzz import build, digesting, edits, local, machines, planning, samples
+from tests.fuzz import build, digesting, edits, local, machines, planning, samples, stored
 from tests.fuzz.guard import Finding
 from tests.fuzz.stretch import stretched
 
@@ -154,6 +154,7 @@ TARGETS = {
     "plan": Target(planning.run, planning.seeds, planning.mutate),
     "local": Target(local.run, local.seeds, local.mutate),
     "digest": Target(digesting.run, digesting.seeds, mutate_behind),
+    "geometry": Target(stored.run, stored.seeds, stored.mutate),
     "prefill": Target(lambda data: machines.prefill(Provided(data)), machines.seeds, None),
     "decode": Target(lambda data: machines.decode(Provided(data)), machines.seeds, None),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,9 +13,14 @@ from typing import get_args
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.cli.bench.case import COPY, Measurement
 from disagg.cli.bench.report import BenchReport
-from disagg.cli.hand_off import Geometry, HandOff, read_side
+from disagg.cli.hand_off import Geometry as Split, HandOff, read_side
 from disagg.cli.picture import page as explained
+from disagg.cli.store.picture import page as store_page
 from disagg.protocol.metrics import RoomMetrics
+from disagg.store.floors.base import Listed
+from disagg.store.geometry import Geometry
+from disagg.store.upkeep.inventory import Amount, Held, Inventory
+from disagg.store.upkeep.tree import Chunk, linked
 from disagg.testing.judge import Result, Verdict
 from disagg.testing.report import ConformReport, TriedPair
 from disagg.testing.suite import Pair, ServerSettings
@@ -29,6 +35,7 @@ from kvpool.render.svg import svg
 from tests import oracle
 from tests.kvpool.render.test_memory_map import layout_of
 from tests.kvpool.render.test_svg import hybrid
+from tests.pools import hybrid as small_hybrid, mha
 
 TOKENS = 2000
 RATIOS = {
@@ -163,10 +170,44 @@ def model(name: str) -> PoolLayout:
     return model_layout(name, {"--dtype": "fp8", "--draft": True})[0]
 
 
-def handing_over(model: str, prefill: Geometry, decode: Geometry) -> HandOff:
+def handing_over(model: str, prefill: Split, decode: Split) -> HandOff:
     """What `kvpool explain` draws of a model that is split and stored so on both sides."""
     sides = read_side("prefill", [model], prefill), read_side("decode", [model], decode)
     return HandOff(*sides, TOKENS)
+
+
+def stored() -> str:
+    """A page of a store: prompts that part again and again, some without their beginning, states at
+    some ends, and conventions that are long.
+    """
+    source = random.Random(3)
+    inventory, chunks = Inventory(), list[Chunk]()
+    for model, pool in (("llama", mha(num_pages=9)), ("qwen_" * 9, small_hybrid(num_pages=9))):
+        said = {
+            "model": model,
+            "quantization": "a_long_name_without_spaces_" * 3,
+            "weights": "0f" * 32,
+        }
+        geometry = Geometry.of([pool.layout], said, 256)
+        held = inventory.namespaces[model] = Held(f"{len(chunks):032x}", {0: geometry})
+        for number in range(60):
+            parents = [chunk for chunk in chunks if chunk.namespace == held.namespace]
+            parent = source.choice(parents[-6:]) if parents and number % 17 else None
+            chunk = Chunk(held.namespace, source.randbytes(32), used=1.8e9 + 3600 * number)
+            chunk.number = (parent.number or 0) + 1 if parent else 3 * (number > 0)
+            chunk.parent = parent.key if parent else source.randbytes(32)
+            chunks.append(chunk)
+            for kind in geometry.parts[0]:
+                if kind != "state" or number % 3 == 0:
+                    chunk.kinds.add(kind)
+                    entry = Listed("", geometry.parts[0][kind].nbytes, chunk.used)
+                    chunk.nbytes += entry.size
+                    held.amounts.setdefault((geometry.digest, kind), Amount()).add(entry)
+                    held.keys.add(chunk.key)
+        held.amounts[bytes(16), "full"] = Amount(3, 1 << 14)
+    lost = Chunk("", b"l" * 32)
+    lost.why = f"{'0' * 64}.0.full: its head says b'0000', which is no object of a store."
+    return store_page("file:///cache", inventory, linked([*chunks, lost]))
 
 
 PICTURES: dict[str, Callable[[], str]] = {
@@ -176,13 +217,12 @@ PICTURES: dict[str, Callable[[], str]] = {
     "map-states.html": lambda: html(of_a_shard(), "a hybrid model, rank 1 of 4"),
     "map-states.svg": lambda: svg(of_a_shard(), "a hybrid model, rank 1 of 4"),
     "bench.html": lambda: chart_html(report().chart(), report().header()),
-    "explain.html": lambda: explained(
-        handing_over("llama_3_1_70b", Geometry(tp=8), Geometry(tp=4))
-    ),
+    "explain.html": lambda: explained(handing_over("llama_3_1_70b", Split(tp=8), Split(tp=4))),
     "explain-states.html": lambda: explained(
-        handing_over("qwen3_next_80b", Geometry(tp=2, page_size=64), Geometry(tp=4, page_size=16))
+        handing_over("qwen3_next_80b", Split(tp=2, page_size=64), Split(tp=4, page_size=16))
     ),
     "conform.html": lambda: conformed().html(),
+    "store.html": stored,
     "handoff.html": lambda: chart_html(timeline(rooms())),
 }
 """By the name of the file."""

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import typer
 
+from disagg.cli.store.check import check
+from disagg.cli.store.explain import explain
+from disagg.cli.store.gc import gc
+from disagg.cli.store.ls import ls
 from disagg.cli.store.serve import serve
+from disagg.cli.store.show import show
 
 store = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-store.command()(serve)
+for command in (ls, show, check, explain, gc, serve):
+    store.command()(command)
 
 
 @store.callback()
@@ -21,5 +27,6 @@ def _about() -> None:
 
     \b
     Example:
+      kvpool store ls file:///cache
       kvpool store serve --memory 64GiB
     """

@@ -97,9 +97,10 @@ class Floor(Protocol):
         """Waits for calls that run, as long as those are bounded. May be called again."""
 
 
-def open_floor(url: str) -> Floor:
+def open_floor(url: str, *, notes_use: bool = True) -> Floor:
     """The floor of a URL: memory://name, file:///path, s3://bucket/prefix, gs://bucket/prefix,
-    az://container/prefix, mooncake://host:port.
+    az://container/prefix, mooncake://host:port. Without `notes_use`, what is
+    read counts no more as used than before: for who only looks at what is there.
 
     Raises ValueError for another URL, MissingExtra without the package that it needs, and
     FloorError for a path that cannot be used.
@@ -112,7 +113,7 @@ def open_floor(url: str) -> Floor:
     if parsed.scheme == "file":
         from disagg.store.floors.folder import FolderFloor
 
-        return FolderFloor(parsed)
+        return FolderFloor(parsed, notes_use)
     from disagg.store.floors.object_store import ObjectFloor
 
     return ObjectFloor(parsed)

@@ -39,8 +39,9 @@ class FolderFloor(ObjectFloor):
     minute, so that the least recently used can be found.
     """
 
-    def __init__(self, url: FloorURL) -> None:
+    def __init__(self, url: FloorURL, notes_use: bool = True) -> None:
         super().__init__(url)
+        self._notes_use = notes_use
         self._root = os.fsencode(url.path)
         self._staging = Staging(STAGING_BYTES)
 
@@ -95,7 +96,8 @@ class FolderFloor(ObjectFloor):
                 size = os.fstat(file).st_size
                 last = max(stop for _, stop in spans.spans)
                 raise BeyondEnd(f"{self._url}: {name} ends at byte {size}, before {last}.")
-            _note_use(file)
+            if self._notes_use:
+                _note_use(file)
             yield cut(spans, buffers)
 
     @contextmanager

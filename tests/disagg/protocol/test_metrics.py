@@ -21,11 +21,14 @@ from disagg.protocol.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, 
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.status import Failure
+from disagg.store import Store
+from disagg.store.stats import OUTCOMES
 from kvpool import Allocator, PrefixCache
 from kvpool.extras import MissingExtra
 from tests.disagg.protocol.pair import Pair
 from tests.oracle import merged, place
 from tests.pools import mla, swa
+from tests.processes import until
 
 TOKENS = 29
 ROOM = {"num_pages": 20, "num_window_pages": 40}
@@ -242,6 +245,30 @@ def test_what_a_prefix_cache_found_and_keeps_is_served():
         'kvpool_prefix_items_total{allocator="a",change="removed"} 3.0',
         'kvpool_kept_items{allocator="a",ids="kv"} 4.0',
     }
+
+
+def test_what_has_become_of_a_store_is_served():
+    pool = mla(num_pages=9)
+    with Store("memory://metrics", pool.layout, chunk_tokens=16) as store:
+        assert store.lookup(range(40)) == 0
+        store.write(range(40), place(pool, 32))
+        until(lambda: not store.stats().queued_bytes)
+        assert store.lookup(range(40)) == 32
+        with export({}, stores={"s": store}) as server:
+            samples = scrape(server)
+    chunk = 4 * 16 * (16 + 8) * 2  # of four layers
+    assert samples > {
+        'kvpool_store_outcomes_total{outcome="hit",store="s"} 1.0',
+        'kvpool_store_outcomes_total{outcome="miss",store="s"} 1.0',
+        'kvpool_store_outcomes_total{outcome="written",store="s"} 2.0',
+        'kvpool_store_tokens_total{outcome="hit",store="s"} 32.0',
+        f'kvpool_store_bytes_total{{outcome="written",store="s"}} {2.0 * chunk}',
+        'kvpool_store_bytes_total{outcome="dropped",store="s"} 0.0',
+        'kvpool_store_queued_bytes{store="s"} 0.0',
+    }
+    outcomes = [s for s in samples if s.startswith("kvpool_store_outcomes_total")]
+    sizes = [s for s in samples if s.startswith(("kvpool_store_tokens", "kvpool_store_bytes"))]
+    assert len(outcomes) == len(sizes) == len(OUTCOMES)
 
 
 def test_no_endpoints_are_served_as_such_and_a_closed_server_gives_its_port_back():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -405,3 +406,17 @@ def test_a_hit_may_have_to_be_a_multiple_of_more_than_a_chunk(written):
     with store:
         assert outcome(store, store.ask(PROMPT, step=2 * CHUNK)).hit.tokens == 2 * CHUNK
         assert outcome(store, store.ask(PROMPT, step=5)).hit.tokens == 0
+
+
+def test_what_was_evicted_is_written_again(written, monkeypatch):
+    monkeypatch.setattr("disagg.store.writing.KNOWN_SECONDS", 0.05)
+    pool, store = reader(written, conventions={"model": "m", "rope": "a"})
+    address = oracle.filled(pool, TOKENS, 1)
+    with store:
+        assert put(store, PROMPT[:TOKENS], address) == 3  # it does not know that they are there
+        assert put(store, PROMPT[:TOKENS], address) == 0
+        object_of(written, 1).unlink()
+        time.sleep(0.06)
+        assert put(store, PROMPT[:TOKENS], address) == 3
+        assert store.stats().counts["written"] == 1
+        assert store.lookup(PROMPT) == TOKENS

@@ -1,0 +1,154 @@
+"""A page that draws a store: bytes by geometry and kind, and the trees of prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from disagg.cli.store.common import counted, used_word, when
+from disagg.cli.store.ls import model_words
+from disagg.store.chunks import KINDS
+from disagg.store.upkeep.inventory import Held, Inventory
+from disagg.store.upkeep.tree import Chunk, Forest, Run, runs
+from kvpool.render.chart import COLOURS, Chart, ChartRow, Kind, Mark, Panel, chart_html, linear_axis
+from kvpool.render.text import human
+
+PAINT = dict(zip(KINDS, COLOURS))
+BEFORE, MISSING = "var(--line)", COLOURS[3]
+MOST_RUNS = 400
+"""Of a namespace: rows of its trees that are drawn."""
+MOST_MARKS = 200
+"""Of a row: states that are drawn, the last ones."""
+MOST_DEPTH = 8
+"""By how many steps a row is moved to the right."""
+UNITS = 1, 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+
+def page(url: str, inventory: Inventory, forest: Forest) -> str:
+    """One self-contained page."""
+    total = inventory.amount()
+    notes = [
+        "A row of a tree is a run of chunks, each the only one to follow the one before. Rows "
+        "below it, moved to the right, are what goes on from its end.",
+        *(f"{chunk.key.hex()[:16]}: no head can be read: {chunk.why}" for chunk in forest.lost[:8]),
+    ]
+    if len(forest.lost) > 8:
+        notes.append(f"And {len(forest.lost) - 8:,} more chunks without a head that can be read.")
+    if inventory.foreign.objects:
+        many = counted(inventory.foreign.objects, "object")
+        notes.append(f"Not drawn: {many} not named as a store's.")
+    namespaces = inventory.namespaces.values()
+    chart = Chart(
+        title=f"{url}: {counted(total.objects, 'object')}, {human(total.nbytes)}",
+        legend=[
+            ("bar", PAINT["full"], "full: state that every position keeps"),
+            ("thin", PAINT["window"], "window: state of the last positions"),
+            ("tick", PAINT["state"], "state: once a request, at a chunk's end"),
+            ("thin", BEFORE, "the prefix before"),
+            ("thin", MISSING, "a prefix before that is not there"),
+        ],
+        panels=[
+            *([_amounts(inventory)] if inventory.namespaces else []),
+            *(panel for held in namespaces for panel in _trees(url, held, forest)),
+        ],
+        notes=notes,
+    )
+    return chart_html(chart)
+
+
+def _amounts(inventory: Inventory) -> Panel:
+    """Bytes of each geometry, by kind."""
+    sizes = [
+        held.amount(digest).nbytes
+        for held in inventory.namespaces.values()
+        for digest in held.digests()
+    ]
+    most = max(sizes, default=0)
+    unit = max(size for size in UNITS if size <= max(most, 1))
+    axis = linear_axis(most / unit, lambda value: human(value * unit))
+    rows: list[ChartRow | str] = []
+    for held in inventory.namespaces.values():
+        chunks = counted(len(held.keys), "chunk")
+        rows.append(f"{held.namespace[:12]} {model_words(held)}: {chunks}")
+        for digest in held.digests():
+            rows.append(_geometry_row(held, digest, unit))
+    return Panel("bytes by namespace and geometry", axis, rows)
+
+
+def _geometry_row(held: Held, digest: bytes, unit: int) -> ChartRow:
+    geometry, number = held.geometry(digest), held.number(digest)
+    name = f"geometry {digest.hex()[:16]}, which the catalogue does not have"
+    if geometry is not None:
+        said = [f"{name}={value}" for name, value in geometry.conventions.items()]
+        ranks = counted(len(geometry.parts), "rank")
+        name = f"geometry {number}: {', '.join([ranks, *said[:4]])}"
+    marks, start = [], 0.0
+    for kind in KINDS:
+        amount = held.amount(digest, kind)
+        if amount.objects:
+            end = start + amount.nbytes / unit
+            words = f"{kind}: {counted(amount.objects, 'object')}, {human(amount.nbytes)}"
+            marks.append(Mark("bar", start, end, PAINT[kind], words))
+            start = end
+    total = held.amount(digest)
+    return ChartRow(name, f"{counted(total.objects, 'object')}, {human(total.nbytes)}", marks)
+
+
+def _trees(url: str, held: Held, forest: Forest) -> Iterator[Panel]:
+    """The trees of a namespace, the largest first."""
+    roots = [root for root in forest.roots if root.namespace == held.namespace]
+    if not roots:
+        return
+    tokens = held.chunk_tokens or 1
+    trees = sorted(([*runs(root)] for root in roots), key=_tree_bytes, reverse=True)
+    every = [run for tree in trees for run in tree]
+    last = max(run.first + len(run.chunks) for run in every)
+    axis = linear_axis(last * tokens, lambda value: f"{value:,.0f}")
+    rows: list[ChartRow | str] = [
+        _run_row(run, tokens, used_word(url)) for run in every[:MOST_RUNS]
+    ]
+    if every[MOST_RUNS:]:
+        rest = sum(len(run.chunks) for run in every[MOST_RUNS:])
+        rows.append(f"and {len(every) - MOST_RUNS:,} more rows, of {counted(rest, 'chunk')}")
+    unit = "tokens" if held.chunk_tokens else "chunks"
+    words = f"prefixes of {held.namespace[:12]} {model_words(held)}, in {unit}"
+    yield Panel(f"{words}: {counted(len(roots), 'tree')}", axis, rows)
+
+
+def _tree_bytes(tree: Sequence[Run]) -> int:
+    return sum(run.nbytes for run in tree)
+
+
+def _run_row(run: Run, tokens: int, used: str) -> ChartRow:
+    first, stop = run.first, run.first + len(run.chunks)
+    indent = "\u00a0\u00a0" * min(run.depth, MOST_DEPTH) + ("\u2514 " if run.depth else "")
+    name = f"{indent}{run.chunks[0].key.hex()[:8]}: {first * tokens:,} to {stop * tokens:,}"
+    last = max((chunk.used or 0.0 for chunk in run.chunks), default=0.0)
+    figure = f"{counted(len(run.chunks), 'chunk')}, {human(run.nbytes)}"
+    marks: list[Mark] = []
+    if first:
+        colour = BEFORE if run.depth else MISSING
+        words = "the prefix before" if run.depth else "a prefix that is not there: no hit ends here"
+        marks.append(Mark("thin", 0.0, first * tokens, colour, words))
+    when_used = f", last {used} {when(last)} UTC" if last else ""
+    shapes: tuple[tuple[str, Kind], ...] = (("full", "bar"), ("window", "thin"))
+    for kind, shape in shapes:
+        for start, end in _stretches(run, kind):
+            words = f"{kind}: tokens {start * tokens:,} to {end * tokens:,}{when_used}"
+            marks.append(Mark(shape, start * tokens, end * tokens, PAINT[kind], words))
+    ends = [end + 1 for end, chunk in enumerate(run.chunks, first) if "state" in chunk.kinds]
+    for end in ends[-MOST_MARKS:]:
+        words = f"state after {end * tokens:,} tokens{when_used}"
+        marks.append(Mark("tick", end * tokens, end * tokens, PAINT["state"], words))
+    branches = f", goes on in {run.branches:,}" if run.branches else ""
+    return ChartRow(name, figure + branches, marks)
+
+
+def _stretches(run: Run, kind: str) -> Iterator[tuple[int, int]]:
+    """Chunks one after the other that have objects of a kind: the first, and the one behind."""
+    start: int | None = None
+    for number, chunk in enumerate([*run.chunks, Chunk("", b"")], run.first):
+        if kind in chunk.kinds:
+            start = number if start is None else start
+        elif start is not None:
+            yield start, number
+            start = None
