@@ -21,9 +21,10 @@ which prefixes go on where.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,9 +32,6 @@ from disagg.digest.cell_hash import Hashes
 from disagg.portable.staging import Bytes
 from disagg.store.chunks import KINDS, ChunkLayout
 from kvpool.extras import needed_by
-
-with needed_by("disagg.store"):
-    from xxhash import xxh3_64_intdigest
 
 MAGIC = b"KVPOOL\0\1"
 _FIXED = struct.Struct("<8sB7x32s16sIIQ")
@@ -81,10 +79,10 @@ def head_bytes(layout: ChunkLayout) -> int:
 def encode_head(identity: ObjectId, parent: bytes, layout: ChunkLayout, data: Bytes) -> bytes:
     """The head of an object with these bytes of data. `parent` is the key of the chunk before."""
     edges = layout.blocks.tolist()
-    values = [xxh3_64_intdigest(data[start:stop].data) for start, stop in pairwise(edges)]
+    values = [_digest()(data[start:stop].data) for start, stop in pairwise(edges)]
     start = _fixed(identity, layout) + _PARENT.pack(parent)
     covered = start + np.array(values, dtype=_DIGEST).tobytes()
-    return covered + np.array([xxh3_64_intdigest(covered)], dtype=_DIGEST).tobytes()
+    return covered + np.array([_digest()(covered)], dtype=_DIGEST).tobytes()
 
 
 def decode_start(data: bytes | memoryview) -> Start:
@@ -109,7 +107,7 @@ def decode_head(head: bytes | memoryview, identity: ObjectId, layout: ChunkLayou
     if data[: _FIXED.size] != expected:
         raise Damaged(f"its head says {_words(data)}, not {_words(expected)}.")
     values = np.frombuffer(data, dtype=_DIGEST, offset=START_BYTES)
-    if int(values[-1]) != xxh3_64_intdigest(data[: -_DIGEST.itemsize]):
+    if int(values[-1]) != _digest()(data[: -_DIGEST.itemsize]):
         raise Damaged("its head is damaged: its digest is another.")
     return values[:-1]
 
@@ -127,8 +125,16 @@ def check_blocks(
         if len(data) != edges[-1]:
             raise Damaged(f"blocks {blocks.start} to {blocks.stop - 1} have {len(data)} bytes.")
         for block, start, stop in zip(blocks, edges, edges[1:]):
-            if xxh3_64_intdigest(data[start:stop]) != int(digests[block]):
+            if _digest()(data[start:stop]) != int(digests[block]):
                 raise Damaged(f"block {block} of {len(digests)} is damaged: its digest is another.")
+
+
+@cache
+def _digest() -> Callable[[Any], int]:
+    with needed_by("disagg.store"):
+        from xxhash import xxh3_64_intdigest
+
+    return xxh3_64_intdigest
 
 
 def _fixed(identity: ObjectId, layout: ChunkLayout) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,8 +59,17 @@ def arena(folder: Path, **pythons: str) -> Iterator[Arena]:
     assert not left(folder)
 
 
-def left(folder: Path) -> list[str]:
-    """Processes whose command line or environment names the folder."""
+def left(folder: Path, seconds: float = 20.0) -> list[str]:
+    """Processes whose command line or environment names the folder, and that do not end by then: a
+    server that is killed leaves workers that take a moment.
+    """
+    until = time.monotonic() + seconds
+    while (found := _processes(folder)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def _processes(folder: Path) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

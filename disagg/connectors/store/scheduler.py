@@ -146,10 +146,12 @@ class StoreScheduler:
         first = min([request.stored, *(n // self._chunk - 1 for n in ends)])
         if due <= first:
             return
+        keys = self._keys(request, due)
         self._step.writes.append(
             StoreWrite(
                 request=name,
-                keys=self._keys(request, due)[first:],
+                parent=keys[first - 1] if first else None,
+                keys=keys[first:],
                 first=first,
                 blocks=blocks(),
                 computed=stop,

@@ -71,11 +71,13 @@ class StoreRead:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreWrite:
     """Chunks from number `first` on, of `keys`, are written from `blocks`, where this step has
-    computed `computed` tokens. Of state that a request has once, only what lies at a chunk's end:
-    where `computed` is one, and in `states`.
+    computed `computed` tokens; `parent` is the key of the chunk before the first, if any. Of state
+    that a request has once, only what lies at a chunk's end: where `computed` is one, and in
+    `states`.
     """
 
     request: str
+    parent: bytes | None
     keys: tuple[bytes, ...]
     first: int
     blocks: Blocks

@@ -103,8 +103,9 @@ class StoreWorker:
     def _write(self, write: StoreWrite) -> None:
         if self._store is None:
             return
-        # chunks before the first are not written: nobody asks for their keys
-        keys = ChunkKeys((b"",) * write.first + write.keys)
+        # of the chunks before the first, the last one's key is asked for only
+        before = () if write.parent is None else (write.parent,) * write.first
+        keys = ChunkKeys(before + write.keys)
         chunk = self._settings.chunk_tokens
         stop = len(keys.keys) * chunk
         address = block_table(self._groups, write.blocks, write.computed)

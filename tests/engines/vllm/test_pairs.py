@@ -81,7 +81,7 @@ def test_states_of_delta_nets_are_equal_across_ranks(there, here, start, expecte
     decode = start("decode", "qwen3_next", **sides[1])
     got = handed_over(prefill.ready(), decode.ready(), prompts(*LENGTHS))
     _, nbytes, wrong = compare(tmp_path)
-    assert nbytes and not wrong
+    assert nbytes and not wrong, f"{wrong}\n{decode.tail()}\n{prefill.tail()}"
     assert there != here or got == expected("qwen3_next", tensor_parallel_size=here)
     prefill.idle()
     decode.idle()

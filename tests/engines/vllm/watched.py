@@ -108,6 +108,7 @@ class WatchedConnector(KvpoolConnector):
     def _watch(self, store: StoreWorker) -> None:
         write, read, results = store._write, store._read, store.results
         asked: dict[str, StoreRead] = {}
+        keys: set[bytes] = set()
         chunk = self._settings.chunk_tokens
 
         def saw_write(told: StoreWrite) -> None:
@@ -115,11 +116,13 @@ class WatchedConnector(KvpoolConnector):
             for number, key in enumerate(told.keys, told.first + 1):
                 tokens = number * chunk
                 blocks = self._stored(told, tokens)
-                if blocks is not None:
+                # what was read may have to be written too, where vLLM has kept it
+                if blocks is not None and key not in keys:
                     self._save("prefill", key.hex(), blocks, tokens)
 
         def saw_read(told: StoreRead) -> None:
             asked[told.request] = told
+            keys.update(told.keys)
             read(told)
 
         def saw_results(stats: Any = None) -> StoreResults:

@@ -167,6 +167,8 @@ def test_chunks_that_were_found_are_not_written_again():
         other.scheduler.computed("r", 100, lambda: longer)
         (write,) = other.step().writes
         assert (write.first, len(write.keys)) == (3, 3)
+        keys = other.scheduler._store.keys([*PROMPT, *range(40)]).keys
+        assert (write.parent, *write.keys) == keys[2:6]
 
 
 def test_only_tokens_that_say_what_they_are_are_keyed():
