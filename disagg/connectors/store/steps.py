@@ -11,6 +11,11 @@ from disagg.protocol.messages import Convention
 from disagg.store import Hit, Store
 from kvpool.layout import PoolLayout
 
+NO_WEIGHTS = (
+    "store: nothing says which weights the model has, without which another model's state could be "
+    "read. Give the model as a folder of safetensors files, or name the weights, for all who share "
+    'the store: "conventions": {"weights": NAME} beside "store".'
+)
 States = Mapping[int, Mapping[int, int]]
 """By number of tokens: by group, the block with the state after so many of a request."""
 
@@ -43,6 +48,9 @@ class Opening:
         """
         if settings.store is None:
             raise ValueError("settings name no store.")
+        document = settings.options(self.conventions)["conventions"]
+        if not document.keys() & {"weights", "revision"}:
+            raise ValueError(NO_WEIGHTS)
         layouts = [PoolLayout.from_msgpack(data) for data in self.ranks]
         layouts[rank] = layout or layouts[rank]
         return Store(
@@ -50,7 +58,7 @@ class Opening:
             layouts[rank],
             ranks=layouts,
             rank=rank,
-            conventions=self.conventions,
+            conventions=document,
             chunk_tokens=settings.chunk_tokens,
             timeout=settings.store_timeout,
         )

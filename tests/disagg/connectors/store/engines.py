@@ -59,7 +59,7 @@ class Engine:
             {"store": url, "chunk_tokens": CHUNK, "store_timeout": timeout, **extra}, "test"
         )
         self.scheduler = StoreScheduler(self.settings, recomputes=recomputes, unit=unit)
-        self.scheduler.open([(self.layout.to_msgpack(), {"model": "m", **dict(said)})])
+        self.scheduler.open([(self.layout.to_msgpack(), {"weights": "w", **dict(said)})])
         self.worker = StoreWorker(self.settings, self.layout, groups, rank=0, log=log)
         self.groups, self.received, self.failed, self.cleared = groups, [], set(), []
         self._ids = itertools.cycle(range(1, BLOCKS))

@@ -346,3 +346,15 @@ def test_a_store_that_a_rank_cannot_open_fails_reads_and_no_engine(monkeypatch):
         assert other.failed == {"r"}
         blocks = other.blocks(60)
         other.compute("r", PROMPT, blocks, 0, 60)
+
+
+def test_weights_that_nothing_names_are_refused_unless_a_setting_does():
+    """Two models of one configuration would read each other's state."""
+    with Engine(fresh()) as engine:
+        rank = [(engine.layout.to_msgpack(), {"model": "m"})]
+        with pytest.raises(ValueError, match="nothing says which weights the model has"):
+            engine.scheduler.open(rank)
+    with Engine(fresh(), conventions={"weights": "by name"}) as engine:
+        engine.scheduler.open(rank)
+    with pytest.raises(ValueError, match="nothing says which weights"):
+        Engine(fresh(), conventions={"weights": None})

@@ -60,7 +60,7 @@ class Requests(StoredRequests):
         self.side = engines.Engine(url or fresh(), state=False)
         super().__init__(self.side.settings, GROUPS, **options)
         layout = self.side.layout.to_msgpack()
-        self.open([SimpleNamespace(layout=layout, conventions={"model": "m"})])
+        self.open([SimpleNamespace(layout=layout, conventions={"weights": "w"})])
 
     def __enter__(self):
         return self
