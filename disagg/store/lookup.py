@@ -79,7 +79,7 @@ class Lookup:
             if time.monotonic() - self._refreshed < seconds:
                 return
             for geometry in self.catalogue.refresh():
-                self._judge(geometry)
+                self.judge(geometry)
             self._refreshed = time.monotonic()
 
     def add(self, geometry: Geometry) -> None:
@@ -89,7 +89,7 @@ class Lookup:
                 return
             self.catalogue.add(geometry)
             for known in list(self.catalogue.geometries.values()):
-                self._judge(known)
+                self.judge(known)
 
     def find(self, keys: Sequence[bytes], step: int = 1) -> Hit:
         """The longest prefix of chunks `keys` of which a floor has all that it needs, and whose
@@ -152,7 +152,8 @@ class Lookup:
                 there = there.reshape(len(left), len(parts))
                 places.update({left[n]: digest for n in np.flatnonzero(there.all(axis=1))})
 
-    def _judge(self, geometry: Geometry) -> None:
+    def judge(self, geometry: Geometry) -> None:
+        """Notes whether this engine can read a geometry."""
         digest = geometry.digest
         if digest in self.usable or digest in self.unusable:
             return

@@ -90,6 +90,7 @@ class Store:
         self._floor: Floor = open_floor(url)
         self._outcomes = Outcomes()
         self._lookup = Lookup(self._floor, self.namespace, ranks, conventions, chunk_tokens)
+        self._lookup.judge(self._geometry)  # known from the start, and read rather than others
         self._reader = Reader(self._floor, self.namespace, layout, conventions)
         self._writer = Writer(
             self._floor,

@@ -9,13 +9,14 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from disagg.store import Store
-from disagg.store.chunks import chunk_layouts
+from disagg.store.chunks import chunk_layouts, of_kind
 from disagg.store.floors.base import open_floor
 from kvpool import Shard
 from kvpool.layout import RequestAddress
@@ -98,6 +99,36 @@ def test_chunks_of_a_prefix_may_be_of_several_writers():
         assert reading.lookup(PROMPT) == TOKENS
         assert got(reading, PROMPT[:TOKENS], address) is None
     oracle.assert_holds(dest, address)
+
+
+def test_what_an_engine_of_ones_kind_has_written_is_found_at_once():
+    """Others are found once their geometry is looked for again."""
+    url, pool, other = fresh(), mha(num_pages=40), mha(num_pages=80, page_size=2)
+    with (
+        stores(url, [pool]) as (one,),
+        stores(url, [pool]) as (two,),
+        stores(url, [other]) as (three,),
+    ):
+        assert two.lookup(PROMPT) == three.lookup(PROMPT) == 0
+        write_all([one], [pool])
+        assert two.lookup(PROMPT) == TOKENS
+
+
+def test_a_stage_of_a_pipeline_may_have_no_windows():
+    """Of three layers the first has full attention: the other stage has windows only."""
+    model = swa(num_pages=40, num_window_pages=40)
+    names = {kind: of_kind(model.layout, kind) for kind in ("full", "window")}
+    stages = [SimpleNamespace(layout=layout) for layout in names.values()]
+    url = fresh()
+    with stores(url, [model]) as (writing,), stores(url, stages) as reading:
+        write_all([writing], [model])
+        address = oracle.place(model, TOKENS, 9)
+        oracle.blank(model)
+        hit = outcome(reading[0], reading[0].ask(PROMPT)).hit
+        assert hit.tokens == TOKENS
+        for store in reading:
+            assert got(store, PROMPT[:TOKENS], address, hit=hit) is None
+    oracle.assert_holds(model, address)
 
 
 @pytest.fixture
