@@ -4,6 +4,7 @@ takes seconds of processor time, the fork milliseconds.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+STACKS = signal.SIGUSR2
+"""At which an engine writes what its threads do to its log."""
 
 
 class Launcher:
@@ -93,6 +96,7 @@ def _child(
     with open(log, "wb") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
+    faulthandler.register(STACKS)
     try:
         with socket.socket(fileno=descriptor) as line:
             run(line, arguments)

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from typing_extensions import Self
 
+from tests.engines.launcher import STACKS
+
 E = TypeVar("E", bound="Process")
 
 
@@ -94,8 +96,11 @@ class Process:
             self._ready = True
         return self
 
-    def tail(self, characters: int = 6000) -> str:
-        """The end of its log."""
+    def tail(self, characters: int = 8000) -> str:
+        """The end of its log, with what the threads of its first process do now."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process, STACKS)
+            time.sleep(0.5)
         return self.log.read_text(errors="replace")[-characters:]
 
     def ended(self, timeout: float = 60.0) -> bool:

@@ -115,14 +115,21 @@ class Master:
             yield process
 
 
-HOLD = """
-import sys
-from disagg.store.floors.base import open_floor
+JOIN = """
+import sys, time
+from disagg.store.floors.base import FloorError, open_floor
 floor = open_floor(sys.argv[1])
-floor.exists(["joined"])
+for left in range(20, -1, -1):  # on a busy machine a master may take too long to answer
+    try:
+        floor.exists(["joined"])
+        break
+    except FloorError:
+        if not left:
+            raise
+        time.sleep(1)
 print("joined", flush=True)
-sys.stdin.read()
 """
+HOLD = JOIN + "sys.stdin.read()"
 
 
 @contextmanager

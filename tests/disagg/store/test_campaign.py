@@ -70,7 +70,9 @@ def damage(folder, chance):
                 data[chance.randrange(size)] ^= 1 << chance.randrange(8)
                 path.write_bytes(data)
             case "swap":
-                shutil.copy(chance.choice(files), path)
+                others = [file for file in files if file != path and file.exists()]
+                if others:
+                    shutil.copy(chance.choice(others), path)
             case "delete":
                 path.unlink()
             case "empty":

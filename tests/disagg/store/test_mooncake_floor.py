@@ -15,7 +15,7 @@ import pytest
 
 from disagg.store.floors import staging as staging_module
 from disagg.store.floors.base import FloorError, FloorFull, NotThere, open_floor
-from tests.disagg.store.servers import MIB, Master, memory_of, stopped
+from tests.disagg.store.servers import JOIN, MIB, Master, memory_of, stopped
 from tests.processes import started, until
 
 REPLICA_IS_NOT_READY = -703
@@ -471,15 +471,13 @@ def test_a_floor_that_is_dropped_leaves_its_cluster():
         other.close()
 
 
-UNCLOSED = """
-import sys
-from disagg.store.floors.base import open_floor
-floor = open_floor(sys.argv[1])
-floor.exists(["a"])
-print("used", flush=True)
+UNCLOSED = (
+    JOIN
+    + """
 if sys.argv[2:]:
     sys.stdin.read()
 """
+)
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["with its master", "without"])
@@ -489,7 +487,7 @@ def test_a_process_ends_although_its_floor_is_open(away):
         command = [sys.executable, "-c", UNCLOSED, master.url(memory="16MiB"), "wait"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         with started(command, **pipes) as user:
-            assert user.stdout.readline() == b"used\n"
+            assert user.stdout.readline() == b"joined\n"
             if away:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
