@@ -23,7 +23,7 @@ BITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
+class RankSplit:
     """How a side splits and stores models: None for what is not asked, the model's default. With
     `draft`, its models have their draft layers, and its layout files what they have.
     """
@@ -166,7 +166,7 @@ def parse_splits(
     packing: str | None,
     draft: bool,
     sides: str = "PREFILL:DECODE",
-) -> list[Geometry]:
+) -> list[RankSplit]:
     """How each of two sides splits and stores a model, of options as `parse_sides` has them;
     `sides` is what a refusal calls them. Raises ValueError.
     """
@@ -179,7 +179,7 @@ def parse_splits(
             )
             for option, text in wholes.items()
         }
-        splits.append(Geometry(**numbers, packing=_of_side(packing, number), draft=draft))
+        splits.append(RankSplit(**numbers, packing=_of_side(packing, number), draft=draft))
     return splits
 
 
@@ -198,14 +198,14 @@ def _whole(option: str, text: str | None, most: int, sides: str) -> int | None:
     return int(text)
 
 
-def read_side(name: str, whats: Sequence[str], geometry: Geometry) -> Side:
+def read_side(name: str, whats: Sequence[str], geometry: RankSplit) -> Side:
     """The ranks of a side. Raises ValueError for what cannot be read, or split and stored so."""
     ranks, files = list[SideRank](), True
     for what in whats:
         layout = read_file(what) if isfile(what) else None
         files &= layout is not None
         ranks += _of_model(what, geometry) if layout is None else [SideRank(what, None, layout)]
-    if files and geometry != Geometry(draft=geometry.draft):
+    if files and geometry != RankSplit(draft=geometry.draft):
         raise ValueError(
             f"{', '.join(whats)}: --tp, --pp, --page-size and --packing cannot change a layout "
             f"file. Leave {name}'s out, or give a model config."
@@ -213,7 +213,7 @@ def read_side(name: str, whats: Sequence[str], geometry: Geometry) -> Side:
     return Side(name, tuple(ranks), files)
 
 
-def _of_model(config: str, geometry: Geometry) -> list[SideRank]:
+def _of_model(config: str, geometry: RankSplit) -> list[SideRank]:
     from kvpool.cli.budget import draft_of, storage
     from kvpool.layout.formats import Shard
     from kvpool.models import declare

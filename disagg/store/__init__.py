@@ -9,6 +9,6 @@ for ended in store.ended(): ...                 # ended.job, ended.failure
 
 from disagg.store.lookup import Hit
 from disagg.store.stats import StoreStats
-from disagg.store.store import ChunkKeys, Ended, Store
+from disagg.store.store import ChunkKeys, EndedJob, Store
 
-__all__ = ["ChunkKeys", "Ended", "Hit", "Store", "StoreStats"]
+__all__ = ["ChunkKeys", "EndedJob", "Hit", "Store", "StoreStats"]

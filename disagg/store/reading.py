@@ -43,7 +43,7 @@ class ReadJob:
     """Held while something is written to the pool."""
 
 
-class Reader:
+class ObjectReader:
     """Reads objects for one rank. Any thread may ask."""
 
     def __init__(

@@ -19,10 +19,10 @@ from disagg.store.floors.base import Floor, FloorError, NotThere, open_floor
 from disagg.store.geometry import Geometry, namespace
 from disagg.store.lookup import Hit, Lookup
 from disagg.store.objects import Damaged
-from disagg.store.reading import Reader, ReadJob
+from disagg.store.reading import ObjectReader, ReadJob
 from disagg.store.stats import Outcomes, StoreStats
 from disagg.store.workers import Workers
-from disagg.store.writing import Writer
+from disagg.store.writing import ObjectWriter
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.prefix.chain import Chain, token_ids
 
@@ -43,7 +43,7 @@ class ChunkKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedJob:
     """A lookup or read has ended. `hit`, of a lookup, is what there is; `failure` says why a read
     has failed, or a lookup found nothing because the floor did not answer.
     """
@@ -91,8 +91,8 @@ class Store:
         self._outcomes = Outcomes()
         self._lookup = Lookup(self._floor, self.namespace, ranks, conventions, chunk_tokens)
         self._lookup.judge(self._geometry)  # known from the start, and read rather than others
-        self._reader = Reader(self._floor, self.namespace, layout, conventions)
-        self._writer = Writer(
+        self._reader = ObjectReader(self._floor, self.namespace, layout, conventions)
+        self._writer = ObjectWriter(
             self._floor,
             self.namespace,
             ranks,
@@ -111,7 +111,7 @@ class Store:
         self._asked: dict[int, float] = {}
         """Deadlines of lookups."""
         self._reads: dict[int, ReadJob] = {}
-        self._ended: dict[int, Ended] = {}
+        self._ended: dict[int, EndedJob] = {}
         self._pause, self._away_until = PAUSE_SECONDS, 0.0
 
     def keys(self, tokens: npt.ArrayLike, salt: str = "") -> ChunkKeys:
@@ -133,7 +133,7 @@ class Store:
             self._asked[job] = now + self.timeout
         if now < self._away_until:
             self._outcomes.count("away", len(keys.keys) * self.chunk_tokens)
-            self._tell(self._asked, Ended(job, "lookup", Hit(0), f"{self.url} does not answer."))
+            self._tell(self._asked, EndedJob(job, "lookup", Hit(0), f"{self.url} does not answer."))
         else:
             self._workers.do(lambda: self._look(job, keys, step))
         return job
@@ -201,14 +201,14 @@ class Store:
             with read.lock:
                 read.ended = True
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[EndedJob]:
         """Lookups and reads that have ended since the last call; those that are late fail now."""
         self._end_late()
         with self._lock:
             ended, self._ended = list(self._ended.values()), {}
         return ended
 
-    def wait(self, job: int) -> Ended:
+    def wait(self, job: int) -> EndedJob:
         """How a lookup or read ends, which `ended` then does not tell. Waits, `timeout` at most.
         Raises ValueError for a job that is not under way.
         """
@@ -227,7 +227,7 @@ class Store:
             late = [job for job, deadline in self._asked.items() if deadline < now]
             slow = [job for job in self._reads.values() if job.deadline < now]
         for number in late:
-            if self._tell(self._asked, Ended(number, "lookup", Hit(0), why)):
+            if self._tell(self._asked, EndedJob(number, "lookup", Hit(0), why)):
                 self._outcomes.count("unreachable", 0, why)
                 self._is_away()
         for job in slow:
@@ -271,7 +271,7 @@ class Store:
         if job not in self._asked:  # it was late before it began
             return
         hit, failure = self._find(keys, step)
-        self._tell(self._asked, Ended(job, "lookup", hit, failure))
+        self._tell(self._asked, EndedJob(job, "lookup", hit, failure))
 
     def _is_away(self) -> None:
         """The floor has not answered: requests do not wait for it now."""
@@ -337,9 +337,9 @@ class Store:
 
     def _end_read(self, job: ReadJob, failure: str | None) -> None:
         hit = Hit(0 if failure else job.tokens.stop)
-        self._tell(self._reads, Ended(job.number, "read", hit, failure))
+        self._tell(self._reads, EndedJob(job.number, "read", hit, failure))
 
-    def _tell(self, under_way: dict[int, Any], ended: Ended) -> bool:
+    def _tell(self, under_way: dict[int, Any], ended: EndedJob) -> bool:
         """Tells the end of a job, unless that was told or the job was aborted."""
         with self._lock:
             told = under_way.pop(ended.job, None) is not None

@@ -27,7 +27,7 @@ KNOWN_SECONDS = 600.0
 """For how long: floors evict."""
 
 
-class Writer:
+class ObjectWriter:
     """Writes objects of one rank. `room` is how many bytes may be gathered and not put yet.
     `publish` puts the geometry in the catalogue, before its first object. Names in `damaged` are of
     objects to replace."""

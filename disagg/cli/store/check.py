@@ -12,7 +12,7 @@ import typer
 from disagg.cli.store.common import AsJson, Url, bar, counted, full_namespace, opened
 
 if TYPE_CHECKING:
-    from disagg.store.upkeep.check import Verdict
+    from disagg.store.upkeep.check import ObjectVerdict
 
 _DELETE = "Remove what is damaged or cut: no engine can read it. It is read once more before."
 _ONLY = "Only what is in this namespace (its first digits)."
@@ -46,7 +46,7 @@ def check(
     from disagg.store.upkeep.inventory import taken
 
     counts: Counter[str] = Counter()
-    problems: list[Verdict] = []
+    problems: list[ObjectVerdict] = []
     deleted: list[str] = []
     nbytes = 0
     with opened(url) as floor:
@@ -80,7 +80,7 @@ def check(
 
 
 def _as_dict(
-    counts: Counter[str], nbytes: int, problems: list[Verdict], deleted: list[str]
+    counts: Counter[str], nbytes: int, problems: list[ObjectVerdict], deleted: list[str]
 ) -> dict[str, object]:
     from disagg.store.upkeep.check import STATES
 
@@ -92,7 +92,7 @@ def _as_dict(
     }
 
 
-def _print(url: str, counts: Counter[str], nbytes: int, problems: list[Verdict]) -> None:
+def _print(url: str, counts: Counter[str], nbytes: int, problems: list[ObjectVerdict]) -> None:
     from disagg.store.upkeep.check import STATES
     from kvpool.layout.sentences import one_line
     from kvpool.render.text import human

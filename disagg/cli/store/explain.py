@@ -18,9 +18,9 @@ from kvpool.cli.budget import model_names
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from disagg.cli.hand_off import Geometry as Split
+    from disagg.cli.hand_off import RankSplit
     from disagg.protocol.messages import Convention
-    from disagg.store.upkeep.compare import Comparison, Configuration, Row
+    from disagg.store.upkeep.compare import ComparedRow, Configuration, StoreComparison
 
 CHUNK_TOKENS = 256
 _STORED = re.compile(
@@ -129,7 +129,7 @@ def _stored(text: str) -> Configuration:
     return of_geometry(name, held.geometries[number])
 
 
-def _planned(text: str, split: Split, chunk_tokens: int) -> Configuration:
+def _planned(text: str, split: RankSplit, chunk_tokens: int) -> Configuration:
     """Of layout files or a model. Raises ValueError."""
     from disagg.cli.hand_off import read_side
     from disagg.store.upkeep.compare import of_ranks
@@ -154,7 +154,9 @@ def _conventions(config: str) -> dict[str, Convention]:
     return conventions(read_config(config), folder=folder)
 
 
-def _as_dict(sides: tuple[Configuration, Configuration], comparison: Comparison) -> dict[str, Any]:
+def _as_dict(
+    sides: tuple[Configuration, Configuration], comparison: StoreComparison
+) -> dict[str, Any]:
     from disagg.store.upkeep.compare import needs
 
     about = [
@@ -180,7 +182,7 @@ def _as_dict(sides: tuple[Configuration, Configuration], comparison: Comparison)
     }
 
 
-def _print(sides: tuple[Configuration, Configuration], comparison: Comparison) -> None:
+def _print(sides: tuple[Configuration, Configuration], comparison: StoreComparison) -> None:
     from rich.console import Console
 
     from disagg.store.upkeep.compare import needs
@@ -217,7 +219,7 @@ def _print(sides: tuple[Configuration, Configuration], comparison: Comparison) -
         typer.echo("In reasons of plans, prefill is who writes and decode who reads.")
 
 
-def _print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
+def _print_rows(console: Console, title: str, rows: Sequence[ComparedRow]) -> None:
     """Rows that are not the same on both sides, and how many are."""
     from rich.markup import escape
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -197,3 +197,12 @@ def cut(spans: Spans, buffers: Sequence[memoryview]) -> list[memoryview]:
         buffers[number][start:stop] if number >= 0 else memoryview(b"")
         for number, start, stop in spans.places
     ]
+
+
+def nothing_of(
+    floor: Floor, absent: str, name: str, spans: Spans
+) -> AbstractContextManager[Sequence[memoryview]]:
+    """What `read` gives for ranges that are all empty. Raises NotThere, which says `absent`."""
+    if not floor.exists([name])[0]:
+        raise NotThere(absent)
+    return nullcontext(cut(spans, []))

@@ -24,7 +24,7 @@ from disagg.store.floors.base import (
     spans_of,
 )
 from disagg.store.floors.object_store import ObjectFloor
-from disagg.store.floors.staging import Staging
+from disagg.store.floors.staging import LentStaging
 from disagg.store.floors.url import FloorURL
 
 STAGING_BYTES = 64 << 20
@@ -43,7 +43,7 @@ class FolderFloor(ObjectFloor):
         super().__init__(url)
         self._notes_use = notes_use
         self._root = os.fsencode(url.path)
-        self._staging = Staging(STAGING_BYTES)
+        self._staging = LentStaging(STAGING_BYTES)
 
     def read(
         self, name: str, ranges: Sequence[Span]
@@ -80,11 +80,13 @@ class FolderFloor(ObjectFloor):
         what = f"read {name}"
         self._check_open(what)
         if spans.size > self._staging.nbytes:
-            yield from self._filled(name, spans, Staging(spans.size))
+            yield from self._filled(name, spans, LentStaging(spans.size))
         else:
             yield from self._filled(name, spans, self._staging)
 
-    def _filled(self, name: str, spans: Spans, staging: Staging) -> Iterator[Sequence[memoryview]]:
+    def _filled(
+        self, name: str, spans: Spans, staging: LentStaging
+    ) -> Iterator[Sequence[memoryview]]:
         with self._opened(name) as file, staging.lent(spans.size, f"{self._url}: {name}") as piece:
             try:
                 buffers = _read_spans(file, spans, piece.memory)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -37,6 +37,7 @@ from disagg.store.floors.base import (
     byte_views,
     check_names,
     cut,
+    nothing_of,
     prefix_of,
     spans_of,
     under,
@@ -51,7 +52,7 @@ from disagg.store.floors.mooncake_client import (
     MooncakeClient,
     words,
 )
-from disagg.store.floors.staging import Staging
+from disagg.store.floors.staging import LentStaging
 from disagg.store.floors.url import FloorURL
 
 STAGING_BYTES = 64 << 20
@@ -68,7 +69,7 @@ class MooncakeFloor:
     def __init__(self, url: FloorURL) -> None:
         self._url = url
         self._client = MooncakeClient(url)
-        self._staging = Staging(url.options.get("staging", STAGING_BYTES))
+        self._staging = LentStaging(url.options.get("staging", STAGING_BYTES))
         self._lock = threading.Lock()
         self._writing: set[str] = set()
         self._unrevoked: set[str] = set()
@@ -107,9 +108,7 @@ class MooncakeFloor:
         check_names([name])
         spans = spans_of(ranges)
         if not spans.spans:
-            if not self.exists([name])[0]:
-                raise NotThere(f"{self._url}: no object {name}.")
-            return nullcontext(cut(spans, []))
+            return nothing_of(self, f"{self._url}: no object {name}.", name, spans)
         return self._read(name, spans)
 
     def exists(self, names: Sequence[str]) -> list[bool]:

@@ -29,6 +29,7 @@ from disagg.store.floors.base import (
     byte_views,
     check_names,
     cut,
+    nothing_of,
     prefix_of,
     spans_of,
     valid_name,
@@ -76,9 +77,7 @@ class ObjectFloor:
         check_names([name])
         spans = spans_of(ranges)
         if not spans.spans:
-            if not self.exists([name])[0]:
-                raise NotThere(f"{self._url}: no object {name}.")
-            return nullcontext(cut(spans, []))
+            return nothing_of(self, f"{self._url}: no object {name}.", name, spans)
         starts, stops = [start for start, _ in spans.spans], [stop for _, stop in spans.spans]
         buffers = self._asked(
             f"read {name}", partial(self._store.get_ranges, name, starts=starts, ends=stops)

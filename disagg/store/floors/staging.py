@@ -22,7 +22,7 @@ at most, and until then bytes of it may still arrive."""
 
 
 @dataclass
-class Piece:
+class LentPiece:
     """Memory that is lent: its address, its bytes, and whether bytes may still arrive in it."""
 
     address: int
@@ -30,7 +30,7 @@ class Piece:
     uncertain: bool = False
 
 
-class Staging:
+class LentStaging:
     """So many bytes, of which each piece is lent to one call."""
 
     def __init__(self, nbytes: int) -> None:
@@ -47,7 +47,7 @@ class Staging:
         return self.memory.size
 
     @contextmanager
-    def lent(self, nbytes: int, where: str) -> Iterator[Piece]:
+    def lent(self, nbytes: int, where: str) -> Iterator[LentPiece]:
         """A piece; if it is uncertain at the end, it rests before others have it. Raises FloorError
         where others keep the memory, and where there is not as much.
         """
@@ -58,7 +58,7 @@ class Staging:
                 f"once, or open the store with staging={-(-size >> 20)}MiB or more."
             )
         start = self._take(size, where)
-        piece = Piece(self.address + start, self.memory[start : start + nbytes])
+        piece = LentPiece(self.address + start, self.memory[start : start + nbytes])
         try:
             yield piece
         finally:

@@ -38,7 +38,7 @@ STATES: dict[State, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ObjectVerdict:
     """What a check of an object has found; `why` is empty for a sound one."""
 
     name: str
@@ -52,14 +52,14 @@ class Verdict:
         return self.state in ("damaged", "cut")
 
 
-def check(floor: Floor, entry: Listed, namespaces: Mapping[str, Held]) -> Verdict:
+def check(floor: Floor, entry: Listed, namespaces: Mapping[str, Held]) -> ObjectVerdict:
     """Reads an object, or what else is listed. Raises FloorError where the floor does not answer.
 
     `namespaces` have the geometries.
     """
 
-    def verdict(state: State, why: str = "") -> Verdict:
-        return Verdict(entry.name, state, entry.size, why)
+    def verdict(state: State, why: str = "") -> ObjectVerdict:
+        return ObjectVerdict(entry.name, state, entry.size, why)
 
     name, numbered = object_name(entry.name), geometry_name(entry.name)
     if numbered is not None and numbered[0] in namespaces:
@@ -96,7 +96,7 @@ def check(floor: Floor, entry: Listed, namespaces: Mapping[str, Held]) -> Verdic
 
 def check_all(
     floor: Floor, entries: Iterable[Listed], namespaces: Mapping[str, Held]
-) -> Iterator[Verdict]:
+) -> Iterator[ObjectVerdict]:
     """Checks several at a time, in order."""
     with ThreadPoolExecutor(CHECKED_AT_ONCE, "kvpool check") as threads:
         left = iter(entries)

@@ -80,7 +80,7 @@ def of_geometry(name: str, geometry: Geometry) -> Configuration:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparedRow:
     """A name that both sides may say something of; None for a side that does not."""
 
     name: str
@@ -90,14 +90,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class StoreComparison:
     """What two configurations have in common. `first_to_second` are reasons why what the first has
     written cannot be read by the second; none if it can. In those of plans, prefill is who
     writes and decode who reads.
     """
 
-    namespaces: tuple[Row, ...]
-    conventions: tuple[Row, ...]
+    namespaces: tuple[ComparedRow, ...]
+    conventions: tuple[ComparedRow, ...]
     first_to_second: tuple[str, ...]
     second_to_first: tuple[str, ...]
 
@@ -116,9 +116,9 @@ class Comparison:
         return self.same_namespace and not reasons
 
 
-def compare(first: Configuration, second: Configuration) -> Comparison:
+def compare(first: Configuration, second: Configuration) -> StoreComparison:
     """Compares what a store compares."""
-    return Comparison(
+    return StoreComparison(
         namespaces=tuple(_namespaces(first, second)),
         conventions=tuple(_conventions(first, second)),
         first_to_second=tuple(reasons(first, second)),
@@ -187,7 +187,7 @@ def _window_chunks(space: Space, tokens: int) -> int:
     return total // tokens - start // tokens
 
 
-def _namespaces(first: Configuration, second: Configuration) -> list[Row]:
+def _namespaces(first: Configuration, second: Configuration) -> list[ComparedRow]:
     sides = [_flat(side.text) for side in (first, second)]
     rows = []
     for name in dict.fromkeys([*sides[0], *sides[1]]):
@@ -196,7 +196,7 @@ def _namespaces(first: Configuration, second: Configuration) -> list[Row]:
             value is None and not side.complete for value, side in zip(values, (first, second))
         )
         same: Same = "same" if values[0] == values[1] else "different"
-        rows.append(Row(name, values[0], values[1], "not said" if unsaid else same))
+        rows.append(ComparedRow(name, values[0], values[1], "not said" if unsaid else same))
     return rows
 
 
@@ -206,12 +206,12 @@ def _flat(text: Mapping[str, Any]) -> dict[str, Any]:
     return flat | {f"state {role}": forms for role, forms in text["state"].items()}
 
 
-def _conventions(first: Configuration, second: Configuration) -> list[Row]:
+def _conventions(first: Configuration, second: Configuration) -> list[ComparedRow]:
     rows = []
     for name in sorted({*first.conventions, *second.conventions}):
         values = [side.conventions.get(name) for side in (first, second)]
         same: Same = "same" if values[0] == values[1] else "different"
-        rows.append(Row(name, values[0], values[1], "not said" if None in values else same))
+        rows.append(ComparedRow(name, values[0], values[1], "not said" if None in values else same))
     return rows
 
 

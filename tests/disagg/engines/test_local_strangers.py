@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
 import socket
 import subprocess
@@ -88,19 +89,23 @@ def page_after_a_room_with(told, wanted):
 
 
 HOLD = f"""
-import ctypes, sys
-secret = ctypes.create_string_buffer({SECRET!r})
-print(ctypes.addressof(secret), flush=True)
+import ctypes, mmap, sys
+memory = mmap.mmap(-1, 1 << 16)
+memory.write({SECRET!r})
+print(ctypes.addressof(ctypes.c_char.from_buffer(memory)), flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
 def holder(whose):
-    """A process number, and a pointer to memory there that nobody registered."""
+    """A process number, and a pointer to memory there that nobody registered. It is no heap: those
+    of two processes of one program may lie at the same pointers.
+    """
     if whose == "own":
-        secret = ctypes.create_string_buffer(SECRET)
-        yield os.getpid(), ctypes.addressof(secret)
+        memory = mmap.mmap(-1, 1 << 16)
+        memory.write(SECRET)
+        yield os.getpid(), ctypes.addressof(ctypes.c_char.from_buffer(memory))
         return
     command = [sys.executable, "-c", HOLD]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

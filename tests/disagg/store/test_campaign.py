@@ -32,7 +32,7 @@ def prompt(number):
 
 def engine(build, chance):
     """The ranks of an engine of any geometry."""
-    pages = {"page_size": chance.choice([4, 12])}
+    pages = {"page_size": chance.choice([8, 24])}  # which every ratio divides
     size = chance.choice([1, 2])
     placement = chance.choice(["layer", "page"])
     return [

@@ -11,11 +11,11 @@ import pytest
 
 from disagg.store.floors import staging as module
 from disagg.store.floors.base import FloorError
-from disagg.store.floors.staging import Staging
+from disagg.store.floors.staging import LentStaging
 
 
 def test_pieces_never_overlap_and_all_come_back():
-    staging, numbers = Staging(1 << 16), np.random.default_rng(0)
+    staging, numbers = LentStaging(1 << 16), np.random.default_rng(0)
     places = []
     for _ in range(300):
         with ExitStack() as stack:
@@ -36,13 +36,13 @@ def test_pieces_never_overlap_and_all_come_back():
 def test_what_can_never_be_lent_is_refused_with_the_size_that_would_do():
     with (
         pytest.raises(FloorError, match=r"test: 3,145,728 bytes at once.*staging=3MiB or more"),
-        Staging(1 << 20).lent(3 << 20, "test"),
+        LentStaging(1 << 20).lent(3 << 20, "test"),
     ):
         pass
 
 
 def test_a_call_waits_for_memory_that_another_gives_back():
-    staging, order, lent = Staging(4096), [], threading.Event()
+    staging, order, lent = LentStaging(4096), [], threading.Event()
 
     def wait():
         lent.wait(10)
@@ -61,7 +61,7 @@ def test_a_call_waits_for_memory_that_another_gives_back():
 
 def test_memory_of_an_uncertain_transfer_rests(monkeypatch):
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.1)
-    staging = Staging(4096)
+    staging = LentStaging(4096)
     with staging.lent(1024, "test") as piece:
         piece.uncertain = True
         address = piece.address
@@ -73,7 +73,7 @@ def test_memory_of_an_uncertain_transfer_rests(monkeypatch):
 
 def test_memory_that_rested_is_lent_again(monkeypatch):
     monkeypatch.setattr(module, "QUARANTINE_SECONDS", 0.1)
-    staging = Staging(4096)
+    staging = LentStaging(4096)
     with staging.lent(4096, "test") as piece:
         piece.uncertain = True
     monkeypatch.setattr(module, "WAIT_SECONDS", 5)
