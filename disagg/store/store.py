@@ -24,7 +24,7 @@ from disagg.store.stats import Outcomes, StoreStats
 from disagg.store.workers import Workers
 from disagg.store.writing import ObjectWriter
 from kvpool.layout import PoolLayout, RequestAddress
-from kvpool.prefix.chain import Chain, token_ids
+from kvpool.prefix.chain import Chain, Media, token_ids
 
 CHUNK_TOKENS = 256
 PAUSE_SECONDS, MOST_PAUSE_SECONDS = 1.0, 30.0
@@ -37,7 +37,7 @@ CLOSE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ChunkKeys:
-    """The keys of a prefix's whole chunks: a chain of hashes over salt and tokens."""
+    """The keys of a prefix's whole chunks: a chain of hashes over salt, tokens and media."""
 
     keys: tuple[bytes, ...]
 
@@ -114,9 +114,9 @@ class Store:
         self._ended: dict[int, EndedJob] = {}
         self._pause, self._away_until = PAUSE_SECONDS, 0.0
 
-    def keys(self, tokens: npt.ArrayLike, salt: str = "") -> ChunkKeys:
+    def keys(self, tokens: npt.ArrayLike, salt: str = "", media: Media = ()) -> ChunkKeys:
         """The keys of the whole chunks of `tokens`; `salt` is whose they are: tenant, adapter."""
-        chain = Chain(self.chunk_tokens, salt)
+        chain = Chain(self.chunk_tokens, salt, media)
         chain.append(token_ids(tokens))
         return ChunkKeys(tuple(chain.keys))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
 from kvpool.layout import RequestAddress
-from kvpool.prefix.chain import Chain
+from kvpool.prefix.chain import Chain, Media
 
 
 class StoreEnded(Protocol):
@@ -22,25 +22,24 @@ class PrefixStore(Protocol):
 
     chunk_tokens: int
 
-    def lookup(self, tokens: npt.ArrayLike, salt: str = "") -> int:
+    def keys(self, tokens: npt.ArrayLike, salt: str = "", media: Media = ()) -> Any:
+        """The keys of the whole chunks of `tokens`, by which all calls below know a prefix."""
+
+    def lookup(self, keys: Any) -> int:
         """How many of the first tokens are there, a multiple of `chunk_tokens`."""
 
-    def read(
-        self, tokens: npt.ArrayLike, address: RequestAddress, positions: range, *, salt: str = ""
-    ) -> int:
+    def read(self, keys: Any, address: RequestAddress, positions: range) -> int:
         """Begins to read positions of a prefix into the items of a request; returns a number."""
 
     def wait(self, job: int) -> StoreEnded:
         """Waits for a read, for a bounded time: afterwards nothing of it is written any more."""
 
-    def write(
-        self, tokens: npt.ArrayLike, address: RequestAddress, positions: range, *, salt: str = ""
-    ) -> object:
+    def write(self, keys: Any, address: RequestAddress, positions: range) -> object:
         """Copies the whole chunks of positions of a request, and writes them later."""
 
 
 def write_chunks(store: PrefixStore, chain: Chain, before: int, address: RequestAddress) -> None:
     """Writes the chunks that a request has filled since it had `before` tokens stored."""
     first = before // store.chunk_tokens * store.chunk_tokens
-    positions = range(first, chain.num_tokens)
-    store.write(chain.tokens, address, positions, salt=chain.salt)
+    keys = store.keys(chain.tokens, chain.salt, chain.media)
+    store.write(keys, address, range(first, chain.num_tokens))

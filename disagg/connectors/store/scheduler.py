@@ -15,7 +15,7 @@ from disagg.connectors.store.steps import Opening, States, StoreRead, StoreStep,
 from disagg.log import log
 from disagg.protocol.messages import Convention
 from disagg.store import ChunkKeys, Hit, Store
-from kvpool.prefix.chain import Chain, token_ids
+from kvpool.prefix.chain import Chain, Media, token_ids
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,15 +76,16 @@ class StoreScheduler:
         tokens: Sequence[int],
         salt: str,
         *,
+        media: Media = (),
         most: int | None = None,
         reads: bool = True,
     ) -> None:
-        """A new request, of which the first `most` tokens can be keyed. Those of which nothing can
-        be are not told of.
+        """A new request, of which the first `most` tokens, with `media` among them, can be keyed.
+        Those of which nothing can be are not told of.
         """
         request = _Request(
             tokens=tokens,
-            chain=Chain(self._chunk, salt),
+            chain=Chain(self._chunk, salt, media),
             most=1 << 62 if most is None else most,
             reads=reads,
         )
