@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from disagg.connectors.sglang.pools import SglangLayout
 from disagg.connectors.sglang_store.flows import Flow, Flows
+from disagg.connectors.sglang_store.requests import keyed_tokens
 from disagg.connectors.sglang_store.salts import salt_of
 from disagg.connectors.sglang_store.slots import Slots
 from disagg.store import Store, StoreStats
@@ -40,8 +41,8 @@ class Prompt(NamedTuple):
 
 
 class KvpoolRadixCache(UnifiedRadixCache):
-    """`--radix-cache-backend kvpool`. Requests of which the tree's key does not say all that their
-    state depends on pass by the store: adapters, pictures, embeddings, sessions, beams.
+    """`--radix-cache-backend kvpool`. Tokens of which the tree's key does not say all that their
+    state depends on pass by the store: behind pictures, with adapters, embeddings, sessions, beams.
     """
 
     opened = False  # the parent's constructor calls `reset`
@@ -97,12 +98,13 @@ class KvpoolRadixCache(UnifiedRadixCache):
         req, self._asking = self._asking, None
         if self.off or self.flows.get(request) is not None:
             return
-        if req is None or req.cache_request_handle != request or not _keyed(req):
+        if req is None or req.cache_request_handle != request:
             return
         tokens = array("q", matched_prefix_tokens or ())
         known = len(tokens)
         tokens.extend(new_input_tokens)
-        count = len(tokens) // self.store.chunk_tokens * self.store.chunk_tokens
+        count = min(len(tokens), keyed_tokens(req))
+        count = count // self.store.chunk_tokens * self.store.chunk_tokens
         if count <= known:
             return
         key = RadixKey(tokens[:count], extra_key, cache_salt=cache_salt)
@@ -155,7 +157,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Writes before the tree lets go of what is out of a window."""
-        if not self.off and _keyed(req):
+        if not self.off:
             try:
                 self._write(req, up_to)
             except Exception:  # the engine serves on
@@ -245,13 +247,15 @@ class KvpoolRadixCache(UnifiedRadixCache):
     def _write(self, req: Any, up_to: int) -> None:
         """Writes chunks of a request that are computed and not yet written."""
         rid, chunk = req.rid, self.store.chunk_tokens
-        ended = up_to
+        ended, first, keyed = up_to, self._stored.get(rid, 0), keyed_tokens(req)
+        if keyed // chunk * chunk <= first:
+            return
         if self._stream is not None:
             if req.inflight_middle_chunks > 0:  # its last pass may not be over: next time
                 ended = self._computed.get(rid, 0)
             self._computed[rid] = up_to
             torch.get_device_module(self._stream.device.type).current_stream().synchronize()
-        first = self._stored.get(rid, 0)
+        ended = min(ended, keyed)
         if ended // chunk * chunk <= first:
             return
         whole = ended == req.kv.kv_committed_len == up_to
@@ -281,17 +285,3 @@ def line(stats: StoreStats, last: StoreStats) -> str:
             why = f": {reason}" if reason else ""
             parts.append(f"{outcome} {count - last.counts[outcome]} ({more}{why})")
     return ", ".join(parts)
-
-
-def _keyed(req: Any) -> bool:
-    """Whether a request's tokens, salt and extra key are all that its state depends on."""
-    return (
-        req.lora_id is None
-        and req.multimodal_inputs is None
-        and req.input_embeds is None
-        and req.positional_embed_overrides is None
-        and not req.token_type_ids
-        and req.session is None
-        and req.beam_group is None
-        and not req.skip_radix_cache_insert
-    )
