@@ -31,6 +31,6 @@ def keyed_tokens(req: Any) -> int:
     media = req.multimodal_inputs
     if media is None:
         return maxsize
-    pads = (place for place, token in enumerate(req.origin_input_ids) if token >= PAD)
     starts = [start for item in media.mm_items for start, _ in item.offsets or [(0, 0)]]
-    return min([next(pads, maxsize), *starts])
+    pads = (place for place, token in enumerate(req.origin_input_ids) if token >= PAD)
+    return int(min([next(pads, maxsize), *starts]))

@@ -48,12 +48,12 @@ def encoder(config: Any) -> str | None:
     return json.dumps([_encoders(model.hf_config.to_dict()), said], sort_keys=True, default=str)
 
 
-def _encoders(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _encoders(fields: Mapping[Any, Any]) -> dict[str, Any]:
     """Of a configuration all but the language model, paths and versions."""
     return {
-        name: _encoders(value) if isinstance(value, Mapping) else value
+        str(name): _encoders(value) if isinstance(value, Mapping) else value
         for name, value in fields.items()
-        if name not in NO_MATTER and not name.startswith("_")
+        if name not in NO_MATTER and not str(name).startswith("_")
     }
 
 

@@ -11,6 +11,7 @@ import pytest
 from disagg.connectors.settings import Settings
 from disagg.connectors.vllm.scheduler import ConnectorScheduler
 from disagg.connectors.vllm_store.engine import cached_unit, stored_requests
+from disagg.connectors.vllm_store.media import encoder
 from disagg.connectors.vllm_store.requests import StoredRequests
 from tests.disagg.connectors.store import engines
 from tests.disagg.connectors.store.engines import CHUNK
@@ -210,7 +211,7 @@ def test_keys_say_what_a_picture_shows():
 
 
 @pytest.mark.parametrize(
-    ("said", "encoder"),
+    ("said", "makes"),
     [
         ({"name": "my picture"}, ENCODER),
         ({"name": HEX.upper()}, ENCODER),
@@ -226,14 +227,63 @@ def test_keys_say_what_a_picture_shows():
         ({}, None),
     ],
 )
-def test_before_a_picture_that_has_no_key_chunks_are_written_and_from_there_on_none(said, encoder):
-    with Requests(encoder=encoder) as store:
+def test_before_a_picture_that_has_no_key_chunks_are_written_and_from_there_on_none(said, makes):
+    with Requests(encoder=makes) as store:
         plain = written(store, "a")
         unknown = picture(2 * CHUNK + 3, 1.0, **said)
         assert written(store, "b", picture(50, 1.0), unknown) == plain[:2]
-        if encoder is not None:
+        if makes is not None:
             known = picture(20, 1.0)
             assert written(store, "c", unknown, known) == written(store, "d", known)[:2]
+
+
+SEES = {
+    "model_type": "seer",
+    "_name_or_path": "/models/seer",
+    "transformers_version": "5.19.0",
+    "text_config": {"hidden_size": 256},
+    "vision_config": {"hidden_size": 64, "dtype": "bfloat16", "id2label": {0: "a", 1: "b"}},
+    "vision_feature_layer": -2,
+}
+
+
+def sees(fields=SEES, *, encoders=None, encoder_decoder=False, **options):
+    """What keys say of an engine with such a model."""
+    options = {"mm_processor_cache_type": "lru", "allow_missing_mm_embeddings": False, **options}
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(to_dict=lambda: fields),
+        is_encoder_decoder=encoder_decoder,
+        multimodal_config=SimpleNamespace(**options),
+    )
+    return encoder(SimpleNamespace(model_config=model, ec_transfer_config=encoders))
+
+
+def test_keys_say_what_a_model_makes_of_pictures_and_not_where_it_lies():
+    moved = {**SEES, "_name_or_path": "other", "transformers_version": "6", "text_config": {}}
+    moved["vision_config"] = {**SEES["vision_config"], "dtype": "float32"}
+    assert sees() == sees(moved) == sees(video_pruning_rate=None)
+    others = [
+        sees({**SEES, "vision_feature_layer": -1}),
+        sees({**SEES, "vision_config": {"hidden_size": 32}}),
+        sees(video_pruning_rate=0.5),
+        sees(video_pruning_rate=0.5, video_pruning_method="vidcom2"),
+        sees(mm_encoder_attn_dtype="fp8"),
+    ]
+    assert len({sees(), *others}) == 6
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"encoders": object()}, "encoders are other engines'"),
+        ({"encoder_decoder": True}, "no place in the prompt"),
+        ({"mm_processor_cache_type": "shm"}, "use lru"),
+        ({"allow_missing_mm_embeddings": True}, "allow_missing_mm_embeddings"),
+    ],
+)
+def test_what_is_not_known_of_pictures_is_said_at_start(said, words, caplog):
+    assert sees(**said) is None
+    assert words in caplog.text
 
 
 def test_an_adapter_that_changes_encoders_has_other_keys(tmp_path):
