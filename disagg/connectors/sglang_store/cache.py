@@ -157,7 +157,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Writes before the tree lets go of what is out of a window."""
-        if not self.off:
+        if not self.off and keyed_tokens(req):
             try:
                 self._write(req, up_to)
             except Exception:  # the engine serves on
@@ -247,15 +247,13 @@ class KvpoolRadixCache(UnifiedRadixCache):
     def _write(self, req: Any, up_to: int) -> None:
         """Writes chunks of a request that are computed and not yet written."""
         rid, chunk = req.rid, self.store.chunk_tokens
-        ended, first, keyed = up_to, self._stored.get(rid, 0), keyed_tokens(req)
-        if keyed // chunk * chunk <= first:
-            return
+        ended, first = up_to, self._stored.get(rid, 0)
         if self._stream is not None:
             if req.inflight_middle_chunks > 0:  # its last pass may not be over: next time
                 ended = self._computed.get(rid, 0)
             self._computed[rid] = up_to
             torch.get_device_module(self._stream.device.type).current_stream().synchronize()
-        ended = min(ended, keyed)
+        ended = min(ended, keyed_tokens(req))
         if ended // chunk * chunk <= first:
             return
         whole = ended == req.kv.kv_committed_len == up_to
