@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -105,9 +106,10 @@ class KvpoolRadixCache(UnifiedRadixCache):
         count = len(tokens) // self.store.chunk_tokens * self.store.chunk_tokens
         if count <= known:
             return
-        key = RadixKey(tokens[:count], extra_key, cache_salt=cache_salt)
+        del tokens[count:]
+        key = RadixKey(tokens, extra_key, cache_salt=cache_salt)
         try:
-            keys = self.store.keys(tokens[:count], salt_of(cache_salt, extra_key))
+            keys = self.store.keys(tokens, salt_of(cache_salt, extra_key))
         except ValueError as error:  # of numbers that are no tokens
             log.warning("%s is not looked up: %s", request.rid, error)
             return
@@ -125,8 +127,9 @@ class KvpoolRadixCache(UnifiedRadixCache):
         if not len(self.flows):
             return
         self.flows.turn()
-        numbers = torch.tensor(self.flows.says(), dtype=torch.int64)
-        self._all_reduce_attn_groups(numbers, torch.distributed.ReduceOp.MIN)
+        numbers = np.array(self.flows.says(), dtype=np.int64)
+        # torch takes ten times as long for a tensor of a list
+        self._all_reduce_attn_groups(torch.from_numpy(numbers), torch.distributed.ReduceOp.MIN)
         for flow in self.flows.agreed(numbers.tolist()):
             self._landed(flow)
         for flow in self.flows:
