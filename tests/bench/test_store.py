@@ -68,6 +68,7 @@ def test_a_lookup_beside_a_stat_of_each_file(tmp_path, paired, timed):
     _, store = filled(f"file://{tmp_path}/floor", tokens)
     files = [str(file) for file in tmp_path.rglob("*.full")]
     asked = store.keys(prompt(tokens))
+    assert len(asked.keys) == tokens // 256
 
     def ours():
         assert store.lookup(asked) == tokens
@@ -88,7 +89,7 @@ def test_what_a_scheduler_waits_for_beside_hashing(tmp_path, paired, timed):
         jobs.append(store.read(asked, address))
         store.ended()
 
-    paired(ours, lambda: store.keys(tokens_asked))
+    paired(ours, lambda: store.keys(tokens_asked).keys)
     for job in jobs:
         store.abort(job)
     store.close()
@@ -158,5 +159,5 @@ def test_a_hit_in_a_schedulers_thread_beside_hashing(tmp_path, paired, timed):
     with Store(url, holder.layout, conventions=WEIGHTS) as store:
         store.write(prompt(tokens), shuffled(tokens // PAGE, 0, PAGE))
     with Store(url, holder.layout) as other:
-        paired(scheduler.hit, lambda: other.keys(scheduler.prompt[:-1]), rounds=100)
+        paired(scheduler.hit, lambda: other.keys(scheduler.prompt[:-1]).keys, rounds=100)
     scheduler.requests.close()
