@@ -39,6 +39,10 @@ class Prompt(NamedTuple):
     key: RadixKey
     tokens: int
 
+    def first(self, tokens: int) -> RadixKey:
+        """The key of its first tokens."""
+        return self.key if tokens == self.tokens else self.key[:tokens]
+
 
 class KvpoolRadixCache(UnifiedRadixCache):
     """`--radix-cache-backend kvpool`. Requests of which the tree's key does not say all that their
@@ -204,7 +208,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
     def _begin(self, flow: Flow) -> None:
         """Begins to read what the store has and the tree has not, if there are slots."""
         prompt, total = flow.context, flow.tokens or 0
-        found = super().match_prefix(MatchPrefixParams(key=prompt.key[:total]))
+        found = super().match_prefix(MatchPrefixParams(key=prompt.first(total)))
         start = found.device_prefix_len
         self._stored[flow.name.rid] = total
         if total <= start or not self._slots.fits(total):
@@ -227,7 +231,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
             self._end(flow)
             return
         self.flows.drop(flow)
-        self._slots.insert(place, flow.context.key[: place.positions.stop])
+        self._slots.insert(place, flow.context.first(place.positions.stop))
         self.prefetch_loaded_tokens_by_reqid[flow.name] = len(place.positions)
         self.prefetch_loaded_storage_start_by_reqid[flow.name] = place.positions.start
 
