@@ -17,6 +17,7 @@ from typing_extensions import Self
 from disagg.protocol.messages import Convention, checked_conventions
 from disagg.store.floors.base import Floor, FloorError, NotThere, open_floor
 from disagg.store.geometry import Geometry, namespace
+from disagg.store.keys import ChunkKeys
 from disagg.store.lookup import Hit, Lookup
 from disagg.store.objects import Damaged
 from disagg.store.reading import ObjectReader, ReadJob
@@ -33,13 +34,6 @@ LOOK_SECONDS = 0.05
 """Between two looks of `wait` at what is late."""
 CLOSE_SECONDS = 10.0
 """How long `close` waits for what is being written."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkKeys:
-    """The keys of a prefix's whole chunks: a chain of hashes over salt, tokens and media."""
-
-    keys: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +110,7 @@ class Store:
 
     def keys(self, tokens: npt.ArrayLike, salt: str = "", media: Media = ()) -> ChunkKeys:
         """The keys of the whole chunks of `tokens`; `salt` is whose they are: tenant, adapter."""
-        chain = Chain(self.chunk_tokens, salt, media)
-        chain.append(token_ids(tokens))
-        return ChunkKeys(tuple(chain.keys))
+        return ChunkKeys.when_needed(Chain(self.chunk_tokens, salt, media), token_ids(tokens))
 
     def lookup(self, tokens: npt.ArrayLike | ChunkKeys, salt: str = "") -> int:
         """How many of the first tokens the store has. Waits for the floor, `timeout` at most."""
@@ -132,7 +124,7 @@ class Store:
         with self._lock:
             self._asked[job] = now + self.timeout
         if now < self._away_until:
-            self._outcomes.count("away", len(keys.keys) * self.chunk_tokens)
+            self._outcomes.count("away", keys.count * self.chunk_tokens)
             self._tell(self._asked, EndedJob(job, "lookup", Hit(0), f"{self.url} does not answer."))
         else:
             self._workers.do(lambda: self._look(job, keys, step))
@@ -153,7 +145,7 @@ class Store:
         """
         keys = self._keys(tokens, salt)
         wanted = range(address.num_tokens) if positions is None else positions
-        total = len(keys.keys) * self.chunk_tokens
+        total = keys.count * self.chunk_tokens
         if (
             wanted.step != 1
             or not 0 <= wanted.start < wanted.stop == address.num_tokens <= total
@@ -183,15 +175,15 @@ class Store:
         are copied, or counted as not written; they reach the floor later. Returns how many objects
         will be written. State that a request has once is written where its tokens end a chunk.
         """
-        keys = self._keys(tokens, salt).keys
+        keys = self._keys(tokens, salt)
         wanted = range(address.num_tokens) if positions is None else positions
         first = -(-wanted.start // self.chunk_tokens)
         stop = min(wanted.stop, address.num_tokens) // self.chunk_tokens
-        if stop > len(keys):
-            raise ValueError(f"positions {wanted}: there are keys of {len(keys)} chunks only.")
+        if stop > keys.count:
+            raise ValueError(f"positions {wanted}: there are keys of {keys.count} chunks only.")
         if first >= stop:
             return 0
-        return self._writer.write(keys, address, range(first, stop))
+        return self._writer.write(keys.keys, address, range(first, stop))
 
     def abort(self, job: int) -> None:
         """Ends a read: when this returns, nothing of it is written any more."""
@@ -253,7 +245,7 @@ class Store:
         return tokens if isinstance(tokens, ChunkKeys) else self.keys(tokens, salt)
 
     def _find(self, keys: ChunkKeys, step: int = 1) -> tuple[Hit, str | None]:
-        total = len(keys.keys) * self.chunk_tokens
+        total = keys.count * self.chunk_tokens
         try:
             hit = self._lookup.find(keys.keys, step)
         except FloorError as error:

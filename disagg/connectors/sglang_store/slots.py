@@ -99,7 +99,9 @@ class Slots:
         self, tokens: torch.Tensor, positions: range, window_start: int, state: torch.Tensor | None
     ) -> RequestAddress:
         """The block table of a request's `positions`, whose slots are `tokens`."""
-        pages = tokens[:: self._page] // self._page
+        pages = tokens[:: self._page].cpu().numpy()
+        if self._page > 1:
+            pages = pages // self._page
         indices: list[Any] = []
         for kind in self._layout.state_types:
             if kind == "swa":
@@ -111,7 +113,7 @@ class Slots:
             else:
                 indices.append(None)
         first = positions.start // self._page
-        return self._layout.address(positions.stop, pages.cpu().numpy(), indices, first)
+        return self._layout.address(positions.stop, pages, indices, first)
 
     def held(self, req: Any, tokens: int, *, state: bool) -> RequestAddress:
         """The block table of the first `tokens` tokens of a request that runs."""
@@ -127,11 +129,13 @@ class Slots:
     def insert(self, place: Place, key: Any) -> None:
         """Gives a place to the tree, as the state of a prompt `key`."""
         cache, start = self._cache, place.positions.start
-        path = cache.path_device_indices(place.anchor)[:start]
+        tokens = place.tokens.to(torch.int64)
+        if start:
+            tokens = torch.cat([cache.path_device_indices(place.anchor)[:start], tokens])
         result = cache.insert(
             InsertParams(
                 key=key,
-                value=torch.cat([path, place.tokens.to(path.dtype)]).to(torch.int64),
+                value=tokens,
                 mamba_value=place.state,
                 prev_prefix_len=start,
                 inserted_len=len(key),

@@ -56,6 +56,10 @@ def test_tokens_of_any_form_are_the_same(form):
         ([1.5], "a flat list of integers"),
         ([[1]], "a flat list of integers"),
         ([-1], "0 to 2"),
+        ([1, 1 << 31], "0 to 2"),
+        ([1, 1 << 70], "a flat list of integers"),
+        ([1, 2.5], "a flat list of integers"),
+        ([1, "2"], "a flat list of integers"),
         (np.uint64([1 << 63]), "0 to 2"),
     ],
 )
