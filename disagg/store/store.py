@@ -22,7 +22,7 @@ from disagg.store.objects import Damaged
 from disagg.store.reading import ObjectReader, ReadJob
 from disagg.store.stats import Outcomes, StoreStats
 from disagg.store.workers import Workers
-from disagg.store.writing import ObjectWriter
+from disagg.store.writing import ObjectWriter, default_room
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.prefix.chain import Chain, token_ids
 
@@ -61,7 +61,8 @@ class Store:
     ranks, `ranks` are all their layouts and `rank` is this one's number. `conventions` is what
     bytes mean beside their layout (`disagg.connectors.conventions`). `timeout`: seconds after which
     a lookup or read that has not ended counts as failed. `room`: bytes in memory that are not
-    written yet; what does not fit is not written. Raises ValueError for a URL that names no floor,
+    written yet (default: a sixteenth of the host's memory, divided among the ranks, 256 MiB to
+    8 GiB); what does not fit is not written. Raises ValueError for a URL that names no floor,
     for a pool of which chunks would cut items, and FloorError where the floor is not there.
     """
 
@@ -75,7 +76,7 @@ class Store:
         ranks: Sequence[PoolLayout] = (),
         rank: int = 0,
         timeout: float = 10.0,
-        room: int = 256 << 20,
+        room: int | None = None,
         threads: int = 4,
     ) -> None:
         ranks = tuple(ranks) or (layout,)
@@ -98,7 +99,7 @@ class Store:
             ranks,
             rank,
             self._geometry,
-            room=room,
+            room=default_room(len(ranks)) if room is None else room,
             threads=2,
             outcomes=self._outcomes,
             publish=self._lookup.add,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from disagg.host.memory import host_memory
 from disagg.plan import TransferPlan, plan
 from disagg.plan.lookup import IncompleteTransfer
 from disagg.portable.staging import Bytes, Staging
@@ -25,6 +26,17 @@ KNOWN_NAMES = 1 << 16
 """Names of objects that are there, as far as this process remembers."""
 KNOWN_SECONDS = 600.0
 """For how long: floors evict."""
+ROOM_SHARE = 16
+"""Of the host's memory, one part of so many is an engine's `room`."""
+LEAST_ROOM, MOST_ROOM = 256 << 20, 8 << 30
+"""Of a rank."""
+
+
+def default_room(ranks: int) -> int:
+    """Bytes that one of an engine's ranks may have gathered and not put yet: all ranks may be on
+    this host, and each has its own.
+    """
+    return min(max(LEAST_ROOM, host_memory() // ROOM_SHARE // ranks), MOST_ROOM)
 
 
 class ObjectWriter:
@@ -112,7 +124,8 @@ class ObjectWriter:
             if self._known.get(name, 0.0) > time.monotonic():
                 return False
             if self._queued + part.nbytes > self._room:
-                self._outcomes.count("dropped", part.nbytes)
+                why = f"{self._queued:,} of {self._room:,} bytes in memory wait to be written."
+                self._outcomes.count("dropped", part.nbytes, why)
                 return False
             self._queued += part.nbytes
         try:

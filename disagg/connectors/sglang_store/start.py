@@ -58,6 +58,7 @@ def make_cache(ctx: Any) -> KvpoolRadixCache:
         ranks=all_layouts(ctx, layout.layout),
         rank=rank,
         timeout=settings.store_timeout,
+        room=settings.room,
     )
     cache: KvpoolRadixCache = create_unified_radix_cache(ctx, cache_class=KvpoolRadixCache)
     on_host = all(buffer.on_host for buffer in layout.layout.buffers)

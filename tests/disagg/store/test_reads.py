@@ -353,6 +353,9 @@ def test_what_does_not_fit_in_memory_is_dropped_and_counted():
         assert put(store, PROMPT[:TOKENS], address) == 0
         assert store.stats().counts["dropped"] == 3
         assert store.stats().sizes["dropped"] == 3 * size
+        assert store.stats().reasons["dropped"] == (
+            f"0 of {size - 1:,} bytes in memory wait to be written."
+        )
         assert store.lookup(PROMPT) == 0
 
 
