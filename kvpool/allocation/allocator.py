@@ -140,14 +140,18 @@ class Allocator:
         request is of no use.
         """
         prompt, before, store = token_ids(tokens), request.num_tokens, prefix.shared
-        if store is None or (known := store.lookup(prompt, salt)) <= before:
+        if store is None or before >= prompt.size // store.chunk_tokens * store.chunk_tokens:
+            return True
+        keys = store.keys(prompt, salt)
+        hit = store.wait(store.ask(keys)).hit
+        if (known := hit.tokens) <= before:
             return True
         try:
             self.extend(request, known - before, received=True)
         except OutOfPages:  # then it is computed, as far as there are pages
             return True
         positions = range(before, known)
-        job = store.read(prompt[:known], request.address(), positions, salt=salt)
+        job = store.read(keys, request.address(), positions, hit=hit)
         if store.wait(job).failure is not None:
             return False
         prefix.store(request._row, prompt[before:known], known, request.received_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
@@ -10,8 +10,18 @@ from kvpool.layout import RequestAddress
 from kvpool.prefix.chain import Chain
 
 
+class StoreHit(Protocol):
+    """What a store has of a prefix: so many tokens, a multiple of its `chunk_tokens`."""
+
+    @property
+    def tokens(self) -> int: ...
+
+
 class StoreEnded(Protocol):
-    """How a read has ended: `failure` says why it has failed."""
+    """How a lookup or read has ended: `failure` says why a read has failed."""
+
+    @property
+    def hit(self) -> StoreHit: ...
 
     @property
     def failure(self) -> str | None: ...
@@ -22,16 +32,21 @@ class PrefixStore(Protocol):
 
     chunk_tokens: int
 
-    def lookup(self, tokens: npt.ArrayLike, salt: str = "") -> int:
-        """How many of the first tokens are there, a multiple of `chunk_tokens`."""
+    def keys(self, tokens: npt.ArrayLike, salt: str = "") -> Any:
+        """Names of prefixes of these tokens, to look up and to read."""
+
+    def ask(self, tokens: Any, salt: str = "") -> int:
+        """Begins to look up how many of the first tokens are there; returns a number."""
 
     def read(
-        self, tokens: npt.ArrayLike, address: RequestAddress, positions: range, *, salt: str = ""
+        self, tokens: Any, address: RequestAddress, positions: range, *, salt: str = "", hit: Any
     ) -> int:
         """Begins to read positions of a prefix into the items of a request; returns a number."""
 
     def wait(self, job: int) -> StoreEnded:
-        """Waits for a read, for a bounded time: afterwards nothing of it is written any more."""
+        """Waits for a lookup or read, for a bounded time: afterwards nothing of it is written any
+        more.
+        """
 
     def write(
         self, tokens: npt.ArrayLike, address: RequestAddress, positions: range, *, salt: str = ""
@@ -41,6 +56,8 @@ class PrefixStore(Protocol):
 
 def write_chunks(store: PrefixStore, chain: Chain, before: int, address: RequestAddress) -> None:
     """Writes the chunks that a request has filled since it had `before` tokens stored."""
-    first = before // store.chunk_tokens * store.chunk_tokens
-    positions = range(first, chain.num_tokens)
-    store.write(chain.tokens, address, positions, salt=chain.salt)
+    first = before // store.chunk_tokens
+    # else all tokens would be hashed for nothing
+    if chain.num_tokens // store.chunk_tokens > first:
+        positions = range(first * store.chunk_tokens, chain.num_tokens)
+        store.write(chain.tokens, address, positions, salt=chain.salt)
