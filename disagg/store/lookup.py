@@ -42,6 +42,7 @@ class Lookup:
         floor: Floor,
         namespace: str,
         ranks: Sequence[PoolLayout],
+        *,
         conventions: Mapping[str, Convention],
         chunk_tokens: int,
         known: KnownObjects,

@@ -76,7 +76,12 @@ class Store:
         self._outcomes, self._outage, self._known = Outcomes(), Outage(), KnownObjects()
         self._jobs = Jobs(self._outcomes)
         self._lookup = Lookup(
-            self._floor, self.namespace, ranks, conventions, chunk_tokens, self._known
+            self._floor,
+            self.namespace,
+            ranks,
+            conventions=conventions,
+            chunk_tokens=chunk_tokens,
+            known=self._known,
         )
         self._lookup.judge(self._geometry)  # known from the start, and read rather than others
         self._reader = ObjectReader(self._floor, self.namespace, layout, conventions)
