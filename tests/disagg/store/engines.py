@@ -20,7 +20,8 @@ from tests.disagg.store.traffic import MOST_TOKENS, Planes, Turn, state_of
 CHUNK = 64
 HEADS = 2
 MODEL = {"layers": range(1), "num_kv_heads": HEADS, "head_dim": 4, "dtype": "bf16"}
-SECONDS = 20.0
+SECONDS = 60.0
+"""After which a job is late, for overloaded machines: none is."""
 
 
 class AskedStore(Store):
@@ -79,7 +80,7 @@ class CachedEngine:
 
     def __init__(self, url: str, *, page: int, pages: int, order: str) -> None:
         self.pool = MHAPool(**MODEL, num_pages=pages, page_size=page, order=order)
-        store = AskedStore(url, self.pool.layout, chunk_tokens=CHUNK, threads=2)
+        store = AskedStore(url, self.pool.layout, chunk_tokens=CHUNK, threads=2, timeout=SECONDS)
         self.stores, self.served = [store], Served()
         self.allocator = Allocator(self.pool, prefix=PrefixCache(store=store))
         self._planes = Planes(self.pool, range(HEADS))
@@ -125,7 +126,15 @@ class BatchedEngine:
         ]
         layouts = [pool.layout for pool in self._pools]
         self.stores = [
-            AskedStore(url, layout, chunk_tokens=CHUNK, ranks=layouts, rank=rank, threads=1)
+            AskedStore(
+                url,
+                layout,
+                chunk_tokens=CHUNK,
+                ranks=layouts,
+                rank=rank,
+                threads=1,
+                timeout=SECONDS,
+            )
             for rank, layout in enumerate(layouts)
         ]
         self.served = Served()
@@ -174,7 +183,7 @@ class BatchedEngine:
                     begun.reused = 0
 
     def _ended(self, store: Store, jobs: dict[int, _Begun]):
-        ends, until = [], time.monotonic() + SECONDS
+        ends, until = [], time.monotonic() + 2 * SECONDS
         while len(ends) < len(jobs):
             ended = [(jobs[one.job], one) for one in store.ended() if one.job in jobs]
             ends += ended

@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,8 +30,10 @@ from tests.disagg.store.growth import entries
 from tests.disagg.store.traffic import Traffic
 from tests.soak.slices import Sample, leaks, medians, sample
 
-ENTRIES, FILES, THREADS = 64, 1, 4
-"""By how much containers, files and threads may grow: obstore's threads end when they are idle."""
+ENTRIES, FILES, THREADS = 64, 1, 16
+"""By how much containers, files and threads may grow: obstore has more threads or fewer, as many as
+it has had use for in the last seconds.
+"""
 LOOK_EVERY = 50
 """Requests between two looks at the process that collects."""
 IN_FLIGHT = 8
@@ -69,12 +72,25 @@ class Report:
     most_bytes: int = 0
     objects: int = 0
     """At the end."""
-    samples: list[Sample] = field(default_factory=list)
+    held: dict[str, array[int]] = field(default_factory=dict)
+    """By name, what the process has held at each sample: numbers, lest they be what grows."""
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def samples(self) -> list[Sample]:
+        rows = zip(*self.held.values(), strict=True)
+        return [dict(zip(self.held, row)) for row in rows]
+
+    def note(self, sample: Sample) -> None:
+        """What was not there before was empty."""
+        count = len(self.held.get("memory", ()))
+        for name in self.held.keys() | sample.keys():
+            column = self.held.setdefault(name, array("q", bytes(8 * count)))
+            column.append(sample.get(name, 0))
+
     def __str__(self) -> str:
-        held = {name: medians(self.samples, name) for name in ("memory", "files", "threads")}
-        served = self.served
+        served, samples = self.served, self.samples
+        held = {name: medians(samples, name) for name in ("memory", "files", "threads")}
         lines = [
             f"{served['requests']:,} requests of {served['tokens']:,} tokens in "
             f"{self.seconds:,.0f} s, {self.processor_seconds:,.0f} s of processor time",
@@ -154,7 +170,7 @@ class Run:
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         known.MOST_NAMES = plan.names
-        self._plan, self._report = plan, Report()
+        self._plan, self.report = plan, Report()
         url = f"file://{folder}/floor"
         self._engines: list[Any] = [
             CachedEngine(url, page=16, pages=80, order="nhd"),
@@ -164,11 +180,11 @@ class Run:
         self._stores = [store for engine in self._engines for store in engine.stores]
         part = chunk_layouts(self._engines[0].pool.layout, CHUNK)["full"]
         size = part.nbytes + head_bytes(part)  # of a whole chunk: halves are smaller
-        self._collector = Collector(folder, plan, self._report, size)
+        self._collector = Collector(folder, plan, self.report, size)
 
-    def run(self) -> Iterator[Report]:
-        """The report until now, again and again; the last is whole."""
-        plan, report = self._plan, self._report
+    def run(self) -> Iterator[str]:
+        """Says how it goes."""
+        plan, report = self._plan, self.report
         traffic, pick = Traffic(plan.seed), random.Random(plan.seed)
         gc.collect()
         gc.freeze()  # what is imported is not looked at in each collection
@@ -180,14 +196,12 @@ class Run:
             if number % LOOK_EVERY == 0:
                 self._collector.turn(self._written())
             if number % every == 0:
-                self._sample()
-                yield report
+                yield self._sample(number)
         for engine in self._engines:
             engine.finish()
         report.seconds = time.monotonic() - began
         report.processor_seconds = time.process_time() - cpu
         self._finish()
-        yield report
 
     def _written(self) -> int:
         return sum(store.stats().counts["written"] for store in self._stores)
@@ -198,17 +212,18 @@ class Run:
             assert time.monotonic() < until, "what is to be written stays"
             time.sleep(0.001)
 
-    def _sample(self) -> None:
+    def _sample(self, number: int) -> str:
         self._settle()
         now = sample(os.getpid(), 0)
         for number, engine in enumerate(self._engines):
             now.update(entries(f"engine {number}", engine))
-        self._report.samples.append(now)
+        self.report.note(now)
+        return f"{number:,} requests, {now['memory'] >> 20} MiB, {now['threads']} threads"
 
     def _finish(self) -> None:
         self._settle()
         self._collector.finish(self._written())
-        report = self._report
+        report = self.report
         for store in self._stores:
             report.problems += store.miscounts()
             stats = store.stats()
@@ -230,16 +245,16 @@ class Run:
 
 def grown(samples: list[Sample], memory: int) -> list[str]:
     """What has grown, of what a process holds."""
-    names = dict.fromkeys(name for one in samples for name in one)
-    series = [{name: one.get(name, 0) for name in names} for one in samples]
     own = {"memory": memory, "files": FILES, "threads": THREADS}
-    return [*leaks(series, {**dict.fromkeys(names, ENTRIES), **own})]
+    return [*leaks(samples, {**dict.fromkeys(samples[0], ENTRIES), **own})]
 
 
 def child(pipe: Any, folder: Path, plan: Plan) -> None:
     """In a process of its own, whose memory nothing else uses."""
-    for report in Run(folder, plan).run():
-        pipe.send(report)
+    run = Run(folder, plan)
+    for text in run.run():
+        pipe.send(text)
+    pipe.send(run.report)
 
 
 def main() -> int:
@@ -249,13 +264,11 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=10, help="seconds between collections")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
-        for report in Run(Path(folder), Plan(**vars(options))).run():
-            if not report.seconds:
-                print(
-                    f"{len(report.samples)}: {dict([*report.samples[-1].items()][:3])}", flush=True
-                )
-    print(report)
-    return 1 if report.problems else 0
+        run = Run(Path(folder), Plan(**vars(options)))
+        for text in run.run():
+            print(text, flush=True)
+    print(run.report)
+    return 1 if run.report.problems else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from kvpool import MHAPool
 from tests.disagg.store.engines import CHUNK, HEADS, MODEL, AskedStore
 from tests.disagg.store.growth import entries
-from tests.disagg.store.long_run import Plan, child, grown
+from tests.disagg.store.long_run import Plan, Report, child, grown
 from tests.disagg.store.stores import fresh
 from tests.disagg.store.traffic import Planes, Traffic, state_of
 from tests.processes import Child
@@ -28,8 +28,8 @@ LONG = Plan(requests=1_000_000, keep=8 * MIB, pause=10.0)
 )
 def test_a_full_store_stays_bounded_and_right(plan, tmp_path):
     with Child(child, tmp_path, plan) as run:
-        while not (report := run.answer()).seconds:
-            pass
+        while not isinstance(report := run.answer(), Report):
+            print(report)
         assert run.close() == 0
     print(report)
     assert report.problems == []
@@ -60,18 +60,19 @@ class Keeping:
 
 
 def test_what_a_container_keeps_is_found():
-    keeping, samples = Keeping(), []
+    keeping, report = Keeping(), Report()
     for number in range(200):
         keeping.take(number)
         if number % 10 == 0:
             flat = {"memory": 5 * MIB, "files": 9, "threads": 2}
-            samples.append({**flat, **entries("engine", [keeping])})
-    assert {sentence.partition(" grew ")[0] for sentence in grown(samples, 0)} == {
+            report.note({**flat, **entries("engine", [keeping])})
+    assert {sentence.partition(" grew ")[0] for sentence in grown(report.samples, 0)} == {
         "engine[]._kept",
         "engine[]._kept[]",
         "engine[]._queue",
     }
-    assert samples[-1]["engine[]._kept[]"] == 2 * samples[-1]["engine[]._queue"] == 382
+    last = report.samples[-1]
+    assert last["engine[]._kept[]"] == 2 * last["engine[]._queue"] == 382
 
 
 def test_what_a_store_does_not_count_is_found():
