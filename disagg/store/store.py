@@ -116,7 +116,9 @@ class Store:
         keys = self._keys(tokens, salt)
         total = len(keys.keys) * self.chunk_tokens
         job = self._jobs.lookup(total, time.monotonic() + self.timeout)
-        if self._outage.turns_away(self.timeout):
+        if not total:  # the floor is not asked, so that this says nothing of it
+            self._jobs.end(EndedJob(job.number, "lookup", Hit(0)), "miss", 0)
+        elif self._outage.turns_away(self.timeout):
             why = f"{self.url} does not answer."
             self._jobs.end(EndedJob(job.number, "lookup", Hit(0), why), "away", total)
         else:

@@ -88,6 +88,16 @@ def test_a_hit_of_other_tokens_than_are_read_is_refused(stored):
         assert store.ended() == []
 
 
+def test_a_prompt_of_no_chunk_is_a_miss_that_asks_nobody(stored, monkeypatch):
+    floor, pool = slow(monkeypatch), mha(num_pages=40)
+    with Store(stored, pool.layout, chunk_tokens=CHUNK, timeout=0.05) as store:
+        assert store.lookup(PROMPT) == 0
+        assert store.lookup(PROMPT[: CHUNK - 1]) == 0
+        assert outcome(store, store.ask(PROMPT)).failure == f"{stored} does not answer."
+        assert counted(store, LOOKUPS) == {"unreachable": 1, "miss": 1, "away": 1}
+        floor.go.set()
+
+
 def test_while_a_floor_hangs_one_request_at_a_time_waits_for_it(stored, monkeypatch):
     """And little piles up behind the threads that hang."""
     floor, pool = slow(monkeypatch), mha(num_pages=40)
