@@ -215,8 +215,8 @@ class Run:
     def _sample(self, number: int) -> str:
         self._settle()
         now = sample(os.getpid(), 0)
-        for number, engine in enumerate(self._engines):
-            now.update(entries(f"engine {number}", engine))
+        for place, engine in enumerate(self._engines):
+            now.update(entries(f"engine {place}", engine))
         self.report.note(now)
         return f"{number:,} requests, {now['memory'] >> 20} MiB, {now['threads']} threads"
 
