@@ -12,6 +12,7 @@ from disagg.protocol.messages import Convention, checked_conventions
 from disagg.runtime.options import STEPPED_PEER_TIMEOUT, Options, check_values
 from disagg.runtime.sockets.tls import TLSFiles
 from kvpool.layout.sentences import nearest
+from kvpool.layout.units import parse_memory
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class Settings:
     """Tokens of its chunks: the same for all who share it."""
     store_timeout: float = 10.0
     """Seconds after which what the store has not given is computed."""
+    store_room: int | str | None = None
+    """Bytes that may wait in a rank's memory until they are written, also as text: "4GiB". None: a
+    part of the host's memory (`Store`).
+    """
 
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -91,6 +96,12 @@ class Settings:
         if wrong := sorted({*unused} & set(values)):
             raise ValueError(f"{variable}: {', '.join(wrong)} is not for this engine.")
         return cls.read(defaults | values, variable)
+
+    @property
+    def room(self) -> int | None:
+        """`store_room` in bytes."""
+        size = self.store_room
+        return parse_memory(size) if isinstance(size, str) else size
 
     def options(self, conventions: Mapping[str, Convention]) -> Options:
         """What both endpoints take. These settings come before `conventions`, the engine's."""

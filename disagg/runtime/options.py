@@ -17,6 +17,7 @@ from disagg.runtime.sockets.tls import Side, TLSFiles, open_keys, open_tls_files
 from disagg.runtime.staging import MIN_STAGING
 from disagg.runtime.transport import Transport
 from kvpool.layout.sentences import nearest
+from kvpool.layout.units import MIN_BYTES, parse_memory
 
 PEER_TIMEOUT = 10.0
 STEPPED_PEER_TIMEOUT = 60.0
@@ -35,6 +36,7 @@ class Rule(NamedTuple):
 
 _Path = Annotated[str, Meta(min_length=1)]
 _Positive = Annotated[float, Meta(gt=0)]
+_Bytes = Annotated[int, Meta(ge=MIN_BYTES)]
 _Readers = Annotated[int, Meta(ge=1, le=MAX_READERS)]
 _BOUNDED = f"a number of seconds from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f}"
 _TRUTH = Rule(bool, "True or False")
@@ -60,6 +62,11 @@ RULES: Mapping[str, Rule] = {
     "store": Rule(_Path | None, "a URL (docs/store.md), or None"),
     "chunk_tokens": Rule(Annotated[int, Meta(ge=1, le=1 << 20)], "a number from 1 to 1048576"),
     "store_timeout": Rule(Seconds, _BOUNDED),
+    "store_room": Rule(
+        _Bytes | str | None,
+        f'bytes, {MIN_BYTES:,} or more, or text with a unit such as "4GiB", or None',
+        lambda size: not isinstance(size, str) or parse_memory(size),
+    ),
     "ranks": Rule(_Readers, f"a number from 1 to {MAX_READERS}, or a Group"),
     "staging": Rule(
         Annotated[int, Meta(ge=0)],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from disagg.store.catalogue import Catalogue
 from disagg.store.chunks import KINDS, kind_of
 from disagg.store.floors.base import Floor
 from disagg.store.geometry import Geometry, readable
+from disagg.store.known import KnownObjects
 from disagg.store.objects import ObjectId
 from kvpool.layout import PoolLayout
 
@@ -42,8 +42,10 @@ class Lookup:
         floor: Floor,
         namespace: str,
         ranks: Sequence[PoolLayout],
+        *,
         conventions: Mapping[str, Convention],
         chunk_tokens: int,
+        known: KnownObjects,
     ) -> None:
         self._floor, self._namespace, self._tokens = floor, namespace, chunk_tokens
         self._agreed = dict(conventions)
@@ -59,10 +61,7 @@ class Lookup:
         """Why this engine cannot read a geometry, by digest."""
         self._lock = threading.Lock()
         self._refreshed = -REFRESH_SECONDS
-        self.damaged: OrderedDict[str, None] = OrderedDict()
-        """Names of objects that are not what they should be: until they are replaced, they count as
-        absent. The latest.
-        """
+        self._known = known
 
     def geometry(self, digest: bytes) -> Geometry:
         """A geometry of which another process has told. Raises ValueError."""
@@ -147,9 +146,10 @@ class Lookup:
                 for part in parts
             ]
             if names:
-                sound = [name not in self.damaged for name in names]
-                there = np.array(self._floor.exists(names)) & sound
-                there = there.reshape(len(left), len(parts))
+                on_floor = self._floor.exists(names)
+                self._known.absent(name for name, here in zip(names, on_floor) if not here)
+                sound = [not self._known.is_damaged(name) for name in names]
+                there = (np.array(on_floor) & sound).reshape(len(left), len(parts))
                 places.update({left[n]: digest for n in np.flatnonzero(there.all(axis=1))})
 
     def judge(self, geometry: Geometry) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,33 +13,15 @@ from disagg.protocol.messages import Convention
 from disagg.store.chunks import ChunkLayout
 from disagg.store.floors.base import BeyondEnd, Floor
 from disagg.store.geometry import Geometry, Readable, readable
+from disagg.store.jobs import ReadJob
 from disagg.store.objects import Damaged, ObjectId, check_blocks, decode_head, head_bytes
 from kvpool.device.host_copy import copy_runs
-from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout import PoolLayout
 from kvpool.layout.grid import Ints
 
 MAX_GAP = 64 << 10
 """Bytes of blocks that nobody needs which are rather read than skipped."""
 STAGING_BYTES = 8 << 20
-
-
-@dataclass(kw_only=True)
-class ReadJob:
-    """A read of positions `tokens` of a prefix, whose end is the end of the request that `address`
-    is of. Once it has ended nothing of it is written any more.
-    """
-
-    number: int
-    address: RequestAddress
-    tokens: range
-    deadline: float
-    left: int = 0
-    """Objects that are not read yet."""
-    nbytes: int = 0
-    failure: str | None = None
-    ended: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while something is written to the pool."""
 
 
 class ObjectReader:

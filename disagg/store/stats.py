@@ -11,6 +11,7 @@ OUTCOMES = {
     "hit": "lookups that found a prefix, and its tokens",
     "miss": "lookups that found none, and the tokens that were asked for",
     "read": "reads that ended well, and the bytes that were fetched",
+    "aborted": "reads that their caller ended, and their tokens",
     "late": "reads that had not ended in time, and their tokens",
     "damaged": "reads of objects that are not what their name says, and their tokens",
     "vanished": "reads of objects that were found and are gone, and their tokens",

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
 
 import numpy.typing as npt
 from typing_extensions import Self
@@ -17,35 +13,22 @@ from typing_extensions import Self
 from disagg.protocol.messages import Convention, checked_conventions
 from disagg.store.floors.base import Floor, FloorError, NotThere, open_floor
 from disagg.store.geometry import Geometry, namespace
+from disagg.store.jobs import EndedJob, Jobs, LookupJob, ReadJob
 from disagg.store.keys import ChunkKeys
+from disagg.store.known import KnownObjects
 from disagg.store.lookup import Hit, Lookup
 from disagg.store.objects import Damaged
-from disagg.store.reading import ObjectReader, ReadJob
+from disagg.store.outage import Outage
+from disagg.store.reading import ObjectReader
 from disagg.store.stats import Outcomes, StoreStats
 from disagg.store.workers import Workers
-from disagg.store.writing import ObjectWriter
+from disagg.store.writing import ObjectWriter, default_room
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.prefix.chain import Chain, Media, token_ids
 
 CHUNK_TOKENS = 256
-PAUSE_SECONDS, MOST_PAUSE_SECONDS = 1.0, 30.0
-"""For how long nothing is looked up after the floor has not answered: twice as long each time."""
-LOOK_SECONDS = 0.05
-"""Between two looks of `wait` at what is late."""
 CLOSE_SECONDS = 10.0
 """How long `close` waits for what is being written."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndedJob:
-    """A lookup or read has ended. `hit`, of a lookup, is what there is; `failure` says why a read
-    has failed, or a lookup found nothing because the floor did not answer.
-    """
-
-    job: int
-    what: Literal["lookup", "read"]
-    hit: Hit
-    failure: str | None = None
 
 
 class Store:
@@ -55,7 +38,8 @@ class Store:
     ranks, `ranks` are all their layouts and `rank` is this one's number. `conventions` is what
     bytes mean beside their layout (`disagg.connectors.conventions`). `timeout`: seconds after which
     a lookup or read that has not ended counts as failed. `room`: bytes in memory that are not
-    written yet; what does not fit is not written. Raises ValueError for a URL that names no floor,
+    written yet (default: a sixteenth of the host's memory, divided among the ranks, 256 MiB to
+    8 GiB); what does not fit is not written. Raises ValueError for a URL that names no floor,
     for a pool of which chunks would cut items, and FloorError where the floor is not there.
     """
 
@@ -69,7 +53,7 @@ class Store:
         ranks: Sequence[PoolLayout] = (),
         rank: int = 0,
         timeout: float = 10.0,
-        room: int = 256 << 20,
+        room: int | None = None,
         threads: int = 4,
     ) -> None:
         ranks = tuple(ranks) or (layout,)
@@ -82,8 +66,16 @@ class Store:
         self.namespace, self.document = namespace(ranks, conventions, chunk_tokens)
         self._geometry = Geometry.of(ranks, conventions, chunk_tokens)
         self._floor: Floor = open_floor(url)
-        self._outcomes = Outcomes()
-        self._lookup = Lookup(self._floor, self.namespace, ranks, conventions, chunk_tokens)
+        self._outcomes, self._outage, self._known = Outcomes(), Outage(), KnownObjects()
+        self._jobs = Jobs(self._outcomes)
+        self._lookup = Lookup(
+            self._floor,
+            self.namespace,
+            ranks,
+            conventions=conventions,
+            chunk_tokens=chunk_tokens,
+            known=self._known,
+        )
         self._lookup.judge(self._geometry)  # known from the start, and read rather than others
         self._reader = ObjectReader(self._floor, self.namespace, layout, conventions)
         self._writer = ObjectWriter(
@@ -92,21 +84,13 @@ class Store:
             ranks,
             rank,
             self._geometry,
-            room=room,
+            room=default_room(len(ranks)) if room is None else room,
             threads=2,
             outcomes=self._outcomes,
             publish=self._lookup.add,
-            damaged=self._lookup.damaged,
+            known=self._known,
         )
         self._workers = Workers(threads, "kvpool store reader")
-        self._numbers = itertools.count(1)
-        self._lock = threading.Condition()
-        """Of all below; its waiters are told of what has ended."""
-        self._asked: dict[int, float] = {}
-        """Deadlines of lookups."""
-        self._reads: dict[int, ReadJob] = {}
-        self._ended: dict[int, EndedJob] = {}
-        self._pause, self._away_until = PAUSE_SECONDS, 0.0
 
     def keys(self, tokens: npt.ArrayLike, salt: str = "", media: Media = ()) -> ChunkKeys:
         """The keys of the whole chunks of `tokens`; `salt` is whose they are: tenant, adapter."""
@@ -120,15 +104,17 @@ class Store:
         """Looks up the longest prefix that is a multiple of `step` tokens. `ended` tells the hit,
         by the number that this returns.
         """
-        keys, job, now = self._keys(tokens, salt), next(self._numbers), time.monotonic()
-        with self._lock:
-            self._asked[job] = now + self.timeout
-        if now < self._away_until:
-            self._outcomes.count("away", keys.count * self.chunk_tokens)
-            self._tell(self._asked, EndedJob(job, "lookup", Hit(0), f"{self.url} does not answer."))
+        keys = self._keys(tokens, salt)
+        total = keys.count * self.chunk_tokens
+        job = self._jobs.lookup(total, time.monotonic() + self.timeout)
+        if not total:  # the floor is not asked, so that this says nothing of it
+            self._jobs.end(EndedJob(job.number, "lookup", Hit(0)), "miss", 0)
+        elif self._outage.turns_away(self.timeout):
+            why = f"{self.url} does not answer."
+            self._jobs.end(EndedJob(job.number, "lookup", Hit(0), why), "away", total)
         else:
             self._workers.do(lambda: self._look(job, keys, step))
-        return job
+        return job.number
 
     def read(
         self,
@@ -140,8 +126,9 @@ class Store:
         hit: Hit | None = None,
     ) -> int:
         """Reads `positions` (default: all) of a prefix into a request's items. They end with the
-        tokens of `address`, a multiple of `chunk_tokens`. `hit`: what a lookup has told. `ended`
-        tells when nothing is written to the items any more, by the number that this returns.
+        tokens of `address`, a multiple of `chunk_tokens`. `hit`: what a lookup has told, of as many
+        tokens. `ended` tells when nothing is written to the items any more, by the number that this
+        returns.
         """
         keys = self._keys(tokens, salt)
         wanted = range(address.num_tokens) if positions is None else positions
@@ -155,13 +142,11 @@ class Store:
                 f"positions {wanted}: they end with the {address.num_tokens} tokens of the block "
                 f"table, a multiple of {self.chunk_tokens} and at most {total}."
             )
-        number = next(self._numbers)
-        deadline = time.monotonic() + self.timeout
-        job = ReadJob(number=number, address=address, tokens=wanted, deadline=deadline)
-        with self._lock:
-            self._reads[number] = job
+        if hit is not None and hit.tokens != wanted.stop:  # of other ends other state is needed
+            raise ValueError(f"hit: of {hit.tokens} tokens, and {wanted.stop} are to be read.")
+        job = self._jobs.read(address, wanted, time.monotonic() + self.timeout)
         self._workers.do(lambda: self._begin(job, keys, hit))
-        return number
+        return job.number
 
     def write(
         self,
@@ -187,51 +172,36 @@ class Store:
 
     def abort(self, job: int) -> None:
         """Ends a read: when this returns, nothing of it is written any more."""
-        with self._lock:
-            read = self._reads.pop(job, None)
-        if read is not None:
-            with read.lock:
-                read.ended = True
+        self._jobs.abort(job)
 
     def ended(self) -> list[EndedJob]:
         """Lookups and reads that have ended since the last call; those that are late fail now."""
         self._end_late()
-        with self._lock:
-            ended, self._ended = list(self._ended.values()), {}
-        return ended
+        return self._jobs.take()
 
     def wait(self, job: int) -> EndedJob:
         """How a lookup or read ends, which `ended` then does not tell. Waits, `timeout` at most.
         Raises ValueError for a job that is not under way.
         """
-        while True:
-            self._end_late()
-            with self._lock:
-                if job not in (self._asked.keys() | self._reads.keys() | self._ended.keys()):
-                    raise ValueError(f"job {job}: none that is under way here.")
-                if self._lock.wait_for(lambda: job in self._ended, LOOK_SECONDS):
-                    return self._ended.pop(job)
+        return self._jobs.wait(job, self._end_late)
 
     def _end_late(self) -> None:
         """Ends what has taken too long: what hangs in a thread is left to it."""
-        now, why = time.monotonic(), f"{self.url} did not answer within {self.timeout} s."
-        with self._lock:
-            late = [job for job, deadline in self._asked.items() if deadline < now]
-            slow = [job for job in self._reads.values() if job.deadline < now]
-        for number in late:
-            if self._tell(self._asked, EndedJob(number, "lookup", Hit(0), why)):
-                self._outcomes.count("unreachable", 0, why)
-                self._is_away()
-        for job in slow:
-            self._fail(job, "late", why)
+        for job in self._jobs.late(time.monotonic()):
+            why = f"{self.url} did not answer within {self.timeout} s."
+            if isinstance(job, ReadJob):
+                self._fail(job, "late", why)
+                continue
+            ended = EndedJob(job.number, "lookup", Hit(0), why)
+            if self._jobs.end(ended, "unreachable", job.tokens, why):
+                self._outage.failed()
 
     def stats(self) -> StoreStats:
         return self._outcomes.stats(self._writer.queued)
 
     def close(self) -> None:
         """Waits some seconds for what is being written; reads end as they are."""
-        for number in list(self._reads):
-            self.abort(number)
+        self._jobs.abort_reads()
         if self._writer.close(CLOSE_SECONDS) & self._workers.close(1.0):
             self._floor.close()
 
@@ -245,33 +215,27 @@ class Store:
         return tokens if isinstance(tokens, ChunkKeys) else self.keys(tokens, salt)
 
     def _find(self, keys: ChunkKeys, step: int = 1) -> tuple[Hit, str | None]:
-        total = keys.count * self.chunk_tokens
+        """What there is, or why that is not known."""
         try:
             hit = self._lookup.find(keys.keys, step)
         except FloorError as error:
-            self._outcomes.count("unreachable", total, str(error))
-            self._is_away()
+            self._outage.failed()
             return Hit(0), str(error)
-        self._pause = PAUSE_SECONDS
-        if hit.tokens:
-            self._outcomes.count("hit", hit.tokens)
-        else:
-            self._outcomes.count("miss", total, " ".join(self._lookup.unusable.values()))
+        self._outage.answered()
         return hit, None
 
-    def _look(self, job: int, keys: ChunkKeys, step: int) -> None:
-        if job not in self._asked:  # it was late before it began
+    def _look(self, job: LookupJob, keys: ChunkKeys, step: int) -> None:
+        if not self._jobs.is_under_way(job.number):  # it was late before it began
             return
         hit, failure = self._find(keys, step)
-        self._tell(self._asked, EndedJob(job, "lookup", hit, failure))
-
-    def _is_away(self) -> None:
-        """The floor has not answered: requests do not wait for it now."""
-        now = time.monotonic()
-        with self._lock:
-            if now >= self._away_until:
-                self._away_until = now + self._pause
-                self._pause = min(2 * self._pause, MOST_PAUSE_SECONDS)
+        ended = EndedJob(job.number, "lookup", hit, failure)
+        if failure is not None:
+            self._jobs.end(ended, "unreachable", job.tokens, failure)
+        elif hit.tokens:
+            self._jobs.end(ended, "hit", hit.tokens)
+        else:
+            why = " ".join(self._lookup.unusable.values())
+            self._jobs.end(ended, "miss", job.tokens, why)
 
     def _begin(self, job: ReadJob, keys: ChunkKeys, hit: Hit | None) -> None:
         """Shares a read out among threads, object by object."""
@@ -302,7 +266,7 @@ class Store:
         except FloorError as error:
             self._fail(job, "unreachable", str(error))
         except Damaged as error:
-            self._writer.damaged(error.name)
+            self._known.damaged(error.name)
             self._fail(job, "damaged", str(error))
         except ValueError as error:
             self._fail(job, "refused", str(error))
@@ -316,26 +280,12 @@ class Store:
             done = not job.left and not job.ended
             job.ended |= done
         if done:
-            self._end_read(job, None)
-            self._outcomes.count("read", job.nbytes)
+            ended = EndedJob(job.number, "read", Hit(job.tokens.stop))
+            self._jobs.end(ended, "read", job.nbytes)
 
     def _fail(self, job: ReadJob, outcome: str, why: str) -> None:
         with job.lock:
             if job.ended:
                 return
             job.ended = True
-        self._outcomes.count(outcome, len(job.tokens), why)
-        self._end_read(job, why)
-
-    def _end_read(self, job: ReadJob, failure: str | None) -> None:
-        hit = Hit(0 if failure else job.tokens.stop)
-        self._tell(self._reads, EndedJob(job.number, "read", hit, failure))
-
-    def _tell(self, under_way: dict[int, Any], ended: EndedJob) -> bool:
-        """Tells the end of a job, unless that was told or the job was aborted."""
-        with self._lock:
-            told = under_way.pop(ended.job, None) is not None
-            if told:
-                self._ended[ended.job] = ended
-                self._lock.notify_all()
-        return told
+        self._jobs.end(EndedJob(job.number, "read", Hit(0), why), outcome, len(job.tokens), why)

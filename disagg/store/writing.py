@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
+from disagg.host.memory import host_memory
 from disagg.plan import TransferPlan, plan
 from disagg.plan.lookup import IncompleteTransfer
 from disagg.portable.staging import Bytes, Staging
@@ -16,21 +14,30 @@ from disagg.store.catalogue import CatalogueFull
 from disagg.store.chunks import ChunkLayout, elected, of_kind
 from disagg.store.floors.base import Floor, FloorError
 from disagg.store.geometry import Geometry
+from disagg.store.known import KnownObjects
 from disagg.store.objects import NO_PARENT, ObjectId, encode_head
 from disagg.store.stats import Outcomes
 from disagg.store.workers import Workers
 from kvpool.layout import PoolLayout, RequestAddress
 
-KNOWN_NAMES = 1 << 16
-"""Names of objects that are there, as far as this process remembers."""
-KNOWN_SECONDS = 600.0
-"""For how long: floors evict."""
+ROOM_SHARE = 16
+"""Of the host's memory, one part of so many is an engine's `room`."""
+LEAST_ROOM, MOST_ROOM = 256 << 20, 8 << 30
+"""Of a rank."""
+
+
+def default_room(ranks: int) -> int:
+    """Bytes that one of an engine's ranks may have gathered and not put yet: all ranks may be on
+    this host, and each has its own.
+    """
+    return min(max(LEAST_ROOM, host_memory() // ROOM_SHARE // ranks), MOST_ROOM)
 
 
 class ObjectWriter:
     """Writes objects of one rank. `room` is how many bytes may be gathered and not put yet.
-    `publish` puts the geometry in the catalogue, before its first object. Names in `damaged` are of
-    objects to replace."""
+    `publish` puts the geometry in the catalogue, before its first object. What is `known` to be
+    there is not written, and what is damaged is replaced.
+    """
 
     def __init__(
         self,
@@ -44,7 +51,7 @@ class ObjectWriter:
         threads: int,
         outcomes: Outcomes,
         publish: Callable[[Geometry], None],
-        damaged: OrderedDict[str, None],
+        known: KnownObjects,
     ) -> None:
         self._floor, self._namespace, self._rank = floor, namespace, rank
         self._geometry, self._room, self._outcomes = geometry, room, outcomes
@@ -56,8 +63,7 @@ class ObjectWriter:
         self._workers = Workers(threads, "kvpool store writer")
         self._lock = threading.Lock()
         self._queued = 0
-        self._known: OrderedDict[str, float] = OrderedDict()
-        self._damaged = damaged
+        self._known = known
 
     def write(self, keys: Sequence[bytes], address: RequestAddress, chunks: range) -> int:
         """Copies what this rank holds of chunks, and puts it later; returns how many objects that
@@ -90,12 +96,6 @@ class ObjectWriter:
         spaces = self._plans[kind].sources[0].spaces
         return any(space.wraps and tokens % space.tokens_per_item for space in spaces)
 
-    def damaged(self, name: str) -> None:
-        """An object is not what it should be: the next write replaces it."""
-        with self._lock:
-            _remember(self._damaged, name)
-            self._known.pop(name, None)
-
     @property
     def queued(self) -> int:
         """Bytes that are gathered and not put yet."""
@@ -108,11 +108,12 @@ class ObjectWriter:
         self, identity: ObjectId, parent: bytes, part: ChunkLayout, address: RequestAddress
     ) -> bool:
         name = identity.name(self._namespace)
+        if self._known.is_there(name):
+            return False
         with self._lock:
-            if self._known.get(name, 0.0) > time.monotonic():
-                return False
             if self._queued + part.nbytes > self._room:
-                self._outcomes.count("dropped", part.nbytes)
+                why = f"{self._queued:,} of {self._room:,} bytes in memory wait to be written."
+                self._outcomes.count("dropped", part.nbytes, why)
                 return False
             self._queued += part.nbytes
         try:
@@ -146,34 +147,19 @@ class ObjectWriter:
         try:
             self._publish(self._geometry)
             parts = [head(), data.data]
-            with self._lock:
-                replaces = name in self._damaged
-            if replaces:
+            if self._known.is_damaged(name):
                 self._floor.put(name, parts)
             elif not self._floor.create(name, parts):
                 self._outcomes.count("already there", nbytes)
-                self._remember(name)
+                self._known.there(name)
                 return
             self._outcomes.count("written", nbytes)
-            self._remember(name)
+            self._known.there(name)
         except (FloorError, CatalogueFull) as error:
             self._outcomes.count("not written", nbytes, str(error))
         finally:
             self._put_done(nbytes)
 
-    def _remember(self, name: str) -> None:
-        with self._lock:
-            self._damaged.pop(name, None)
-            _remember(self._known, name, time.monotonic() + KNOWN_SECONDS)
-
     def _put_done(self, nbytes: int) -> None:
         with self._lock:
             self._queued -= nbytes
-
-
-def _remember(names: OrderedDict[str, Any], name: str, value: Any = None) -> None:
-    """Adds a name to the latest ones."""
-    names[name] = value
-    names.move_to_end(name)
-    if len(names) > KNOWN_NAMES:
-        names.popitem(last=False)

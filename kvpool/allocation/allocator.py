@@ -140,17 +140,23 @@ class Allocator:
         request is of no use.
         """
         chain, before, store = prefix.chain(request._row), request.num_tokens, prefix.shared
-        if chain is None or store is None:
-            return True
         prompt = token_ids(tokens)
+        if (
+            chain is None
+            or store is None
+            or before >= prompt.size // store.chunk_tokens * store.chunk_tokens
+        ):
+            return True
         keys = store.keys(prompt, chain.salt, chain.media)
-        if (known := store.lookup(keys)) <= before:
+        hit = store.wait(store.ask(keys)).hit
+        if (known := hit.tokens) <= before:
             return True
         try:
             self.extend(request, known - before, received=True)
         except OutOfPages:  # then it is computed, as far as there are pages
             return True
-        job = store.read(keys, request.address(), range(before, known))
+        positions = range(before, known)
+        job = store.read(keys, request.address(), positions, hit=hit)
         if store.wait(job).failure is not None:
             return False
         prefix.store(request._row, prompt[before:known], known, request.received_tokens)

@@ -61,6 +61,7 @@ class Opening:
             conventions=document,
             chunk_tokens=settings.chunk_tokens,
             timeout=settings.store_timeout,
+            room=settings.room,
         )
 
 

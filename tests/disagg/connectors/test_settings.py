@@ -36,6 +36,10 @@ WRONG = [
     *(("store", value, "a URL (docs/store.md), or None") for value in (7, "", True)),
     *(("chunk_tokens", value, "a number from 1 to 1048576") for value in (0, "256", 1.5, True)),
     *(("store_timeout", value, SECONDS) for value in (0, None, "10")),
+    *(
+        ("store_room", value, 'bytes, 1,048,576 or more, or text with a unit such as "4GiB"')
+        for value in (0, -1, 256, 2.5e9, True, "", "4", "4G", "-1GiB", "all")
+    ),
     ("conventions", "llama", "names, each with a number or a short text"),
     ("conventions", {"model": [1]}, "model=[1]: a number, or a text"),
     ("conventions", {"a\nb": None}, "name 'a\\nb': 1 to 128 printable characters"),
@@ -56,6 +60,7 @@ RIGHT = {
     "store": "s3://bucket/prefix",
     "chunk_tokens": 512,
     "store_timeout": 2.5,
+    "store_room": "1.5GiB",
     "conventions": {"quantization": None, "rope_theta": 1e6, "model": "llama"},
 }
 
@@ -75,6 +80,13 @@ def test_all_that_may_be_set_is_taken(monkeypatch):
     for settings in Settings.read(RIGHT, "extra"), Settings.of_environment("KVPOOL", ()):
         assert {name: getattr(settings, name) for name in RIGHT} == RIGHT
     assert Settings.read({}, "extra") == Settings()
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"), [("4GiB", 4 << 30), ("80 MB", 80 * 10**6), (1 << 20, 1 << 20), (None, None)]
+)
+def test_the_room_of_a_store_is_bytes_or_text(size, nbytes):
+    assert Settings.read({"store_room": size}, "extra").room == nbytes
 
 
 def test_a_name_that_is_not_known_is_refused_with_the_nearest():

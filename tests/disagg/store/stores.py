@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from contextlib import ExitStack, contextmanager
 
 from disagg.store import Store
+from disagg.store.floors.base import open_floor
 
 CHUNK = 24
 """Tokens of a chunk: pages of 4 and of 12, windows in pages of 5 and rings fit or do not."""
@@ -55,3 +57,29 @@ def outcome(store, job, seconds=20):
 def got(store, tokens, address, positions=None, **options):
     """Reads, and returns why it has failed."""
     return outcome(store, store.read(tokens, address, positions, **options)).failure
+
+
+class SlowFloor:
+    """A floor that answers when it is told to."""
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def __getattr__(self, name):
+        def call(*given):
+            assert self.go.wait(20)
+            return getattr(self.floor, name)(*given)
+
+        return call
+
+
+def slow(monkeypatch):
+    """The floor of the next store that is opened, which does not answer yet."""
+    slow = SlowFloor()
+
+    def opened(url):
+        slow.floor = open_floor(url)
+        return slow
+
+    monkeypatch.setattr("disagg.store.store.open_floor", opened)
+    return slow

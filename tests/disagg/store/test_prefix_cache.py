@@ -11,6 +11,7 @@ from kvpool.prefix.chain import MediaSpan
 from tests import oracle
 from tests.disagg.store.stores import CHUNK, fresh
 from tests.pools import CLASSES
+from tests.processes import until
 
 ROOM = {"num_pages": 60, "num_window_pages": 60}
 PROMPT = np.random.default_rng(3).integers(0, 500, 5 * CHUNK + 7)
@@ -74,6 +75,20 @@ def test_what_cannot_be_read_is_computed(tmp_path):
     assert store.lookup(PROMPT) == 5 * CHUNK
     alloc.free(alloc.new_request(PROMPT))
     alloc.check_integrity()
+    store.close()
+
+
+def test_of_what_the_pool_has_the_store_is_not_asked():
+    pool, store, alloc = runner(CLASSES["mha"], fresh())
+    request = alloc.new_request(PROMPT)
+    computed(pool, alloc, request, PROMPT)
+    alloc.free(request)
+    until(lambda: not store.stats().queued_bytes)
+    assert alloc.new_request(PROMPT).num_tokens == 5 * CHUNK + 4  # pages of four
+    counts = store.stats().counts
+    assert counts["miss"] == 1 and counts["hit"] == counts["read"] == 0
+    assert alloc.new_request([*PROMPT, *range(CHUNK)]).num_tokens == 5 * CHUNK + 4
+    assert store.stats().counts["hit"] == 1 and store.stats().counts["read"] == 0
     store.close()
 
 

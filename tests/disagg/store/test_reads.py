@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +16,12 @@ from hypothesis import given, settings, strategies as st
 
 from disagg.store import Store
 from disagg.store.chunks import chunk_layouts, of_kind
-from disagg.store.floors.base import open_floor
 from kvpool import Shard
 from kvpool.layout import RequestAddress
 from tests import oracle
 from tests.disagg.plan.test_geometry import geometries
 from tests.disagg.plan.test_interleave import Side
-from tests.disagg.store.stores import CHUNK, fresh, got, outcome, put, stores
+from tests.disagg.store.stores import CHUNK, fresh, got, outcome, put, slow, stores
 from tests.pools import hybrid, memory_of, mha, swa
 from tests.processes import until
 
@@ -252,25 +250,8 @@ def test_an_object_that_has_gone_is_a_miss(written):
         assert store.lookup(PROMPT) == 2 * CHUNK
 
 
-class Slow:
-    """A floor that answers when it is told to."""
-
-    def __init__(self, floor):
-        self._floor, self.go = floor, threading.Event()
-
-    def __getattr__(self, name):
-        def call(*given):
-            assert self.go.wait(20)
-            return getattr(self._floor, name)(*given)
-
-        return call
-
-
 def test_a_floor_that_hangs_delays_nobody_and_writes_nothing_later(written, monkeypatch):
-    held = []
-    monkeypatch.setattr(
-        "disagg.store.store.open_floor", lambda url: held.append(Slow(open_floor(url))) or held[0]
-    )
+    floor = slow(monkeypatch)
     pool, store = reader(written, timeout=0.2)
     with store:
         oracle.blank(pool)
@@ -282,7 +263,7 @@ def test_a_floor_that_hangs_delays_nobody_and_writes_nothing_later(written, monk
         assert failure == f"{written} did not answer within 0.2 s."
         counts = store.stats().counts
         assert counts["late"] == counts["unreachable"] == counts["away"] == 1
-        held[0].go.set()
+        floor.go.set()
         store.timeout = 10.0
         until(lambda: store.lookup(PROMPT) == TOKENS)
         assert np.array_equal(memory_of(pool), before)
@@ -291,16 +272,13 @@ def test_a_floor_that_hangs_delays_nobody_and_writes_nothing_later(written, monk
 
 
 def test_an_aborted_read_writes_nothing_later(written, monkeypatch):
-    held = []
-    monkeypatch.setattr(
-        "disagg.store.store.open_floor", lambda url: held.append(Slow(open_floor(url))) or held[0]
-    )
+    floor = slow(monkeypatch)
     pool, store = reader(written)
     with store:
         oracle.blank(pool)
         before = memory_of(pool)
         store.abort(store.read(PROMPT[:TOKENS], oracle.place(pool, TOKENS, 3)))
-        held[0].go.set()
+        floor.go.set()
         assert store.lookup(PROMPT) == TOKENS  # by the threads that would have read
         assert store.ended() == []
         assert np.array_equal(memory_of(pool), before)
@@ -353,6 +331,9 @@ def test_what_does_not_fit_in_memory_is_dropped_and_counted():
         assert put(store, PROMPT[:TOKENS], address) == 0
         assert store.stats().counts["dropped"] == 3
         assert store.stats().sizes["dropped"] == 3 * size
+        assert store.stats().reasons["dropped"] == (
+            f"0 of {size - 1:,} bytes in memory wait to be written."
+        )
         assert store.lookup(PROMPT) == 0
 
 
@@ -409,7 +390,7 @@ def test_a_hit_may_have_to_be_a_multiple_of_more_than_a_chunk(written):
 
 
 def test_what_was_evicted_is_written_again(written, monkeypatch):
-    monkeypatch.setattr("disagg.store.writing.KNOWN_SECONDS", 0.05)
+    monkeypatch.setattr("disagg.store.known.KNOWN_SECONDS", 0.05)
     pool, store = reader(written, conventions={"model": "m", "rope": "a"})
     address = oracle.filled(pool, TOKENS, 1)
     with store:
@@ -419,4 +400,15 @@ def test_what_was_evicted_is_written_again(written, monkeypatch):
         time.sleep(0.06)
         assert put(store, PROMPT[:TOKENS], address) == 3
         assert store.stats().counts["written"] == 1
+        assert store.lookup(PROMPT) == TOKENS
+
+
+def test_what_a_lookup_has_missed_is_written_again_at_once(written):
+    pool, store = reader(written, conventions={"model": "m", "rope": "a"})
+    address = oracle.filled(pool, TOKENS, 1)
+    with store:
+        put(store, PROMPT[:TOKENS], address)
+        object_of(written, 1).unlink()
+        assert store.lookup(PROMPT) == CHUNK
+        assert put(store, PROMPT[:TOKENS], address) == 1
         assert store.lookup(PROMPT) == TOKENS
