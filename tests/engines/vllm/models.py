@@ -66,9 +66,9 @@ def llama_wide() -> PreTrainedConfig:
     return config
 
 
-def llava() -> PreTrainedConfig:
+def idefics3() -> PreTrainedConfig:
     """`llama`, with eyes."""
-    return pictures.llava(llama())
+    return pictures.sees(llama())
 
 
 def llama_shallow() -> PreTrainedConfig:
@@ -170,7 +170,7 @@ SCALES = {
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     made.__name__: made
     for made in (
-        *(llama, llama_other_rope, llama_wide, llama_shallow, llava, deepseek_v3, deepseek_mtp),
+        *(llama, llama_other_rope, llama_wide, llama_shallow, idefics3, deepseek_v3, deepseek_mtp),
         *(gpt_oss, gemma3, qwen3_next, qwen3_next_mtp, falcon_h1, lfm2, deepseek_v4.deepseek_v4),
     )
 }
@@ -185,7 +185,7 @@ def save(name: str, folder: Path) -> Path:
         return place
     torch.manual_seed(0)
     config = MODELS[name]()
-    auto = AutoModelForImageTextToText if name == "llava" else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if name == "idefics3" else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.bfloat16).eval()
     scale = SCALES.get(name, 3.0)
     with torch.no_grad():
@@ -193,15 +193,16 @@ def save(name: str, folder: Path) -> Path:
             if parameter.ndim >= 2 and not {"embed_tokens", "lm_head"} & {*weight.split(".")}:
                 parameter.mul_(scale)
     words = {f"w{number}": number for number in range(VOCABULARY)}
-    if name == "llava":
-        words[pictures.NAME] = words.pop(f"w{pictures.TOKEN}")
+    if name == "idefics3":
+        words = {w: n for w, n in words.items() if n not in pictures.WORDS.values()}
+        words |= pictures.WORDS
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="w1", eos_token="w2", pad_token="w3", unk_token="w0"
     )
     fast.save_pretrained(place)
-    if name == "llava":
+    if name == "idefics3":
         pictures.save_processor(fast, place)
     model.save_pretrained(place)
     drafts.finish(name, place)

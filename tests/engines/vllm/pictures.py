@@ -1,4 +1,6 @@
-"""A tiny model that sees, and pictures for it. Each stands for `PATCHES` tokens of a prompt."""
+"""A tiny model that sees, and pictures for it. Each has `LENGTH` tokens of a prompt, of which all
+but three are of patches.
+"""
 
 from __future__ import annotations
 
@@ -8,52 +10,49 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from transformers import (
-    CLIPImageProcessorPil,
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaProcessor,
+    Idefics3Config,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    Idefics3VisionConfig,
     PreTrainedConfig,
 )
 
 SIDE, PATCH, TOKEN = 112, 8, 511
 PATCHES = (SIDE // PATCH) ** 2
-NAME = "<image>"
+LENGTH = PATCHES + 3
+WORDS = {
+    "<image>": TOKEN,
+    "<fake_token_around_image>": 510,
+    "<global-img>": 509,
+    "<end_of_utterance>": 508,
+}
 
 
-def llava(text: PreTrainedConfig) -> PreTrainedConfig:
-    """A language model behind two layers of CLIP."""
-    vision = CLIPVisionConfig(
+def sees(text: PreTrainedConfig) -> PreTrainedConfig:
+    """A language model behind two layers of an encoder."""
+    vision = Idefics3VisionConfig(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         image_size=SIDE,
         patch_size=PATCH,
-        projection_dim=64,
     )
-    return LlavaConfig(
+    return Idefics3Config(
         vision_config=vision,
         text_config=text,
-        image_token_index=TOKEN,
-        image_seq_length=PATCHES,
-        vision_feature_layer=-1,
+        image_token_id=TOKEN,
+        pad_token_id=text.pad_token_id,
+        scale_factor=1,
     )
 
 
 def save_processor(tokenizer: Any, place: Path) -> None:
     """What makes pixels of a picture, beside a saved model."""
-    sizes = {
-        "size": {"shortest_edge": SIDE},
-        "crop_size": {"height": SIDE, "width": SIDE},
-    }
-    LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(**sizes),
-        tokenizer=tokenizer,
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        image_token=NAME,
-        num_additional_image_tokens=1,
-    ).save_pretrained(place)
+    tokenizer.add_special_tokens({"additional_special_tokens": [*WORDS]})
+    edges = {"longest_edge": SIDE}
+    pixels = Idefics3ImageProcessorPil(size=edges, max_image_size=edges, do_image_splitting=False)
+    Idefics3Processor(pixels, tokenizer, image_seq_len=PATCHES).save_pretrained(place)
 
 
 def picture(seed: int) -> Image.Image:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.engines.pair import EXACT
+from tests.engines.vllm import pictures
 from tests.engines.vllm.engines import Engine, prompts
-from tests.engines.vllm.pictures import PATCHES, TOKEN
 from tests.engines.vllm.test_store import Stores, tokens
 
 CHUNK, FIRST, SECOND, LENGTH = 128, 200, 450, 800
@@ -30,8 +30,10 @@ def stores(start: Any, tmp_path: Path) -> Stores:
 
 def asked() -> list[int]:
     """One token stands for each picture, which vLLM makes as many as it needs."""
-    one, two, three = prompts(FIRST, SECOND - FIRST - PATCHES, LENGTH - SECOND - PATCHES)
-    return [*one, TOKEN, *two, TOKEN, *three]
+    one, two, three = prompts(
+        FIRST, SECOND - FIRST - pictures.LENGTH, LENGTH - SECOND - pictures.LENGTH
+    )
+    return [*one, pictures.TOKEN, *two, pictures.TOKEN, *three]
 
 
 def see(engine: Engine, shown: list[list[int]], **more: Any) -> tuple[list[Any], list[int]]:
@@ -44,9 +46,9 @@ def see(engine: Engine, shown: list[list[int]], **more: Any) -> tuple[list[Any],
 
 def test_behind_other_pictures_nothing_is_shared(stores: Stores, start: Any) -> None:
     settings = {"chunk_tokens": CHUNK}
-    alone = start("single", "llava", **EXACT)
-    one = stores.engine("llava", settings, block_size=32, **EXACT)
-    other = stores.engine("llava", settings, block_size=128, **EXACT)
+    alone = start("single", "idefics3", **EXACT)
+    one = stores.engine("idefics3", settings, block_size=32, **EXACT)
+    other = stores.engine("idefics3", settings, block_size=128, **EXACT)
     right, _ = see(alone.ready(), SHOWN)
     assert len({tuple(each) for each in right}) == len(SHOWN)
     assert see(one.ready(), SHOWN[:1]) == (right[:1], [0])
@@ -67,9 +69,9 @@ def test_behind_other_pictures_nothing_is_shared(stores: Stores, start: Any) -> 
 def test_pictures_that_are_made_otherwise_are_others(stores: Stores) -> None:
     """Two engines whose processors have other options: vLLM's hash does not say so."""
     settings = {"chunk_tokens": CHUNK}
-    one = stores.engine("llava", settings, **EXACT).ready()
+    one = stores.engine("idefics3", settings, **EXACT).ready()
     other = stores.engine(
-        "llava", settings, mm_processor_kwargs={"image_mean": [0.0, 0.0, 0.0]}, **EXACT
+        "idefics3", settings, mm_processor_kwargs={"image_mean": [0.0, 0.0, 0.0]}, **EXACT
     )
     right, _ = see(one, SHOWN[:1])
     stores.until_written(WHOLE // CHUNK)
