@@ -129,6 +129,14 @@ def test_keys_say_what_the_encoder_is_given_whatever_vllm_calls_it():
         assert keys(store, request("f", item(1), "a client's")) == one[:1]
 
 
+def test_a_picture_of_which_a_request_has_the_size_only_has_no_key():
+    """As vLLM takes it where another engine encodes, or hands over the state."""
+    (name,) = hashes([drawn(1)])
+    size = MultiModalKwargsItem({"image_grid_thw": item(1)["image_grid_thw"]})
+    with Requests(encoder=ENCODER) as store:
+        assert len(keys(store, request("a", size, name))) == 1
+
+
 def test_pictures_that_come_from_vllms_front_end_are_the_same():
     data, feature = item(1), request("r", item(1), hashes([drawn(1)])[0]).mm_features[0]
     decoded = MsgpackDecoder(MultiModalFeatureSpec).decode(MsgpackEncoder().encode(feature))

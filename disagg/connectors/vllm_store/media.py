@@ -26,6 +26,8 @@ NO_MATTER = "text_config", "architectures", "dtype", "torch_dtype", "transformer
 """Fields of a configuration that say nothing of encoders, or what namespaces say."""
 PRUNING = "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype"
 """Options of vLLM on which an encoder's output depends."""
+ENTRIES = 16
+"""At least so many numbers an encoder is given, or gives, for one position: hundreds in fact."""
 
 
 def encoder(config: Any) -> str | None:
@@ -39,7 +41,6 @@ def encoder(config: Any) -> str | None:
         (model.is_encoder_decoder, "its encoder's output has no place in the prompt"),
         (options.mm_processor_cache_type == "shm", "the scheduler is not given them with "
          "mm_processor_cache_type shm: use lru"),
-        (options.allow_missing_mm_embeddings, "allow_missing_mm_embeddings is set"),
     ):  # fmt: skip
         if unknown:
             log.warning("of a prompt, what is before its first picture is stored only: %s.", why)
@@ -67,10 +68,9 @@ def media(request: Any, encoder: str | None) -> tuple[list[Medium], int]:
         adapted = None if lora is None else f"{lora.lora_name}:{feature.mm_hash}"
         if (
             encoder is None
-            or feature.data is None
-            or place.length < 1
             or not HASH.fullmatch(feature.mm_hash or "")
             or feature.identifier not in (feature.mm_hash, adapted)
+            or not _is_whole(feature.data, place.length)
         ):
             return known, place.offset
         # an adapter may change encoders too (enable_tower_connector_lora)
@@ -78,3 +78,19 @@ def media(request: Any, encoder: str | None) -> tuple[list[Medium], int]:
         positions = range(place.offset, place.offset + place.length)
         known.append(Medium(positions, (*name, place.is_embed), feature.data))
     return known, maxsize
+
+
+def _is_whole(item: Any, length: int) -> bool:
+    """Whether an item has what its encoder is given. Where a request's state or its encoder's
+    output is to come from another engine, it may have sizes alone (`allow_missing_mm_embeddings`).
+    """
+    if item is None or length < 1:
+        return False
+    return _entries(list(item.get_data().values())) >= ENTRIES * length
+
+
+def _entries(values: Any) -> int:
+    """Of tensors in lists."""
+    if isinstance(values, list | tuple):
+        return sum(map(_entries, values))
+    return int(values.numel()) if hasattr(values, "numel") else 0

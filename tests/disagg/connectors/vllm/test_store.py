@@ -7,8 +7,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from disagg.connectors.settings import Settings
+from disagg.connectors.store.media import media_digest
 from disagg.connectors.vllm.scheduler import ConnectorScheduler
 from disagg.connectors.vllm_store.engine import cached_unit, stored_requests
 from disagg.connectors.vllm_store.media import encoder
@@ -157,7 +159,7 @@ def picture(offset, pixels, length=10, *, name=HEX, **said):
     """A picture in a prompt, as vLLM's scheduler has it."""
     return SimpleNamespace(
         **{
-            "data": Item(pixel_values=pixels),
+            "data": Item(pixel_values=torch.full((200,), pixels), grid=torch.tensor([1, 2, 5])),
             "modality": "image",
             "identifier": name,
             "mm_hash": name,
@@ -222,7 +224,9 @@ def test_keys_say_what_a_picture_shows():
         ({"mm_hash": None}, ENCODER),
         ({"identifier": f"adapter:{HEX}"}, ENCODER),
         ({"data": None}, ENCODER),
-        ({"data": Item(pixel_values=object())}, ENCODER),
+        ({"data": Item(pixel_values=[torch.ones(200)], more=object())}, ENCODER),
+        ({"data": Item(grid=torch.tensor([1, 2, 5]), seconds=[torch.ones(1)])}, ENCODER),
+        ({"data": Item(address=1, signature=[2])}, ENCODER),
         ({"length": 0}, ENCODER),
         ({}, None),
     ],
@@ -249,7 +253,7 @@ SEES = {
 
 def sees(fields=SEES, *, encoders=None, encoder_decoder=False, **options):
     """What keys say of an engine with such a model."""
-    options = {"mm_processor_cache_type": "lru", "allow_missing_mm_embeddings": False, **options}
+    options = {"mm_processor_cache_type": "lru", **options}
     model = SimpleNamespace(
         hf_config=SimpleNamespace(to_dict=lambda: fields),
         is_encoder_decoder=encoder_decoder,
@@ -278,7 +282,6 @@ def test_keys_say_what_a_model_makes_of_pictures_and_not_where_it_lies():
         ({"encoders": object()}, "encoders are other engines'"),
         ({"encoder_decoder": True}, "no place in the prompt"),
         ({"mm_processor_cache_type": "shm"}, "use lru"),
-        ({"allow_missing_mm_embeddings": True}, "allow_missing_mm_embeddings"),
     ],
 )
 def test_what_is_not_known_of_pictures_is_said_at_start(said, words, caplog):
@@ -306,7 +309,8 @@ def test_an_adapter_that_changes_encoders_has_other_keys(tmp_path):
 
 def test_until_pictures_are_known_a_request_waits_and_others_go_on(monkeypatch):
     gate = threading.Event()
-    monkeypatch.setattr(Item, "get_data", lambda item: gate.wait(20) and item.values)
+    module = "disagg.connectors.store.media.media_digest"
+    monkeypatch.setattr(module, lambda value: gate.wait(20) and media_digest(value))
     with Requests(encoder=ENCODER) as store:
         asked = request("r", PROMPT, mm_features=[picture(20, 1.0)])
         store.arrived(asked)
