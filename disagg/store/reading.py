@@ -10,6 +10,7 @@ import numpy as np
 from disagg.plan import CopyBatch
 from disagg.portable.staging import Staging, windows
 from disagg.protocol.messages import Convention
+from disagg.store.binding import ChunkBinder
 from disagg.store.chunks import ChunkLayout
 from disagg.store.floors.base import BeyondEnd, Floor
 from disagg.store.geometry import Geometry, Readable, readable
@@ -37,7 +38,10 @@ class ObjectReader:
         self._floor, self._namespace, self._layout = floor, namespace, layout
         self._conventions = conventions
         self._readable: dict[bytes, Readable] = {}
+        self._binders: dict[tuple[bytes, str, int], ChunkBinder] = {}
         self._lock = threading.Lock()
+        self._plan_lock = threading.Lock()
+        """Plans are not for several threads."""
         self._staging = threading.local()
         self._on_host = all(buffer.on_host for buffer in layout.buffers)
 
@@ -57,13 +61,11 @@ class ObjectReader:
         way = self.readable(geometry)
         if kind not in way.plans:  # another stage of the pipeline has such layers
             return 0
-        plan, fetched = way.plans[kind], 0
+        fetched = 0
         for source, part in enumerate(way.sources[kind]):
             layout = geometry.parts[part][kind]
-            first, stop = chunk * layout.tokens, (chunk + 1) * layout.tokens
-            tokens = range(max(first, job.tokens.start), stop)
-            with self._lock:  # a plan is not for several threads
-                batch = plan.bind(source, layout.address(chunk), job.address, tokens=tokens)
+            binder = self._binder(way, kind, source)
+            batch = binder.bind(chunk, job.address, job.tokens.start)
             if batch.runs:
                 identity = ObjectId(kind, key, geometry.digest, part, chunk)
                 try:
@@ -76,6 +78,17 @@ class ObjectReader:
                     damaged.name = identity.name(self._namespace)
                     raise damaged from None
         return fetched
+
+    def _binder(self, way: Readable, kind: str, source: int) -> ChunkBinder:
+        name = way.geometry.digest, kind, source
+        with self._lock:
+            binder = self._binders.get(name)
+            if binder is None:
+                part = way.geometry.parts[way.sources[kind][source]][kind]
+                plan, lock = way.plans[kind], self._plan_lock
+                binder = ChunkBinder(plan, part, "dst", lock=lock, source=source)
+                self._binders[name] = binder
+        return binder
 
     def _fetch(
         self, job: ReadJob, identity: ObjectId, layout: ChunkLayout, batch: CopyBatch
