@@ -24,7 +24,10 @@ LONG = Plan(requests=1_000_000, keep=8 * MIB, pause=10.0)
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.long)],
+    [
+        pytest.param(SHORT, id="short"),
+        pytest.param(LONG, id="long", marks=[pytest.mark.long, pytest.mark.timeout(5400)]),
+    ],
 )
 def test_a_full_store_stays_bounded_and_right(plan, tmp_path):
     with Child(child, tmp_path, plan) as run:
