@@ -32,6 +32,8 @@ def default_room(ranks: int) -> int:
     this host, and each has its own.
     """
     return min(max(LEAST_ROOM, host_memory() // ROOM_SHARE // ranks), MOST_ROOM)
+
+
 SPARE_BYTES = 64 << 20
 """Of memory that is kept to be gathered to."""
 
