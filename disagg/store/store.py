@@ -19,10 +19,10 @@ from disagg.store.known import KnownObjects
 from disagg.store.lookup import Hit, Lookup
 from disagg.store.objects import Damaged
 from disagg.store.outage import Outage
-from disagg.store.reading import ObjectReader
 from disagg.store.stats import Outcomes, StoreStats
+from disagg.store.transfer.reading import ObjectReader
+from disagg.store.transfer.writing import ObjectWriter, default_room
 from disagg.store.workers import Workers
-from disagg.store.writing import ObjectWriter, default_room
 from kvpool.layout import PoolLayout, RequestAddress
 from kvpool.prefix.chain import Chain, Media, token_ids
 

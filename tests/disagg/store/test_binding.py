@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from disagg.plan import IncompleteTransfer, TransferPlan, plan
-from disagg.store.binding import ChunkBinder
 from disagg.store.chunks import chunk_layouts, of_kind
+from disagg.store.transfer.binding import ChunkBinder
 from kvpool import RequestAddress, Span
 from tests.pools import CLASSES, PACKED
 

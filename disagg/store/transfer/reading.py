@@ -10,12 +10,12 @@ import numpy as np
 from disagg.plan import CopyBatch
 from disagg.portable.staging import Staging, windows
 from disagg.protocol.messages import Convention
-from disagg.store.binding import ChunkBinder
 from disagg.store.chunks import ChunkLayout
 from disagg.store.floors.base import BeyondEnd, Floor
 from disagg.store.geometry import Geometry, Readable, readable
 from disagg.store.jobs import ReadJob
 from disagg.store.objects import Damaged, ObjectId, check_blocks, decode_head, head_bytes
+from disagg.store.transfer.binding import ChunkBinder
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout import PoolLayout
 from kvpool.layout.grid import Ints

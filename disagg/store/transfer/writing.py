@@ -10,7 +10,6 @@ from disagg.host.memory import host_memory
 from disagg.plan import TransferPlan, plan
 from disagg.plan.lookup import IncompleteTransfer
 from disagg.portable.staging import Staging
-from disagg.store.binding import ChunkBinder
 from disagg.store.catalogue import CatalogueFull
 from disagg.store.chunks import ChunkLayout, elected, of_kind
 from disagg.store.floors.base import Floor, FloorError
@@ -18,6 +17,7 @@ from disagg.store.geometry import Geometry
 from disagg.store.known import KnownObjects
 from disagg.store.objects import NO_PARENT, ObjectId, encode_head
 from disagg.store.stats import Outcomes
+from disagg.store.transfer.binding import ChunkBinder
 from disagg.store.workers import Workers
 from kvpool.layout import PoolLayout, RequestAddress
 
