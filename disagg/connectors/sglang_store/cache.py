@@ -34,7 +34,7 @@ LINE_SECONDS = 60.0
 """Between two lines of the log that have the numbers of the store."""
 
 
-class Prompt(NamedTuple):
+class PromptKey(NamedTuple):
     """The key of a prompt in the tree, and the tokens of it that are in the store's chunks."""
 
     key: RadixKey
@@ -119,7 +119,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
         except ValueError as error:  # of numbers that are no tokens
             log.warning("%s is not looked up: %s", request.rid, error)
             return
-        self.flows.begin(request, keys, Prompt(key, count))
+        self.flows.begin(request, keys, PromptKey(key, count))
 
     def check_prefetch_progress(self, request: Any) -> bool:
         flow = self.flows.get(request)

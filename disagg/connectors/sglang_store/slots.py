@@ -16,7 +16,7 @@ from kvpool.layout import RequestAddress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class HeldSlots:
     """Slots of the tokens `positions` of a prompt. Of a window they have slots from
     `window_start` on.
     """
@@ -48,7 +48,7 @@ class Slots:
         size = self._allocator.size_full if self._cache.supports_swa() else self._allocator.size
         return bool(tokens < size)
 
-    def allocate(self, anchor: Any, positions: range, *, evict: bool) -> Place | None:
+    def allocate(self, anchor: Any, positions: range, *, evict: bool) -> HeldSlots | None:
         """Slots behind a node, if there are any free; `evict`: others give way."""
         count, window_start = len(positions), positions.start
         if self._cache.supports_swa():
@@ -61,7 +61,7 @@ class Slots:
             return None
         tokens, state = found
         address = self.address(tokens, positions, window_start, state)
-        return Place(
+        return HeldSlots(
             positions=positions,
             tokens=tokens,
             window_start=window_start,
@@ -126,7 +126,7 @@ class Slots:
         slot = req.kv.mamba_pool_idx.reshape(1) if state and req.kv.holds_mamba else None
         return self.address(row, range(tokens), alive, slot)
 
-    def insert(self, place: Place, key: Any) -> None:
+    def insert(self, place: HeldSlots, key: Any) -> None:
         """Gives a place to the tree, as the state of a prompt `key`."""
         cache, start = self._cache, place.positions.start
         tokens = place.tokens.to(torch.int64)
@@ -146,7 +146,7 @@ class Slots:
             self._requests.mamba_allocator.free(place.state)
         cache.unlock(place.lock)
 
-    def free(self, place: Place) -> None:
+    def free(self, place: HeldSlots) -> None:
         start = place.positions.start
         free_kv_row_segments(
             self._allocator,
