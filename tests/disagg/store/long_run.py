@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections import Counter
@@ -25,15 +26,17 @@ from typing import Any
 from disagg.store import known
 from disagg.store.chunks import chunk_layouts
 from disagg.store.objects import head_bytes
-from tests.disagg.store.engines import CHUNK, BatchedEngine, CachedEngine
+from tests.disagg.store.engines import CHUNK, SECONDS, BatchedEngine, CachedEngine
 from tests.disagg.store.growth import entries
 from tests.disagg.store.traffic import Traffic
 from tests.soak.slices import Sample, leaks, medians, sample
 
-ENTRIES, FILES, THREADS = 64, 1, 16
-"""By how much containers, files and threads may grow: obstore has more threads or fewer, as many as
-it has had use for in the last seconds.
+LIMITS = {"files": 1, "threads": 1, "others' threads": 512}
+"""By how much they may grow. obstore keeps as many threads as its calls have needed at once, of
+which a busy machine may make many: 512 at most, which end when they are idle.
 """
+ENTRIES = 64
+"""By how much containers may grow."""
 LOOK_EVERY = 50
 """Requests between two looks at the process that collects."""
 IN_FLIGHT = 8
@@ -90,7 +93,7 @@ class Report:
 
     def __str__(self) -> str:
         served, samples = self.served, self.samples
-        held = {name: medians(samples, name) for name in ("memory", "files", "threads")}
+        held = {name: medians(samples, name) for name in ("memory", *LIMITS)}
         lines = [
             f"{served['requests']:,} requests of {served['tokens']:,} tokens in "
             f"{self.seconds:,.0f} s, {self.processor_seconds:,.0f} s of processor time",
@@ -207,7 +210,7 @@ class Run:
         return sum(store.stats().counts["written"] for store in self._stores)
 
     def _settle(self) -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + SECONDS
         while any(store.stats().queued_bytes for store in self._stores):
             assert time.monotonic() < until, "what is to be written stays"
             time.sleep(0.001)
@@ -215,10 +218,12 @@ class Run:
     def _sample(self, number: int) -> str:
         self._settle()
         now = sample(os.getpid(), 0)
+        now["others' threads"] = now["threads"] - threading.active_count()
+        now["threads"] = threading.active_count()
         for place, engine in enumerate(self._engines):
             now.update(entries(f"engine {place}", engine))
         self.report.note(now)
-        return f"{number:,} requests, {now['memory'] >> 20} MiB, {now['threads']} threads"
+        return f"{number:,} requests, {now['memory'] >> 20} MiB"
 
     def _finish(self) -> None:
         self._settle()
@@ -245,8 +250,8 @@ class Run:
 
 def grown(samples: list[Sample], memory: int) -> list[str]:
     """What has grown, of what a process holds."""
-    own = {"memory": memory, "files": FILES, "threads": THREADS}
-    return [*leaks(samples, {**dict.fromkeys(samples[0], ENTRIES), **own})]
+    limits = {**dict.fromkeys(samples[0], ENTRIES), **LIMITS, "memory": memory}
+    return [*leaks(samples, limits)]
 
 
 def child(pipe: Any, folder: Path, plan: Plan) -> None:
