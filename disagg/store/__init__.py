@@ -8,8 +8,9 @@ for ended in store.ended(): ...                 # ended.job, ended.failure
 """
 
 from disagg.store.jobs import EndedJob
+from disagg.store.keys import ChunkKeys
 from disagg.store.lookup import Hit
 from disagg.store.stats import StoreStats
-from disagg.store.store import ChunkKeys, Store
+from disagg.store.store import Store
 
 __all__ = ["ChunkKeys", "EndedJob", "Hit", "Store", "StoreStats"]

@@ -3,7 +3,8 @@
 A chunk is `tokens` consecutive positions. What a rank holds of it are up to three objects, by how
 state follows positions (`KINDS`). An object is like a page of `tokens` positions of every space,
 with the axis that ranks shard outermost, then layer, role and position: a reader that needs some of
-the heads, or of the layers, needs few long stretches.
+the heads, or of the layers, needs few long stretches. Keys that a writer has channel by channel
+stay so.
 """
 
 from __future__ import annotations
@@ -231,9 +232,14 @@ def _compact(region: Region, space: Space) -> Region:
     """A region alone, without gaps: its first axis, entry, then the other axes in their order."""
     outer, inner = region.inner_axes[:1], region.inner_axes[1:]
     entry = () if region.packing or not space.has_entries else (Axis("entry", space.steps, 0),)
+    # keys whose channels have the tokens side by side (vLLM's on a CPU) stay so: token by token,
+    # each element would be a run of its own
+    own = region.axis("entry")
+    wider = tuple(axis for axis in inner if own is not None and axis.stride > own.stride)
+    inner = tuple(axis for axis in inner if axis not in wider)
     axes: list[Axis] = []
     stride = region.width
-    for axis in reversed((*outer, *entry, *inner)):
+    for axis in reversed((*outer, *wider, *entry, *inner)):
         axes.append(replace(axis, stride=stride))
         stride *= axis.size
     return replace(region, buffer=space.name, offset=0, axes=tuple(axes))

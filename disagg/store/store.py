@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -15,27 +14,21 @@ from disagg.protocol.messages import Convention, checked_conventions
 from disagg.store.floors.base import Floor, FloorError, NotThere, open_floor
 from disagg.store.geometry import Geometry, namespace
 from disagg.store.jobs import EndedJob, Jobs, LookupJob, ReadJob
+from disagg.store.keys import ChunkKeys
 from disagg.store.known import KnownObjects
 from disagg.store.lookup import Hit, Lookup
 from disagg.store.objects import Damaged
 from disagg.store.outage import Outage
-from disagg.store.reading import ObjectReader
 from disagg.store.stats import Outcomes, StoreStats
+from disagg.store.transfer.reading import ObjectReader
+from disagg.store.transfer.writing import ObjectWriter, default_room
 from disagg.store.workers import Workers
-from disagg.store.writing import ObjectWriter, default_room
 from kvpool.layout import PoolLayout, RequestAddress
-from kvpool.prefix.chain import Chain, token_ids
+from kvpool.prefix.chain import Chain, Media, token_ids
 
 CHUNK_TOKENS = 256
 CLOSE_SECONDS = 10.0
 """How long `close` waits for what is being written."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkKeys:
-    """The keys of a prefix's whole chunks: a chain of hashes over salt and tokens."""
-
-    keys: tuple[bytes, ...]
 
 
 class Store:
@@ -99,11 +92,9 @@ class Store:
         )
         self._workers = Workers(threads, "kvpool store reader")
 
-    def keys(self, tokens: npt.ArrayLike, salt: str = "") -> ChunkKeys:
+    def keys(self, tokens: npt.ArrayLike, salt: str = "", media: Media = ()) -> ChunkKeys:
         """The keys of the whole chunks of `tokens`; `salt` is whose they are: tenant, adapter."""
-        chain = Chain(self.chunk_tokens, salt)
-        chain.append(token_ids(tokens))
-        return ChunkKeys(tuple(chain.keys))
+        return ChunkKeys.when_needed(Chain(self.chunk_tokens, salt, media), token_ids(tokens))
 
     def lookup(self, tokens: npt.ArrayLike | ChunkKeys, salt: str = "") -> int:
         """How many of the first tokens the store has. Waits for the floor, `timeout` at most."""
@@ -114,7 +105,7 @@ class Store:
         by the number that this returns.
         """
         keys = self._keys(tokens, salt)
-        total = len(keys.keys) * self.chunk_tokens
+        total = keys.count * self.chunk_tokens
         job = self._jobs.lookup(total, time.monotonic() + self.timeout)
         if not total:  # the floor is not asked, so that this says nothing of it
             self._jobs.end(EndedJob(job.number, "lookup", Hit(0)), "miss", 0)
@@ -141,7 +132,7 @@ class Store:
         """
         keys = self._keys(tokens, salt)
         wanted = range(address.num_tokens) if positions is None else positions
-        total = len(keys.keys) * self.chunk_tokens
+        total = keys.count * self.chunk_tokens
         if (
             wanted.step != 1
             or not 0 <= wanted.start < wanted.stop == address.num_tokens <= total
@@ -169,15 +160,15 @@ class Store:
         are copied, or counted as not written; they reach the floor later. Returns how many objects
         will be written. State that a request has once is written where its tokens end a chunk.
         """
-        keys = self._keys(tokens, salt).keys
+        keys = self._keys(tokens, salt)
         wanted = range(address.num_tokens) if positions is None else positions
         first = -(-wanted.start // self.chunk_tokens)
         stop = min(wanted.stop, address.num_tokens) // self.chunk_tokens
-        if stop > len(keys):
-            raise ValueError(f"positions {wanted}: there are keys of {len(keys)} chunks only.")
+        if stop > keys.count:
+            raise ValueError(f"positions {wanted}: there are keys of {keys.count} chunks only.")
         if first >= stop:
             return 0
-        return self._writer.write(keys, address, range(first, stop))
+        return self._writer.write(keys.keys, address, range(first, stop))
 
     def abort(self, job: int) -> None:
         """Ends a read: when this returns, nothing of it is written any more."""

@@ -17,7 +17,7 @@ from kvpool.allocation.tables import SETTLED, Tables
 from kvpool.layout import PoolLayout
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
-from kvpool.prefix.chain import token_ids
+from kvpool.prefix.chain import Media, token_ids
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
@@ -100,31 +100,33 @@ class Allocator:
         stats = None if self.prefix is None else self.prefix.stats
         return Usage(free, used, self._tables.num_live, stats)
 
-    def new_request(self, tokens: npt.ArrayLike = (), *, salt: str = "") -> Request:
+    def new_request(
+        self, tokens: npt.ArrayLike = (), *, salt: str = "", media: Media = ()
+    ) -> Request:
         """A request that begins with the longest prefix of `tokens`, int `[T]`, whose state is
         there; `num_tokens` says how many: none without a prefix cache. To allocate items for a
         number of tokens, `extend` it.
 
         Where the last token is to be computed, give all but that. Requests of different `salt`
-        share nothing: what else the state depends on (an adapter, a tenant) belongs in it. In place
-        of an image, tokens are numbers made of its hash. Raises ValueError for tokens outside 0 to
-        2**31 - 1, OutOfPages where a pinned checkpoint cannot be copied.
+        share nothing: what else the state depends on (an adapter, a tenant) belongs in it. `media`:
+        pictures and the like among all tokens that the request will have. Raises ValueError for
+        tokens outside 0 to 2**31 - 1, OutOfPages where a pinned checkpoint cannot be copied.
         """
         if self.prefix is None:
             token_ids(tokens)  # the same mistakes are refused with a cache and without
-        request = self._begin(tokens, salt)
-        if self.prefix is None or self._read_shared(request, self.prefix, tokens, salt):
+        request = self._begin(tokens, salt, media)
+        if self.prefix is None or self._read_shared(request, self.prefix, tokens):
             return request
         self.free(request)
-        return self._begin(tokens, salt)
+        return self._begin(tokens, salt, media)
 
-    def _begin(self, tokens: npt.ArrayLike, salt: str) -> Request:
+    def _begin(self, tokens: npt.ArrayLike, salt: str, media: Media) -> Request:
         """A request that begins with what of its tokens is in this pool."""
         row = self._tables.add()
         request = Request(self, self._tables, row)
         if self.prefix is not None:
             try:
-                reused = self.prefix.begin(row, tokens, salt)
+                reused = self.prefix.begin(row, tokens, salt, media)
             except BaseException:
                 self.free(request)
                 raise
@@ -133,16 +135,19 @@ class Allocator:
                 self._tables.lost[space.name][row] = space.alive(reused).start
         return request
 
-    def _read_shared(
-        self, request: Request, prefix: PrefixCache, tokens: npt.ArrayLike, salt: str
-    ) -> bool:
+    def _read_shared(self, request: Request, prefix: PrefixCache, tokens: npt.ArrayLike) -> bool:
         """Goes on with what the prefix cache's store has; False if that was not read, and the
         request is of no use.
         """
-        prompt, before, store = token_ids(tokens), request.num_tokens, prefix.shared
-        if store is None or before >= prompt.size // store.chunk_tokens * store.chunk_tokens:
+        chain, before, store = prefix.chain(request._row), request.num_tokens, prefix.shared
+        prompt = token_ids(tokens)
+        if (
+            chain is None
+            or store is None
+            or before >= prompt.size // store.chunk_tokens * store.chunk_tokens
+        ):
             return True
-        keys = store.keys(prompt, salt)
+        keys = store.keys(prompt, chain.salt, chain.media)
         hit = store.wait(store.ask(keys)).hit
         if (known := hit.tokens) <= before:
             return True

@@ -21,8 +21,8 @@ from kvpool.allocation.block_table import BlockTable
 from kvpool.allocation.free_list import OutOfPages
 from kvpool.allocation.prefix_store import PrefixStore
 from kvpool.layout.grid import Ints
-from kvpool.prefix.chain import Chain, Key, token_ids
-from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from kvpool.prefix.chain import Chain, Key, Media, token_ids
+from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, extra_keys
 
 
 @dataclass(slots=True)
@@ -109,13 +109,13 @@ class PrefixCache:
         kept = {name: id_list.index.ids(name).size for name, id_list in self._lists.items()}
         return replace(self._stats, kept=kept)
 
-    def lookup(self, tokens: npt.ArrayLike, *, salt: str = "") -> int:
+    def lookup(self, tokens: npt.ArrayLike, *, salt: str = "", media: Media = ()) -> int:
         """With how many tokens a request of these would begin."""
-        return self._match(self._chain(tokens, salt))[0]
+        return self._match(self._chain(tokens, salt, media))[0]
 
-    def pin(self, tokens: npt.ArrayLike, *, salt: str = "") -> PinnedPrefix:
+    def pin(self, tokens: npt.ArrayLike, *, salt: str = "", media: Media = ()) -> PinnedPrefix:
         """Keeps the longest prefix that is there until it is unpinned: its items are not free."""
-        tokens_found, items = self._match(self._chain(tokens, salt))
+        tokens_found, items = self._match(self._chain(tokens, salt, media))
         pinned = PinnedPrefix(tokens_found, items)
         for name, ids in items.items():
             self._lists[name].free_list.share(ids)
@@ -156,9 +156,9 @@ class PrefixCache:
         none = np.empty(0, dtype=np.int64)
         return np.concatenate([none, *(pinned.items[id_list] for pinned in self._pinned)])
 
-    def begin(self, row: int, tokens: npt.ArrayLike, salt: str) -> int:
+    def begin(self, row: int, tokens: npt.ArrayLike, salt: str, media: Media) -> int:
         """Gives a new request the longest prefix of `tokens` that is there; returns its tokens."""
-        chain = self._chain(tokens, salt)
+        chain = self._chain(tokens, salt, media)
         asked, (reused, items) = chain.num_tokens, self._match(chain)
         if asked:
             self._stats.lookups += 1
@@ -231,8 +231,8 @@ class PrefixCache:
         """A request has ended."""
         self._chains.pop(row, None)
 
-    def _chain(self, tokens: npt.ArrayLike, salt: str) -> Chain:
-        chain = Chain(self._page, salt)
+    def _chain(self, tokens: npt.ArrayLike, salt: str, media: Media) -> Chain:
+        chain = Chain(self._page, salt, media)
         chain.append(token_ids(tokens))
         return chain
 
@@ -309,7 +309,7 @@ class PrefixCache:
                 lora_id=None,
                 medium=self._medium,
                 lora_name=None,
-                extra_keys=[(chain.salt,)] * run.size if chain.salt else None,
+                extra_keys=extra_keys(chain, range(first, stop), tokens),
                 group_idx=id_list.group,
                 kv_cache_spec_kind=kind,
                 kv_cache_spec_sliding_window=window,

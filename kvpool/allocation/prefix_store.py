@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from kvpool.layout import RequestAddress
-from kvpool.prefix.chain import Chain
+from kvpool.prefix.chain import Chain, Media
 
 
 class StoreHit(Protocol):
@@ -32,15 +32,13 @@ class PrefixStore(Protocol):
 
     chunk_tokens: int
 
-    def keys(self, tokens: npt.ArrayLike, salt: str = "") -> Any:
-        """Names of prefixes of these tokens, to look up and to read."""
+    def keys(self, tokens: npt.ArrayLike, salt: str = "", media: Media = ()) -> Any:
+        """The keys of the whole chunks of `tokens`, by which all calls below know a prefix."""
 
-    def ask(self, tokens: Any, salt: str = "") -> int:
+    def ask(self, keys: Any) -> int:
         """Begins to look up how many of the first tokens are there; returns a number."""
 
-    def read(
-        self, tokens: Any, address: RequestAddress, positions: range, *, salt: str = "", hit: Any
-    ) -> int:
+    def read(self, keys: Any, address: RequestAddress, positions: range, *, hit: Any) -> int:
         """Begins to read positions of a prefix into the items of a request; returns a number."""
 
     def wait(self, job: int) -> StoreEnded:
@@ -48,9 +46,7 @@ class PrefixStore(Protocol):
         more.
         """
 
-    def write(
-        self, tokens: npt.ArrayLike, address: RequestAddress, positions: range, *, salt: str = ""
-    ) -> object:
+    def write(self, keys: Any, address: RequestAddress, positions: range) -> object:
         """Copies the whole chunks of positions of a request, and writes them later."""
 
 
@@ -59,5 +55,5 @@ def write_chunks(store: PrefixStore, chain: Chain, before: int, address: Request
     first = before // store.chunk_tokens
     # else all tokens would be hashed for nothing
     if chain.num_tokens // store.chunk_tokens > first:
-        positions = range(first * store.chunk_tokens, chain.num_tokens)
-        store.write(chain.tokens, address, positions, salt=chain.salt)
+        keys = store.keys(chain.tokens, chain.salt, chain.media)
+        store.write(keys, address, range(first * store.chunk_tokens, chain.num_tokens))

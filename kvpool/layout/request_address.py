@@ -45,7 +45,8 @@ class Span:
         if ids.size == 1:
             low = high = ids.item()
         elif ids.size:
-            ordered = np.sort(ids)
+            # of most tables they are: sorting takes eight times as long as looking
+            ordered = ids if (ids[1:] > ids[:-1]).all() else np.sort(ids)
             low, high = ordered.item(0), ordered.item(-1)
             if (same := ordered[1:] == ordered[:-1]).any():
                 raise ValueError(f"span ids: item {ordered.item(same.argmax())} is listed twice.")

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -20,6 +21,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from disagg.connectors.sglang.pools import SglangLayout
 from disagg.connectors.sglang_store.flows import Flow, Flows
+from disagg.connectors.sglang_store.requests import keyed_tokens
 from disagg.connectors.sglang_store.salts import salt_of
 from disagg.connectors.sglang_store.slots import Slots
 from disagg.store import Store, StoreStats
@@ -32,16 +34,20 @@ LINE_SECONDS = 60.0
 """Between two lines of the log that have the numbers of the store."""
 
 
-class Prompt(NamedTuple):
+class PromptKey(NamedTuple):
     """The key of a prompt in the tree, and the tokens of it that are in the store's chunks."""
 
     key: RadixKey
     tokens: int
 
+    def first(self, tokens: int) -> RadixKey:
+        """The key of its first tokens."""
+        return self.key if tokens == self.tokens else self.key[:tokens]
+
 
 class KvpoolRadixCache(UnifiedRadixCache):
-    """`--radix-cache-backend kvpool`. Requests of which the tree's key does not say all that their
-    state depends on pass by the store: adapters, pictures, embeddings, sessions, beams.
+    """`--radix-cache-backend kvpool`. Tokens of which the tree's key does not say all that their
+    state depends on pass by the store: behind pictures, with adapters, embeddings, sessions, beams.
     """
 
     opened = False  # the parent's constructor calls `reset`
@@ -97,21 +103,23 @@ class KvpoolRadixCache(UnifiedRadixCache):
         req, self._asking = self._asking, None
         if self.off or self.flows.get(request) is not None:
             return
-        if req is None or req.cache_request_handle != request or not _keyed(req):
+        if req is None or req.cache_request_handle != request:
             return
         tokens = array("q", matched_prefix_tokens or ())
         known = len(tokens)
         tokens.extend(new_input_tokens)
-        count = len(tokens) // self.store.chunk_tokens * self.store.chunk_tokens
+        count = min(len(tokens), keyed_tokens(req))
+        count = count // self.store.chunk_tokens * self.store.chunk_tokens
         if count <= known:
             return
-        key = RadixKey(tokens[:count], extra_key, cache_salt=cache_salt)
+        del tokens[count:]
+        key = RadixKey(tokens, extra_key, cache_salt=cache_salt)
         try:
-            keys = self.store.keys(tokens[:count], salt_of(cache_salt, extra_key))
+            keys = self.store.keys(tokens, salt_of(cache_salt, extra_key))
         except ValueError as error:  # of numbers that are no tokens
             log.warning("%s is not looked up: %s", request.rid, error)
             return
-        self.flows.begin(request, keys, Prompt(key, count))
+        self.flows.begin(request, keys, PromptKey(key, count))
 
     def check_prefetch_progress(self, request: Any) -> bool:
         flow = self.flows.get(request)
@@ -125,8 +133,9 @@ class KvpoolRadixCache(UnifiedRadixCache):
         if not len(self.flows):
             return
         self.flows.turn()
-        numbers = torch.tensor(self.flows.says(), dtype=torch.int64)
-        self._all_reduce_attn_groups(numbers, torch.distributed.ReduceOp.MIN)
+        numbers = np.array(self.flows.says(), dtype=np.int64)
+        # torch takes ten times as long for a tensor of a list
+        self._all_reduce_attn_groups(torch.from_numpy(numbers), torch.distributed.ReduceOp.MIN)
         for flow in self.flows.agreed(numbers.tolist()):
             self._landed(flow)
         for flow in self.flows:
@@ -155,7 +164,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Writes before the tree lets go of what is out of a window."""
-        if not self.off and _keyed(req):
+        if not self.off and keyed_tokens(req):
             try:
                 self._write(req, up_to)
             except Exception:  # the engine serves on
@@ -201,7 +210,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
     def _begin(self, flow: Flow) -> None:
         """Begins to read what the store has and the tree has not, if there are slots."""
         prompt, total = flow.context, flow.tokens or 0
-        found = super().match_prefix(MatchPrefixParams(key=prompt.key[:total]))
+        found = super().match_prefix(MatchPrefixParams(key=prompt.first(total)))
         start = found.device_prefix_len
         self._stored[flow.name.rid] = total
         if total <= start or not self._slots.fits(total):
@@ -224,7 +233,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
             self._end(flow)
             return
         self.flows.drop(flow)
-        self._slots.insert(place, flow.context.key[: place.positions.stop])
+        self._slots.insert(place, flow.context.first(place.positions.stop))
         self.prefetch_loaded_tokens_by_reqid[flow.name] = len(place.positions)
         self.prefetch_loaded_storage_start_by_reqid[flow.name] = place.positions.start
 
@@ -245,13 +254,13 @@ class KvpoolRadixCache(UnifiedRadixCache):
     def _write(self, req: Any, up_to: int) -> None:
         """Writes chunks of a request that are computed and not yet written."""
         rid, chunk = req.rid, self.store.chunk_tokens
-        ended = up_to
+        ended, first = up_to, self._stored.get(rid, 0)
         if self._stream is not None:
             if req.inflight_middle_chunks > 0:  # its last pass may not be over: next time
                 ended = self._computed.get(rid, 0)
             self._computed[rid] = up_to
             torch.get_device_module(self._stream.device.type).current_stream().synchronize()
-        first = self._stored.get(rid, 0)
+        ended = min(ended, keyed_tokens(req))
         if ended // chunk * chunk <= first:
             return
         whole = ended == req.kv.kv_committed_len == up_to
@@ -281,17 +290,3 @@ def line(stats: StoreStats, last: StoreStats) -> str:
             why = f": {reason}" if reason else ""
             parts.append(f"{outcome} {count - last.counts[outcome]} ({more}{why})")
     return ", ".join(parts)
-
-
-def _keyed(req: Any) -> bool:
-    """Whether a request's tokens, salt and extra key are all that its state depends on."""
-    return (
-        req.lora_id is None
-        and req.multimodal_inputs is None
-        and req.input_embeds is None
-        and req.positional_embed_overrides is None
-        and not req.token_type_ids
-        and req.session is None
-        and req.beam_group is None
-        and not req.skip_radix_cache_insert
-    )

@@ -122,14 +122,9 @@ class Flows:
         return ended
 
     def _read(self, flow: Flow) -> None:
-        assert flow.tokens is not None
-        chunks = flow.tokens // self.store.chunk_tokens
         try:
             flow.job = self.store.read(
-                ChunkKeys(flow.keys.keys[:chunks]),
-                flow.place.address,
-                flow.place.positions,
-                hit=flow.hit,
+                flow.keys, flow.place.address, flow.place.positions, hit=flow.hit
             )
         except ValueError:  # the engine serves on: what is not read is computed
             log.exception("%s is not read", flow.name)

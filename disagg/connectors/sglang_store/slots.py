@@ -16,7 +16,7 @@ from kvpool.layout import RequestAddress
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class HeldSlots:
     """Slots of the tokens `positions` of a prompt. Of a window they have slots from
     `window_start` on.
     """
@@ -48,7 +48,7 @@ class Slots:
         size = self._allocator.size_full if self._cache.supports_swa() else self._allocator.size
         return bool(tokens < size)
 
-    def allocate(self, anchor: Any, positions: range, *, evict: bool) -> Place | None:
+    def allocate(self, anchor: Any, positions: range, *, evict: bool) -> HeldSlots | None:
         """Slots behind a node, if there are any free; `evict`: others give way."""
         count, window_start = len(positions), positions.start
         if self._cache.supports_swa():
@@ -61,7 +61,7 @@ class Slots:
             return None
         tokens, state = found
         address = self.address(tokens, positions, window_start, state)
-        return Place(
+        return HeldSlots(
             positions=positions,
             tokens=tokens,
             window_start=window_start,
@@ -99,7 +99,9 @@ class Slots:
         self, tokens: torch.Tensor, positions: range, window_start: int, state: torch.Tensor | None
     ) -> RequestAddress:
         """The block table of a request's `positions`, whose slots are `tokens`."""
-        pages = tokens[:: self._page] // self._page
+        pages = tokens[:: self._page].cpu().numpy()
+        if self._page > 1:
+            pages = pages // self._page
         indices: list[Any] = []
         for kind in self._layout.state_types:
             if kind == "swa":
@@ -111,7 +113,7 @@ class Slots:
             else:
                 indices.append(None)
         first = positions.start // self._page
-        return self._layout.address(positions.stop, pages.cpu().numpy(), indices, first)
+        return self._layout.address(positions.stop, pages, indices, first)
 
     def held(self, req: Any, tokens: int, *, state: bool) -> RequestAddress:
         """The block table of the first `tokens` tokens of a request that runs."""
@@ -124,14 +126,16 @@ class Slots:
         slot = req.kv.mamba_pool_idx.reshape(1) if state and req.kv.holds_mamba else None
         return self.address(row, range(tokens), alive, slot)
 
-    def insert(self, place: Place, key: Any) -> None:
+    def insert(self, place: HeldSlots, key: Any) -> None:
         """Gives a place to the tree, as the state of a prompt `key`."""
         cache, start = self._cache, place.positions.start
-        path = cache.path_device_indices(place.anchor)[:start]
+        tokens = place.tokens.to(torch.int64)
+        if start:
+            tokens = torch.cat([cache.path_device_indices(place.anchor)[:start], tokens])
         result = cache.insert(
             InsertParams(
                 key=key,
-                value=torch.cat([path, place.tokens.to(path.dtype)]).to(torch.int64),
+                value=tokens,
                 mamba_value=place.state,
                 prev_prefix_len=start,
                 inserted_len=len(key),
@@ -142,7 +146,7 @@ class Slots:
             self._requests.mamba_allocator.free(place.state)
         cache.unlock(place.lock)
 
-    def free(self, place: Place) -> None:
+    def free(self, place: HeldSlots) -> None:
         start = place.positions.start
         free_kv_row_segments(
             self._allocator,

@@ -20,18 +20,12 @@ from disagg.connectors.sglang.manager import SETTINGS, engine_conventions, model
 from disagg.connectors.sglang.pools import SglangLayout, engine_layout
 from disagg.connectors.sglang.scales import rank_scales
 from disagg.connectors.sglang_store.cache import KvpoolRadixCache
-from disagg.store import Store
+from disagg.connectors.store.steps import Opening
 from kvpool.layout import PoolLayout
 
 NO_URL = (
     f"radix cache kvpool: {SETTINGS} names no store. Set it to a JSON object such as "
     '{"store": "file:///cache"}.'
-)
-
-NO_WEIGHTS = (
-    "radix cache kvpool: nothing says which weights the model has, without which another model's "
-    "state could be read. Load it from safetensors files, or name them, for all who share the "
-    f'store, in {SETTINGS}: {{"conventions": {{"weights": NAME}}}}.'
 )
 
 
@@ -44,29 +38,19 @@ def make_cache(ctx: Any) -> KvpoolRadixCache:
         raise ValueError(f"radix cache kvpool does not know {what}. Use {instead}.")
     layout, rank = rank_layout(ctx), get_parallel().attn_tp_rank
     runner = ctx.tp_worker.model_runner
-    said = engine_conventions(ctx.model_config, [*runner.model.modules()])
+    said = engine_conventions(runner)
     said |= scale_conventions(layout.layout, rank_scales([runner]))
-    said["weights"] = "" if ctx.server_args.load_format == "dummy" else digest(ctx.model_config)
-    document = settings.options(said)["conventions"]
-    if not document.get("weights"):
-        raise ValueError(NO_WEIGHTS)
-    store = Store(
-        settings.store,
-        layout.layout,
-        conventions=document,
-        chunk_tokens=settings.chunk_tokens,
-        ranks=all_layouts(ctx, layout.layout),
-        rank=rank,
-        timeout=settings.store_timeout,
-        room=settings.room,
-    )
+    if ctx.server_args.load_format != "dummy" and (weights := digest(ctx.model_config)):
+        said["weights"] = weights
+    opening = Opening.of([(data, said) for data in all_layouts(ctx, layout.layout)])
+    store = opening.store(settings, rank, layout.layout)
     cache: KvpoolRadixCache = create_unified_radix_cache(ctx, cache_class=KvpoolRadixCache)
     on_host = all(buffer.on_host for buffer in layout.layout.buffers)
     cache.open(store, layout, leads=rank == 0, stream=None if on_host else runner.forward_stream)
     return cache
 
 
-def digest(model: Any) -> str:
+def digest(model: Any) -> str | None:
     """Of a model's weights; of one of a hub, of its files on this host."""
     folder = model.model_path
     if not Path(folder).is_dir():
@@ -74,7 +58,7 @@ def digest(model: Any) -> str:
 
         with suppress(Exception):  # there are many reasons why there is none
             folder = snapshot_download(folder, revision=model.revision, local_files_only=True)
-    return weights_digest(folder) or ""
+    return weights_digest(folder)
 
 
 def refused(ctx: Any, settings: Settings) -> Iterator[tuple[str, str]]:
@@ -139,11 +123,10 @@ def rank_layout(ctx: Any) -> SglangLayout:
     )
 
 
-def all_layouts(ctx: Any, own: PoolLayout) -> list[PoolLayout]:
-    """The layouts of all ranks, which each of them tells the others."""
+def all_layouts(ctx: Any, own: PoolLayout) -> list[bytes]:
+    """The layouts of all ranks, encoded, which each of them tells the others."""
     group, size = ctx.params.attn_tp_cache_group, get_parallel().attn_tp_size
-    if size == 1:
-        return [own]
-    told: list[Any] = [None] * size
-    torch.distributed.all_gather_object(told, own.to_msgpack(), group=group)
-    return [PoolLayout.from_msgpack(data) for data in told]
+    told = [own.to_msgpack()] * size
+    if size > 1:
+        torch.distributed.all_gather_object(told, told[0], group=group)
+    return told

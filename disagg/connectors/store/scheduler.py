@@ -15,14 +15,14 @@ from disagg.connectors.store.steps import Opening, States, StoreRead, StoreStep,
 from disagg.log import log
 from disagg.protocol.messages import Convention
 from disagg.store import ChunkKeys, Hit, Store
-from kvpool.prefix.chain import Chain, token_ids
+from kvpool.prefix.chain import Chain, Media, Tokens, token_ids
 
 
 @dataclass(slots=True, kw_only=True)
 class _Request:
     """`tokens` is the engine's own list, which grows. `most` of them have keys. The first `stored`
     chunks need not be written; `found` tokens were found, with the state at their end. Of one with
-    `reads` False nothing is read.
+    `reads` False nothing is read. While `asked` is there, a lookup may be adding to the chain.
     """
 
     tokens: Sequence[int]
@@ -31,6 +31,7 @@ class _Request:
     reads: bool
     stored: int = 0
     found: int = 0
+    asked: ChunkKeys | None = None
     job: int | None = None
     hit: Hit | None = None
 
@@ -76,15 +77,16 @@ class StoreScheduler:
         tokens: Sequence[int],
         salt: str,
         *,
+        media: Media = (),
         most: int | None = None,
         reads: bool = True,
     ) -> None:
-        """A new request, of which the first `most` tokens can be keyed. Those of which nothing can
-        be are not told of.
+        """A new request, of which the first `most` tokens, with `media` among them, can be keyed.
+        Those of which nothing can be are not told of.
         """
         request = _Request(
             tokens=tokens,
-            chain=Chain(self._chunk, salt),
+            chain=Chain(self._chunk, salt, media),
             most=1 << 62 if most is None else most,
             reads=reads,
         )
@@ -117,7 +119,7 @@ class StoreScheduler:
         self._step.reads.append(
             StoreRead(
                 request=name,
-                keys=tuple(request.chain.keys[: hit.tokens // self._chunk]),
+                keys=self._keys(request, hit.tokens // self._chunk),
                 hit=hit,
                 blocks=blocks(),
                 start=hit.tokens - external,
@@ -205,14 +207,33 @@ class StoreScheduler:
         if not count:
             request.hit = Hit(0)
             return
-        request.job = store.ask(ChunkKeys(self._keys(request, count)), step=self._unit)
+        request.asked = self._later_keys(request, count)
+        request.job = store.ask(request.asked, step=self._unit)
         self._asked[request.job] = request
 
+    def _later_keys(self, request: _Request, count: int) -> ChunkKeys:
+        """Keys that the lookup's thread makes, where there are none yet."""
+        chain = self._chain_of(request)
+        if count <= chain.pages:
+            return ChunkKeys(chain.keys[:count])
+        return ChunkKeys.when_needed(chain, self._lacking(request, count))
+
     def _keys(self, request: _Request, count: int) -> tuple[bytes, ...]:
-        chain, wanted = request.chain, count * self._chunk
-        if chain.num_tokens < wanted:
-            chain.append(token_ids(request.tokens[chain.num_tokens : wanted]))
+        chain = self._chain_of(request)
+        if chain.pages < count:
+            chain.append(self._lacking(request, count))
         return tuple(chain.keys[:count])
+
+    def _chain_of(self, request: _Request) -> Chain:
+        """A request's chain, to which no lookup adds any more."""
+        if request.asked is not None:
+            request.asked.settle()
+            request.asked = None
+        return request.chain
+
+    def _lacking(self, request: _Request, count: int) -> Tokens:
+        """Those tokens of the first `count` chunks that the chain does not have."""
+        return token_ids(request.tokens[request.chain.num_tokens : count * self._chunk])
 
     def _take_ended(self, store: Store) -> None:
         for ended in store.ended():

@@ -281,10 +281,11 @@ def engine_conventions(config: Any) -> dict[str, Convention]:
 
 
 def _conventions(config: Any, model: Any) -> dict[str, Convention]:
+    loaded = config.load_config.load_format != "dummy"
     return conventions(
         model.hf_text_config,
-        revision=getattr(model.revision, "resolved", None),
-        folder=None if config.load_config.load_format == "dummy" else model.model,
+        revision=getattr(model.revision, "resolved", None) if loaded else None,
+        folder=model.model if loaded else None,
         quantization=model.quantization,
         index_keys="plain",  # vLLM's indexer turns none
         compressor_scores="biased",

@@ -28,6 +28,7 @@ def stored_requests(
     """
     if settings.store is None:
         return None
+    from disagg.connectors.vllm_store.media import encoder
     from disagg.connectors.vllm_store.requests import StoredRequests
 
     transfer = config.kv_transfer_config
@@ -50,6 +51,7 @@ def stored_requests(
         recomputes=max(1, config.num_prefill_lookahead_tokens),
         unit=cached_unit(config, kv_cache_config.kv_cache_groups),
         stops=_stops(settings.chunk_tokens, specs),
+        encoder=encoder(config),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +42,17 @@ def opened(url: str, method: str = "GET", limit: float = 30.0) -> None:
             opener.open(urllib.request.Request(url, method=method), timeout=5).close()
             return
         assert time.monotonic() < until, f"{url} does not answer"
+        time.sleep(0.05)
+
+
+def listening(port: int, limit: float = 30.0) -> None:
+    """Waits until a port of loopback takes connections, or fails."""
+    until = time.monotonic() + limit
+    while True:
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), 5).close()
+            return
+        assert time.monotonic() < until, f"nothing listens on port {port}"
         time.sleep(0.05)
 
 
@@ -112,6 +124,7 @@ class Master:
         options = {"stderr": subprocess.DEVNULL, "env": self._environment}
         with started([program, *flags], **options) as process:
             opened(f"http://127.0.0.1:{self.http_port}/health")
+            listening(self.port)  # which begins later
             yield process
 
 

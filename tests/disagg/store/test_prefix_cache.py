@@ -7,6 +7,7 @@ import pytest
 
 from disagg.store import Store
 from kvpool import Allocator, PrefixCache
+from kvpool.prefix.chain import MediaSpan
 from tests import oracle
 from tests.disagg.store.stores import CHUNK, fresh
 from tests.pools import CLASSES
@@ -101,3 +102,23 @@ def test_a_prefix_for_which_there_are_no_pages_is_computed():
         alloc = Allocator(pool, prefix=PrefixCache(store=store))
         assert alloc.new_request(PROMPT).num_tokens == 0
         assert alloc.usage().used["kv"] == 0
+
+
+def test_another_process_goes_on_where_the_pictures_are_the_same():
+    url = fresh()
+    one, two = ([MediaSpan(range(CHUNK, 90), bytes([n] * 32))] for n in (1, 2))
+    pool, store, alloc = runner(CLASSES["mha"], url)
+    computed(pool, alloc, alloc.new_request(PROMPT, media=one), PROMPT, salt=1)
+    computed(pool, alloc, alloc.new_request(PROMPT, media=two), PROMPT, salt=2)
+    store.close()
+    for media, tokens, salt in ((one, 5 * CHUNK, 1), (two, 5 * CHUNK, 2), ([], CHUNK, 1)):
+        pool, store, alloc = runner(CLASSES["mha"], url)
+        oracle.blank(pool)
+        begin = alloc.new_request(PROMPT[:CHUNK], media=media)
+        assert begin.num_tokens == CHUNK
+        assert oracle.holds(pool, begin.address(), salt=1)  # before the pictures
+        request = alloc.new_request(PROMPT, media=media)
+        assert request.num_tokens == tokens
+        oracle.write(pool, request.address(), range(CHUNK), salt)
+        assert oracle.holds(pool, request.address(), salt=salt)
+        store.close()

@@ -97,9 +97,13 @@ class Engine:
 
 
 class Side:
-    """One rank of an engine: pools of `kind`, and its cache over a store."""
+    """One rank of an engine: pools of `kind`, and its cache over a store. Requests have `most`
+    tokens.
+    """
 
-    def __init__(self, url, page=16, *, kind="mha", rank=0, ranks=1, core="rust", **options):
+    def __init__(
+        self, url, page=16, *, kind="mha", rank=0, ranks=1, core="rust", most=1024, **options
+    ):
         self.page, self.kind = page, kind
         heads = 4 // ranks
         if kind == "hybrid":  # every fourth layer is attention
@@ -108,7 +112,7 @@ class Side:
                 size=8,
                 mamba_size=12,
                 mamba_spec_state_size=12,
-                max_context_len=1024,
+                max_context_len=most,
                 device="cpu",
                 enable_memory_saver=False,
                 cache_params=sides.linear_shape("gdn", ranks),
@@ -118,7 +122,7 @@ class Side:
             self.pool = sides.hybrid(page, heads, ranks=ranks)
             self.pool.mamba_pool = self.requests.mamba_pool
         else:
-            self.requests = memory_pool.ReqToTokenPool(8, 1024, "cpu", False)
+            self.requests = memory_pool.ReqToTokenPool(8, most, "cpu", False)
         if kind == "hybrid":
             pass
         elif kind == "swa":

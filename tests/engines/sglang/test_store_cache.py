@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.mm_utils import hash_feature, pad_mm_tokens
+from sglang.srt.managers.schedule_batch import (
+    MM_PAD_SHIFT_VALUE,
+    Modality,
+    MultimodalDataItem,
+    MultimodalInputs,
+    Req,
+)
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from disagg.connectors.sglang_store.requests import PAD, keyed_tokens
 from disagg.store.floors.base import open_floor
 from tests.engines.sglang import sides
 from tests.engines.sglang.caches import CHUNK, Engine, Side, contexts
@@ -156,7 +170,6 @@ def test_another_tenant_reads_nothing(salts, tmp_path):
 
 OTHERS = {
     "lora_id": "adapter",
-    "multimodal_inputs": object(),
     "input_embeds": [[0.0]],
     "token_type_ids": [1],
     "beam_group": object(),
@@ -176,6 +189,61 @@ def test_what_has_no_key_is_neither_read_nor_written(name, written, tmp_path):
         setattr(req, name, OTHERS[name])
         side.computes(req)
         assert not any(side.store.stats().counts[each] for each in ("written", "already there"))
+
+
+PICTURE = 150
+"""Where it begins, in the third chunk."""
+
+
+def shows(prompt, picture, **said):
+    """The tokens of a prompt with a picture, as SGLang's scheduler has them, and the picture."""
+    item = MultimodalDataItem(modality=Modality.IMAGE, offsets=[(PICTURE, PICTURE + 63)], **said)
+    item.set_hash(picture)
+    inputs = MultimodalInputs(mm_items=[item], im_token_id=7)
+    ids = array("q", [*prompt[:PICTURE], *[7] * 64, *prompt[PICTURE + 64 :]])
+    return pad_mm_tokens(ids, inputs), inputs
+
+
+def test_of_prompts_with_pictures_what_is_before_the_first_is_shared(tmp_path):
+    (prompt,), url, before = prompts(300), f"file://{tmp_path}", PICTURE // CHUNK * CHUNK
+    tokens, picture = shows(prompt, picture=1)
+    with Side(url) as writes:
+        req = writes.request(tokens, multimodal_inputs=picture)
+        assert writes.waits(req) == 0
+        writes.computes(req)
+        writes.ends(req)
+        assert writes.whole()
+        assert writes.store.stats().counts["written"] == before // CHUNK
+    tokens, other = shows(prompt, picture=2)
+    for ids, inputs in ((tokens, other), (array("q", prompt), None)):
+        with Side(url) as reads:
+            req = reads.request(ids, multimodal_inputs=inputs)
+            assert reads.waits(req) == before
+            assert reads.holds(req)
+
+
+def test_pictures_whose_place_is_not_known_have_no_keys(tmp_path):
+    (prompt,) = prompts(300)
+    tokens, picture = shows(prompt, picture=1)
+    assert PAD == MM_PAD_SHIFT_VALUE <= min(picture.mm_items[0].padding_values())
+    req = Req("r", "", tokens, SamplingParams(), vocab_size=1000)
+    assert keyed_tokens(req) > len(tokens)
+    req.multimodal_inputs = picture
+    assert keyed_tokens(req) == PICTURE
+    picture.mm_items[0].offsets = [(200, 210)]  # beside its pad values
+    assert keyed_tokens(req) == PICTURE
+    picture.mm_items[0].offsets = None
+    assert keyed_tokens(req) == 0
+
+
+def test_what_sglang_has_of_a_picture_is_no_name_of_it():
+    """Pictures of other shapes, which have other positions, have one number; a request may choose
+    it.
+    """
+    blank = torch.ones(64, 12)
+    assert hash_feature(blank) == hash_feature(blank.reshape(32, 24))
+    assert hash_feature(blank) < 1 << 64
+    assert "mm_hashes" in GenerateReqInput.__dataclass_fields__
 
 
 def test_damage_is_computed_and_written_again(written, tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("sglang")
 
@@ -23,6 +24,7 @@ from disagg.connectors import sglang_store
 from disagg.connectors.conventions import conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang import register
+from disagg.connectors.sglang.manager import engine_conventions
 from disagg.connectors.sglang_store import start
 from tests.engines.sglang.test_options import LLAMA
 
@@ -181,10 +183,27 @@ def test_a_store_without_a_url_is_refused(resolved, monkeypatch):
 
 def test_weights_are_known_by_their_files(tmp_path):
     model = SimpleNamespace(model_path=str(tmp_path), revision=None)
-    assert start.digest(model) == ""
+    assert start.digest(model) is None
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     assert start.digest(model) == conventions({}, folder=tmp_path)["weights"]
-    assert start.digest(SimpleNamespace(model_path="no/such", revision=None)) == ""
+    assert start.digest(SimpleNamespace(model_path="no/such", revision=None)) is None
+
+
+def test_random_weights_are_not_those_of_the_files(tmp_path):
+    folder = tmp_path / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    config = SimpleNamespace(hf_text_config={}, model_path=str(folder), quantization=None)
+
+    def said(load_format):
+        args = SimpleNamespace(load_format=load_format)
+        model = torch.nn.Linear(1, 1)
+        return engine_conventions(
+            SimpleNamespace(model_config=config, server_args=args, model=model)
+        )
+
+    assert {"weights", "revision"} <= said("auto").keys()
+    assert not {"weights", "revision"} & said("dummy").keys()
 
 
 def test_the_backend_and_its_hooks_are_registered(resolved):

@@ -7,6 +7,9 @@ of the rounds; ratios are to vLLM's own NixlConnector in the same run (below 1: 
 With `--streams`: both engines are asked for one prompt at once, by each way of streaming; times are
 from then to decode's first token. In the first row decode is asked when prefill has answered, as a
 proxy does that does not name rooms.
+
+With `--store`: the time to first token with a store beside computing, and with `--writing` tokens a
+second of an engine that writes to one (`bench_store`).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tests.engines.vllm import bench_store
 from tests.engines.vllm.engines import NIXL, Engine, asked_at_once, prefilled, prompts, side_channel
 from tests.engines.vllm.models import save
 
@@ -127,6 +131,8 @@ def main() -> None:
     parser.add_argument("--connectors", nargs="+", default=list(CONNECTORS))
     parser.add_argument("--streams", action="store_true", help="the ways to stream, beside none")
     parser.add_argument("--chunk", type=int, default=512, help="tokens, with --streams")
+    parser.add_argument("--store", action="store_true", help="hits of a store, beside computing")
+    parser.add_argument("--writing", action="store_true", help="what writing to a store costs")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kvpool-bench-"))
     model = save("llama_wide", folder)
@@ -134,6 +140,12 @@ def main() -> None:
         streams(model, folder, given.tokens, given.rounds, given.chunk)
         return
     cases = [(count, length) for length in given.tokens for count in given.requests]
+    if given.store or given.writing:
+        if given.store:
+            bench_store.hits(model, folder, given.tokens, given.rounds, OPTIONS)
+        if given.writing:
+            bench_store.writing(model, folder, cases, given.rounds, OPTIONS)
+        return
     found: dict[tuple[str, int, int], tuple[float, float]] = {}
     console = Console()
     for connector in given.connectors:

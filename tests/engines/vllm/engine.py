@@ -30,7 +30,7 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.engines.launcher import serve
-from tests.engines.vllm import deepseek_v4
+from tests.engines.vllm import deepseek_v4, pictures
 
 # Linux 6.18 runs nothing else for a minute on cores that several processes spin on with sched_yield
 shm_broadcast.sched_yield = lambda: time.sleep(0.0001)
@@ -132,6 +132,11 @@ class Served:
                 prompt = TokensPrompt(prompt_token_ids=command["prompt"])
                 if command.get("salt"):
                     prompt["cache_salt"] = command["salt"]
+                if command.get("pictures"):
+                    shown = [pictures.picture(seed) for seed in command["pictures"]]
+                    prompt["multi_modal_data"] = {"image": shown}
+                if command.get("names"):
+                    prompt["multi_modal_uuids"] = {"image": command["names"]}
                 self.added[command["id"]] = time.monotonic()
                 self.engine.add_request(command["id"], prompt, sampling)
             case "abort":

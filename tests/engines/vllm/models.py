@@ -18,6 +18,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV3Config,
     FalconH1Config,
     Gemma3TextConfig,
@@ -29,7 +30,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from tests.engines.vllm import deepseek_v4, drafts
+from tests.engines.vllm import deepseek_v4, drafts, pictures
 
 VOCABULARY = 512
 COMMON: dict[str, Any] = {
@@ -63,6 +64,11 @@ def llama_wide() -> PreTrainedConfig:
     config = llama()
     config.num_hidden_layers, config.num_key_value_heads, config.head_dim = 16, 8, 64
     return config
+
+
+def idefics3() -> PreTrainedConfig:
+    """`llama`, with eyes."""
+    return pictures.sees(llama())
 
 
 def llama_shallow() -> PreTrainedConfig:
@@ -164,7 +170,7 @@ SCALES = {
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     made.__name__: made
     for made in (
-        *(llama, llama_other_rope, llama_wide, llama_shallow, deepseek_v3, deepseek_mtp),
+        *(llama, llama_other_rope, llama_wide, llama_shallow, idefics3, deepseek_v3, deepseek_mtp),
         *(gpt_oss, gemma3, qwen3_next, qwen3_next_mtp, falcon_h1, lfm2, deepseek_v4.deepseek_v4),
     )
 }
@@ -179,19 +185,25 @@ def save(name: str, folder: Path) -> Path:
         return place
     torch.manual_seed(0)
     config = MODELS[name]()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    auto = AutoModelForImageTextToText if name == "idefics3" else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.bfloat16).eval()
     scale = SCALES.get(name, 3.0)
     with torch.no_grad():
         for weight, parameter in model.named_parameters():
             if parameter.ndim >= 2 and not {"embed_tokens", "lm_head"} & {*weight.split(".")}:
                 parameter.mul_(scale)
     words = {f"w{number}": number for number in range(VOCABULARY)}
+    if name == "idefics3":
+        words = {w: n for w, n in words.items() if n not in pictures.WORDS.values()}
+        words |= pictures.WORDS
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = Whitespace()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="w1", eos_token="w2", pad_token="w3", unk_token="w0"
     )
     fast.save_pretrained(place)
+    if name == "idefics3":
+        pictures.save_processor(fast, place)
     model.save_pretrained(place)
     drafts.finish(name, place)
     if name == "deepseek_v4":

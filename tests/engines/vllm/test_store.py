@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,3 +263,21 @@ def test_windows_are_not_handed_over_beside_a_store_with_prefix_caching(stores, 
     text = decode.tail(200_000)
     assert "enable_prefix_caching with a store" in text
     assert "prefix caching is off" not in text
+
+
+def test_random_weights_are_not_those_of_the_files(tmp_path):
+    from disagg.connectors.vllm.connector import engine_conventions
+
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    revision = SimpleNamespace(resolved="0" * 40)
+    model = SimpleNamespace(
+        hf_text_config={}, revision=revision, model=str(tmp_path), quantization=None
+    )
+
+    def said(load_format):
+        load = SimpleNamespace(load_format=load_format)
+        config = SimpleNamespace(model_config=model, speculative_config=None, load_config=load)
+        return engine_conventions(config)
+
+    assert {"weights", "revision"} <= said("auto").keys()
+    assert not {"weights", "revision"} & said("dummy").keys()

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from kvpool import Allocator, PrefixCache
-from kvpool.prefix.chain import Chain, token_ids
+from kvpool.prefix.chain import Chain, MediaSpan, token_ids
 from kvpool.prefix.events import encode
 from tests.pools import dsv4, hybrid, mla
 
@@ -56,6 +56,10 @@ def test_tokens_of_any_form_are_the_same(form):
         ([1.5], "a flat list of integers"),
         ([[1]], "a flat list of integers"),
         ([-1], "0 to 2"),
+        ([1, 1 << 31], "0 to 2"),
+        ([1, 1 << 70], "a flat list of integers"),
+        ([1, 2.5], "a flat list of integers"),
+        ([1, "2"], "a flat list of integers"),
         (np.uint64([1 << 63]), "0 to 2"),
     ],
 )
@@ -194,3 +198,126 @@ def test_a_chain_has_the_keys_of_its_tokens_however_they_came(tokens, steps, pag
         expected = hashes("", tokens, page)[1:]
         assert (chain.tokens.tolist(), chain.keys) == (tokens, expected)
         assert len({*expected}) == len(expected)
+
+
+def picture(start, stop, number=1):
+    return MediaSpan(range(start, stop), number.to_bytes(32, "little"))
+
+
+def test_equal_tokens_with_other_pictures_share_what_is_before_them():
+    alloc = cached()
+    prompt = [1, 2, 3, 4, 5, *[9] * 6, 6, 7, 8, 9, 10]
+    left(alloc, prompt, media=[picture(5, 11)])
+    for media, found in (
+        ([picture(5, 11)], 16),
+        ([picture(5, 11, number=2)], 4),
+        ([picture(5, 10)], 4),
+        ([picture(6, 11)], 4),
+        ([picture(5, 11), picture(12, 13, number=2)], 12),
+        ([picture(5, 11), picture(16, 17, number=2)], 16),
+        ([], 4),
+    ):
+        assert alloc.prefix.lookup(prompt, media=media) == found
+        request = alloc.new_request(prompt, media=media)
+        assert request.num_tokens == found
+        alloc.free(request)
+    pinned = alloc.prefix.pin(prompt, media=[picture(5, 11)])
+    assert pinned.num_tokens == 16
+    assert alloc.prefix.lookup(prompt, media=[picture(5, 11)], salt="tenant") == 0
+
+
+def test_events_say_which_pictures_stand_where():
+    alloc = cached(events=True)
+    left(alloc, [9] * 12, media=[picture(2, 6), picture(3, 4, number=2)], salt="lora")
+    left(alloc, [9] * 8, media=[picture(5, 6)])
+    raw = encode(alloc.prefix.take_events())
+    stored = [e for e in msgspec.msgpack.decode(raw)[1] if e["type"] == "BlockStored"]
+    one, two = (picture(0, 1, number).digest.hex() for number in (1, 2))
+    extra = [keys for event in stored for keys in event["extra_keys"]]
+    assert extra == [["lora", [one, 2], [two, 3]], ["lora", [one, -2]], ["lora"], None, [[one, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("positions", "digest", "says"),
+    [
+        (range(3, 3), b"d" * 32, "one at least"),
+        (range(-1, 3), b"d" * 32, "from 0 on"),
+        (range(0, 9, 2), b"d" * 32, "got range"),
+        (range(9), b"d" * 31, "32 bytes, got 31"),
+    ],
+)
+def test_what_is_no_picture_in_a_prompt_is_refused(positions, digest, says):
+    with pytest.raises(ValueError, match=says):
+        MediaSpan(positions, digest)
+
+
+SPANS = st.lists(
+    st.builds(
+        lambda start, length, number: (start, start + length, number.to_bytes(32, "little")),
+        st.integers(0, 30),
+        st.integers(1, 30),
+        st.sampled_from([0, 1, 2**31 - 1, 2**40]),
+    ),
+    max_size=4,
+)
+
+
+def hashed(before, tokens, start, spans):
+    """What is hashed of a page that begins at `start`, and with what, as documented."""
+    raw = b"".join(t.to_bytes(4, "little") for t in tokens)
+    there = [s for s in sorted(spans) if s[0] < start + len(tokens) and s[1] > start]
+    if not there:
+        return before + raw, b""
+    said = b"".join(
+        (first - start).to_bytes(8, "little", signed=True)
+        + (stop - first).to_bytes(8, "little")
+        + digest
+        for first, stop, digest in there
+    )
+    return before + len(there).to_bytes(8, "little") + said + raw, b"media"
+
+
+def meant(data, person):
+    """What was hashed: the key before, spans counted from the page's start, tokens."""
+    before, rest, spans = data[:32], data[32:], []
+    if person:
+        count, rest = int.from_bytes(rest[:8], "little"), rest[8:]
+        for _ in range(count):
+            first = int.from_bytes(rest[:8], "little", signed=True)
+            spans.append((first, int.from_bytes(rest[8:16], "little"), rest[16:48]))
+            rest = rest[48:]
+    tokens = [int.from_bytes(rest[n : n + 4], "little") for n in range(0, len(rest), 4)]
+    return before, spans, tokens
+
+
+@settings(max_examples=300)
+@given(TOKENS, SPANS, st.integers(1, 7), st.integers(0, 30), TOKENS)
+def test_keys_are_of_pictures_and_tokens_and_nothing_reads_as_another(
+    tokens, spans, page, left, more
+):
+    media = [MediaSpan(range(start, stop), digest) for start, stop, digest in spans]
+    chain = Chain(page, "salt", media[::-1])
+    chain.append(token_ids(np.array(tokens, dtype=np.int64)))
+    chain.truncate(left)
+    chain.append(token_ids(np.array(more, dtype=np.int64)))
+    tokens = [*tokens[:left], *more]
+    (before,) = hashes("salt", [])
+    for number, key in enumerate(chain.keys):
+        start = number * page
+        data, person = hashed(before, tokens[start : start + page], start, spans)
+        assert key == blake2b(data, digest_size=32, person=person).digest()
+        there = sorted(s for s in spans if s[0] < start + page and s[1] > start)
+        relative = [(first - start, stop - first, digest) for first, stop, digest in there]
+        assert meant(data, person) == (before, relative, tokens[start : start + page])
+        before = key
+
+
+@settings(max_examples=150)
+@given(SPANS, st.integers(1, 7))
+def test_no_tokens_have_the_key_of_tokens_with_pictures(spans, page):
+    """The very bytes that are hashed, as tokens of another page size."""
+    data, person = hashed(hashes("", [])[0], [1] * page, 0, spans)
+    words = [int.from_bytes(data[n : n + 4], "little") for n in range(32, len(data), 4)]
+    chain = Chain(page, "", [MediaSpan(range(start, stop), d) for start, stop, d in spans])
+    chain.append(token_ids([1] * page))
+    assert (chain.keys == hashes("", words, len(words))[1:]) == (not person)

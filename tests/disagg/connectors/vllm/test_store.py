@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from disagg.connectors.settings import Settings
+from disagg.connectors.store.media import media_digest
 from disagg.connectors.vllm.scheduler import ConnectorScheduler
 from disagg.connectors.vllm_store.engine import cached_unit, stored_requests
+from disagg.connectors.vllm_store.media import encoder
 from disagg.connectors.vllm_store.requests import StoredRequests
 from tests.disagg.connectors.store import engines
 from tests.disagg.connectors.store.engines import CHUNK
@@ -137,11 +141,193 @@ def test_keys_say_whose_a_request_is(tmp_path):
         assert tenant == store.side.scheduler._store.keys(list(PROMPT), "tenant").keys
 
 
-def test_before_a_picture_chunks_are_written_and_from_there_on_none():
-    place = SimpleNamespace(mm_position=SimpleNamespace(offset=2 * CHUNK + 3))
-    later = SimpleNamespace(mm_position=SimpleNamespace(offset=50))
-    with Requests() as store:
-        assert len(keys(store, "r", mm_features=[later, place])) == 2
+HEX = "0123456789abcdef" * 4
+ENCODER = "what the model makes of pictures"
+
+
+class Item:
+    """A picture, as vLLM's processors have made it."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def get_data(self):
+        return self.values
+
+
+def picture(offset, pixels, length=10, *, name=HEX, **said):
+    """A picture in a prompt, as vLLM's scheduler has it."""
+    return SimpleNamespace(
+        **{
+            "data": Item(pixel_values=torch.full((200,), pixels), grid=torch.tensor([1, 2, 5])),
+            "modality": "image",
+            "identifier": name,
+            "mm_hash": name,
+            "mm_position": SimpleNamespace(offset=offset, length=length, is_embed=None),
+            **said,
+        }
+    )
+
+
+def written(store, name, *pictures, **said):
+    """The keys under which the chunks of the prompt with pictures are written."""
+    asked = request(name, PROMPT, mm_features=list(pictures), **said)
+    store.arrived(asked)
+    until = time.monotonic() + 20
+    while store.matched(asked, 0)[0] is None:
+        assert time.monotonic() < until
+    writes = store.writes(name, 60)
+    store.finished(asked)
+    return writes[0].keys if writes else ()
+
+
+def test_keys_say_what_a_picture_shows():
+    with Requests(encoder=ENCODER) as store, Requests(encoder="another") as other:
+        plain, one = written(store, "a"), written(store, "b", picture(20, 1.0))
+        assert one[:1] == plain[:1] and len(one) == 3
+        assert not {*one[1:]} & {*plain}
+        assert written(store, "c", picture(20, 1.0)) == one
+        for number, changed in enumerate(
+            (
+                picture(20, 2.0),
+                picture(20, 1.0, name=HEX[::-1]),
+                picture(20, 1.0, modality="video"),
+                picture(21, 1.0),
+                picture(20, 1.0, length=11),
+                picture(
+                    20,
+                    1.0,
+                    mm_position=SimpleNamespace(offset=20, length=10, is_embed=[True, False]),
+                ),
+            )
+        ):
+            keys = written(store, f"d{number}", changed)
+            assert keys[:1] == one[:1] and not {*keys[1:]} & {*one}
+        keys = written(other, "e", picture(20, 1.0))
+        assert keys[:1] == one[:1] and not {*keys[1:]} & {*one}
+        two = written(store, "f", picture(40, 2.0), picture(20, 1.0))
+        assert two[:2] == one[:2] and two[2] != one[2]
+        assert written(store, "g", picture(20, 1.0), picture(40, 2.0)) == two
+        swapped = written(store, "h", picture(20, 2.0), picture(40, 1.0))
+        assert swapped[:1] == one[:1] and not {*swapped[1:]} & {*two}
+
+
+@pytest.mark.parametrize(
+    ("said", "makes"),
+    [
+        ({"name": "my picture"}, ENCODER),
+        ({"name": HEX.upper()}, ENCODER),
+        ({"name": HEX[:-1]}, ENCODER),
+        ({"name": f"{HEX}\n"}, ENCODER),
+        ({"name": "renderer0-mm-3-image-0"}, ENCODER),
+        ({"name": "0123abcd-0123-4567-89ab-0123456789ab"}, ENCODER),
+        ({"mm_hash": None}, ENCODER),
+        ({"identifier": f"adapter:{HEX}"}, ENCODER),
+        ({"data": None}, ENCODER),
+        ({"data": Item(pixel_values=[torch.ones(200)], more=object())}, ENCODER),
+        ({"data": Item(grid=torch.tensor([1, 2, 5]), seconds=[torch.ones(1)])}, ENCODER),
+        ({"data": Item(address=1, signature=[2])}, ENCODER),
+        ({"length": 0}, ENCODER),
+        ({}, None),
+    ],
+)
+def test_before_a_picture_that_has_no_key_chunks_are_written_and_from_there_on_none(said, makes):
+    with Requests(encoder=makes) as store:
+        plain = written(store, "a")
+        unknown = picture(2 * CHUNK + 3, 1.0, **said)
+        assert written(store, "b", picture(50, 1.0), unknown) == plain[:2]
+        if makes is not None:
+            known = picture(20, 1.0)
+            assert written(store, "c", unknown, known) == written(store, "d", known)[:2]
+
+
+SEES = {
+    "model_type": "seer",
+    "_name_or_path": "/models/seer",
+    "transformers_version": "5.19.0",
+    "text_config": {"hidden_size": 256},
+    "vision_config": {"hidden_size": 64, "dtype": "bfloat16", "id2label": {0: "a", 1: "b"}},
+    "vision_feature_layer": -2,
+}
+
+
+def sees(fields=SEES, *, encoders=None, encoder_decoder=False, **options):
+    """What keys say of an engine with such a model."""
+    options = {"mm_processor_cache_type": "lru", **options}
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(to_dict=lambda: fields),
+        is_encoder_decoder=encoder_decoder,
+        multimodal_config=SimpleNamespace(**options),
+    )
+    return encoder(SimpleNamespace(model_config=model, ec_transfer_config=encoders))
+
+
+def test_keys_say_what_a_model_makes_of_pictures_and_not_where_it_lies():
+    moved = {**SEES, "_name_or_path": "other", "transformers_version": "6", "text_config": {}}
+    moved["vision_config"] = {**SEES["vision_config"], "dtype": "float32"}
+    assert sees() == sees(moved) == sees(video_pruning_rate=None)
+    others = [
+        sees({**SEES, "vision_feature_layer": -1}),
+        sees({**SEES, "vision_config": {"hidden_size": 32}}),
+        sees(video_pruning_rate=0.5),
+        sees(video_pruning_rate=0.5, video_pruning_method="vidcom2"),
+        sees(mm_encoder_attn_dtype="fp8"),
+    ]
+    assert len({sees(), *others}) == 6
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"encoders": object()}, "encoders are other engines'"),
+        ({"encoder_decoder": True}, "no place in the prompt"),
+        ({"mm_processor_cache_type": "shm"}, "use lru"),
+    ],
+)
+def test_what_is_not_known_of_pictures_is_said_at_start(said, words, caplog):
+    assert sees(**said) is None
+    assert words in caplog.text
+
+
+def test_an_adapter_that_changes_encoders_has_other_keys(tmp_path):
+    lora = SimpleNamespace(load_inplace=False, lora_path=str(tmp_path), lora_name="one")
+    same = SimpleNamespace(load_inplace=False, lora_path=str(tmp_path), lora_name="two")
+    (tmp_path / "adapter_model.bin").write_bytes(b"w")
+    with Requests(encoder=ENCODER) as store:
+        store.arrived(request("first", PROMPT, lora_request=lora))
+        until = time.monotonic() + 20
+        while store._adapters.digest(str(tmp_path)) is None:
+            assert time.monotonic() < until
+        plain = written(store, "a", picture(20, 1.0))
+        text = written(store, "b", picture(20, 1.0), lora_request=lora)
+        tower = written(store, "c", picture(20, 1.0, identifier=f"one:{HEX}"), lora_request=lora)
+        again = written(store, "d", picture(20, 1.0, identifier=f"two:{HEX}"), lora_request=same)
+        assert len(plain) == len(text) == len(tower) == 3
+        assert text[0] == tower[0] != plain[0] and again == tower
+        assert not {*text[1:]} & {*tower[1:]}
+
+
+def test_until_pictures_are_known_a_request_waits_and_others_go_on(monkeypatch):
+    gate = threading.Event()
+    module = "disagg.connectors.store.media.media_digest"
+    monkeypatch.setattr(module, lambda value: gate.wait(20) and media_digest(value))
+    with Requests(encoder=ENCODER) as store:
+        asked = request("r", PROMPT, mm_features=[picture(20, 1.0)])
+        store.arrived(asked)
+        assert store.matched(asked, 0) == (None, False)
+        assert len(keys(store, "other")) == 3
+        assert store.writes("r", 30) == []  # as of a hand-off, which does not wait
+        gone = request("gone", PROMPT, mm_features=[picture(20, 1.0)])
+        store.arrived(gone)
+        store.finished(gone)
+        gate.set()
+        until = time.monotonic() + 20
+        asked.num_computed_tokens = 30
+        while not (writes := store.writes("r", 30)):
+            assert time.monotonic() < until
+        assert (writes[0].first, len(writes[0].keys)) == (0, 3)
+        store.finished(asked)
+        assert store.matched(gone, 0) == (0, False)
 
 
 def test_blocks_of_the_groups_that_are_transferred_are_read_and_written():
@@ -235,6 +421,7 @@ def configuration(**said):
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(**transfer),
         num_prefill_lookahead_tokens=0,
+        model_config=SimpleNamespace(multimodal_config=None),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         parallel_config=SimpleNamespace(decode_context_parallel_size=2),
     )

@@ -15,6 +15,7 @@ from disagg.store.floors.base import BeyondEnd, Floor
 from disagg.store.geometry import Geometry, Readable, readable
 from disagg.store.jobs import ReadJob
 from disagg.store.objects import Damaged, ObjectId, check_blocks, decode_head, head_bytes
+from disagg.store.transfer.binding import ChunkBinder
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout import PoolLayout
 from kvpool.layout.grid import Ints
@@ -37,7 +38,10 @@ class ObjectReader:
         self._floor, self._namespace, self._layout = floor, namespace, layout
         self._conventions = conventions
         self._readable: dict[bytes, Readable] = {}
+        self._binders: dict[tuple[bytes, str, int], ChunkBinder] = {}
         self._lock = threading.Lock()
+        self._plan_lock = threading.Lock()
+        """Plans are not for several threads."""
         self._staging = threading.local()
         self._on_host = all(buffer.on_host for buffer in layout.buffers)
 
@@ -57,13 +61,11 @@ class ObjectReader:
         way = self.readable(geometry)
         if kind not in way.plans:  # another stage of the pipeline has such layers
             return 0
-        plan, fetched = way.plans[kind], 0
+        fetched = 0
         for source, part in enumerate(way.sources[kind]):
             layout = geometry.parts[part][kind]
-            first, stop = chunk * layout.tokens, (chunk + 1) * layout.tokens
-            tokens = range(max(first, job.tokens.start), stop)
-            with self._lock:  # a plan is not for several threads
-                batch = plan.bind(source, layout.address(chunk), job.address, tokens=tokens)
+            binder = self._binder(way, kind, source)
+            batch = binder.bind(chunk, job.address, job.tokens.start)
             if batch.runs:
                 identity = ObjectId(kind, key, geometry.digest, part, chunk)
                 try:
@@ -76,6 +78,17 @@ class ObjectReader:
                     damaged.name = identity.name(self._namespace)
                     raise damaged from None
         return fetched
+
+    def _binder(self, way: Readable, kind: str, source: int) -> ChunkBinder:
+        name = way.geometry.digest, kind, source
+        with self._lock:
+            binder = self._binders.get(name)
+            if binder is None:
+                part = way.geometry.parts[way.sources[kind][source]][kind]
+                plan, lock = way.plans[kind], self._plan_lock
+                binder = ChunkBinder(plan, part, "dst", lock=lock, source=source)
+                self._binders[name] = binder
+        return binder
 
     def _fetch(
         self, job: ReadJob, identity: ObjectId, layout: ChunkLayout, batch: CopyBatch
@@ -96,8 +109,11 @@ class ObjectReader:
 
     def _scatter(self, starts: Ints, views: Sequence[memoryview], batch: CopyBatch) -> None:
         """Copies runs from offsets in an object, of which stretches from `starts` on were read."""
-        which = np.searchsorted(starts, batch.src, side="right") - 1
         arrays = [np.frombuffer(view, dtype=np.uint8) for view in views]
+        if self._on_host and len(arrays) == 1:
+            copy_runs(batch.src + (arrays[0].ctypes.data - int(starts[0])), batch.dst, batch.nbytes)
+            return
+        which = np.searchsorted(starts, batch.src, side="right") - 1
         if self._on_host:
             bases = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
             copy_runs(bases[which] + batch.src - starts[which], batch.dst, batch.nbytes)
@@ -121,6 +137,8 @@ class ObjectReader:
 def _stretches(layout: ChunkLayout, batch: CopyBatch) -> list[range]:
     """The blocks that runs lie in, as ranges of consecutive ones."""
     edges = layout.blocks
+    if batch.total == layout.nbytes:  # all, as where both sides have the same heads and layers
+        return [range(edges.size - 1)]
     touched = np.zeros(edges.size, dtype=np.int64)
     np.add.at(touched, np.searchsorted(edges, batch.src, side="right") - 1, 1)
     np.add.at(touched, np.searchsorted(edges, batch.src + batch.nbytes, side="left"), -1)

@@ -9,7 +9,7 @@ from functools import partial
 from disagg.host.memory import host_memory
 from disagg.plan import TransferPlan, plan
 from disagg.plan.lookup import IncompleteTransfer
-from disagg.portable.staging import Bytes, Staging
+from disagg.portable.staging import Staging
 from disagg.store.catalogue import CatalogueFull
 from disagg.store.chunks import ChunkLayout, elected, of_kind
 from disagg.store.floors.base import Floor, FloorError
@@ -17,6 +17,7 @@ from disagg.store.geometry import Geometry
 from disagg.store.known import KnownObjects
 from disagg.store.objects import NO_PARENT, ObjectId, encode_head
 from disagg.store.stats import Outcomes
+from disagg.store.transfer.binding import ChunkBinder
 from disagg.store.workers import Workers
 from kvpool.layout import PoolLayout, RequestAddress
 
@@ -31,6 +32,10 @@ def default_room(ranks: int) -> int:
     this host, and each has its own.
     """
     return min(max(LEAST_ROOM, host_memory() // ROOM_SHARE // ranks), MOST_ROOM)
+
+
+SPARE_BYTES = 64 << 20
+"""Of memory that is kept to be gathered to."""
 
 
 class ObjectWriter:
@@ -60,9 +65,16 @@ class ObjectWriter:
         self._plans: dict[str, TransferPlan] = {
             kind: plan([of_kind(own, kind)], part.layout) for kind, part in parts.items()
         }
+        lock = threading.Lock()
+        self._binders = {
+            kind: ChunkBinder(self._plans[kind], part, "src", lock=lock)
+            for kind, part in parts.items()
+        }
         self._workers = Workers(threads, "kvpool store writer")
         self._lock = threading.Lock()
         self._queued = 0
+        self._spare: dict[int, list[Staging]] = {}
+        """By size: the kernel takes longer to make pages of new memory than a copy takes."""
         self._known = known
 
     def write(self, keys: Sequence[bytes], address: RequestAddress, chunks: range) -> int:
@@ -117,36 +129,39 @@ class ObjectWriter:
                 return False
             self._queued += part.nbytes
         try:
-            data = self._gather(identity, part, address)
+            staging = self._gather(identity, part, address)
         except IncompleteTransfer:
             self._outcomes.count("gone", part.nbytes)
-            data = None
+            staging = None
         except BaseException:
             self._put_done(part.nbytes)
             raise
-        if data is None:
+        if staging is None:
             self._put_done(part.nbytes)
             return False
+        data = staging.bytes
         head = partial(encode_head, identity, parent, part, data)  # digests take their time
-        self._workers.do(lambda: self._put(name, part.nbytes, head, data))
+        self._workers.do(lambda: self._put(name, head, staging))
         return True
 
-    def _gather(self, identity: ObjectId, part: ChunkLayout, address: RequestAddress) -> Bytes:
-        first, stop = identity.chunk * part.tokens, (identity.chunk + 1) * part.tokens
-        source = RequestAddress(stop, address.spans)
-        way = self._plans[identity.kind]
-        dest = part.address(identity.chunk)
-        batch = way.bind(0, source, dest, tokens=range(first, stop))
-        staging = Staging(self._layout, part.nbytes)
+    def _gather(self, identity: ObjectId, part: ChunkLayout, address: RequestAddress) -> Staging:
+        source = RequestAddress((identity.chunk + 1) * part.tokens, address.spans)
+        batch = self._binders[identity.kind].bind(identity.chunk, source)
+        with self._lock:
+            spare = self._spare.get(part.nbytes)
+            staging = spare.pop() if spare else None
+        if staging is None:
+            staging = Staging(self._layout, part.nbytes)
         if batch.total < part.nbytes:
             staging.clear()  # else what memory held before would be written
         staging.gather(batch.src, batch.dst, batch.nbytes, part.nbytes)
-        return staging.bytes
+        return staging
 
-    def _put(self, name: str, nbytes: int, head: Callable[[], bytes], data: Bytes) -> None:
+    def _put(self, name: str, head: Callable[[], bytes], staging: Staging) -> None:
+        nbytes = staging.bytes.size
         try:
             self._publish(self._geometry)
-            parts = [head(), data.data]
+            parts = [head(), staging.bytes.data]
             if self._known.is_damaged(name):
                 self._floor.put(name, parts)
             elif not self._floor.create(name, parts):
@@ -155,10 +170,21 @@ class ObjectWriter:
                 return
             self._outcomes.count("written", nbytes)
             self._known.there(name)
+            self._keep(staging)
         except (FloorError, CatalogueFull) as error:
             self._outcomes.count("not written", nbytes, str(error))
         finally:
             self._put_done(nbytes)
+
+    def _keep(self, staging: Staging) -> None:
+        """For another object. What was not written as it should be may still be read by a floor's
+        thread.
+        """
+        size = staging.bytes.size
+        with self._lock:
+            kept = sum(nbytes * len(spare) for nbytes, spare in self._spare.items())
+            if kept + size <= SPARE_BYTES:
+                self._spare.setdefault(size, []).append(staging)
 
     def _put_done(self, nbytes: int) -> None:
         with self._lock:

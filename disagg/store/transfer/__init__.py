@@ -1,0 +1,1 @@
+"""Objects read into pools, and written from them."""
