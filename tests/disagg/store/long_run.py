@@ -46,12 +46,14 @@ IN_FLIGHT = 8
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A run of so many requests. The folder keeps `keep` bytes; after one collection has ended, the
-    next begins `pause` seconds later. `names`: how many a store remembers.
+    next begins `pause` seconds later. While one runs, at most `meanwhile` requests are served, or a
+    short run on a busy machine would end before it. `names`: how many a store remembers.
     """
 
     requests: int
     keep: int
     pause: float
+    meanwhile: int = 1 << 62
     samples: int = 96
     names: int = 1 << 10
     seed: int = 31
@@ -116,14 +118,18 @@ class Collector:
         self._folder, self._plan, self._report, self._size = folder / "floor", plan, report, size
         self._log, self._written = folder / "gc.json", 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._next = time.monotonic()
+        self._next, self._turns = time.monotonic(), 0
 
     def turn(self, written: int) -> None:
         """Begins a collection, or looks whether it has ended; `written`: objects until now."""
         if self._process is None:
             if time.monotonic() >= self._next:
                 self._begin(written)
-        elif self._process.poll() is not None:
+            return
+        self._turns += 1
+        if self._turns * LOOK_EVERY >= self._plan.meanwhile:
+            self._process.wait()
+        if self._process.poll() is not None:
             self._end(written)
 
     def finish(self, written: int) -> None:
@@ -144,7 +150,7 @@ class Collector:
         return sizes
 
     def _begin(self, written: int) -> None:
-        self._written = written
+        self._written, self._turns = written, 0
         url, keep = f"file://{self._folder}", f"{self._plan.keep}b"
         with self._log.open("wb") as out:
             command = [sys.executable, "-m", "kvpool", "store", "gc", url, "--keep", keep, "--json"]

@@ -18,7 +18,15 @@ from tests.disagg.store.traffic import Planes, Traffic, state_of
 from tests.processes import Child
 
 MIB = 1 << 20
-SHORT = Plan(requests=3_000, keep=MIB // 2, pause=0.1, names=16, samples=48, memory=32 * MIB)
+SHORT = Plan(
+    requests=3_000,
+    keep=MIB // 2,
+    pause=0.1,
+    meanwhile=400,
+    names=16,
+    samples=48,
+    memory=32 * MIB,
+)
 LONG = Plan(requests=1_000_000, keep=8 * MIB, pause=10.0, memory=8 * MIB)
 
 
