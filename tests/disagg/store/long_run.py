@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from array import array
 from collections import Counter
@@ -25,15 +26,17 @@ from typing import Any
 from disagg.store import known
 from disagg.store.chunks import chunk_layouts
 from disagg.store.objects import head_bytes
-from tests.disagg.store.engines import CHUNK, BatchedEngine, CachedEngine
+from tests.disagg.store.engines import CHUNK, SECONDS, BatchedEngine, CachedEngine
 from tests.disagg.store.growth import entries
 from tests.disagg.store.traffic import Traffic
 from tests.soak.slices import Sample, leaks, medians, sample
 
-ENTRIES, FILES, THREADS = 64, 1, 16
-"""By how much containers, files and threads may grow: obstore has more threads or fewer, as many as
-it has had use for in the last seconds.
+LIMITS = {"files": 1, "threads": 1, "others' threads": 512}
+"""By how much they may grow. obstore keeps as many threads as its calls have needed at once, of
+which a busy machine may make many: 512 at most, which end when they are idle.
 """
+ENTRIES = 64
+"""By how much containers may grow."""
 LOOK_EVERY = 50
 """Requests between two looks at the process that collects."""
 IN_FLIGHT = 8
@@ -43,12 +46,14 @@ IN_FLIGHT = 8
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A run of so many requests. The folder keeps `keep` bytes; after one collection has ended, the
-    next begins `pause` seconds later. `names`: how many a store remembers.
+    next begins `pause` seconds later. While one runs, at most `meanwhile` requests are served, or a
+    short run on a busy machine would end before it. `names`: how many a store remembers.
     """
 
     requests: int
     keep: int
     pause: float
+    meanwhile: int = 1 << 62
     samples: int = 96
     names: int = 1 << 10
     seed: int = 31
@@ -90,7 +95,7 @@ class Report:
 
     def __str__(self) -> str:
         served, samples = self.served, self.samples
-        held = {name: medians(samples, name) for name in ("memory", "files", "threads")}
+        held = {name: medians(samples, name) for name in ("memory", *LIMITS)}
         lines = [
             f"{served['requests']:,} requests of {served['tokens']:,} tokens in "
             f"{self.seconds:,.0f} s, {self.processor_seconds:,.0f} s of processor time",
@@ -113,14 +118,18 @@ class Collector:
         self._folder, self._plan, self._report, self._size = folder / "floor", plan, report, size
         self._log, self._written = folder / "gc.json", 0
         self._process: subprocess.Popen[bytes] | None = None
-        self._next = time.monotonic()
+        self._next, self._turns = time.monotonic(), 0
 
     def turn(self, written: int) -> None:
         """Begins a collection, or looks whether it has ended; `written`: objects until now."""
         if self._process is None:
             if time.monotonic() >= self._next:
                 self._begin(written)
-        elif self._process.poll() is not None:
+            return
+        self._turns += 1
+        if self._turns * LOOK_EVERY >= self._plan.meanwhile:
+            self._process.wait()
+        if self._process.poll() is not None:
             self._end(written)
 
     def finish(self, written: int) -> None:
@@ -141,7 +150,7 @@ class Collector:
         return sizes
 
     def _begin(self, written: int) -> None:
-        self._written = written
+        self._written, self._turns = written, 0
         url, keep = f"file://{self._folder}", f"{self._plan.keep}b"
         with self._log.open("wb") as out:
             command = [sys.executable, "-m", "kvpool", "store", "gc", url, "--keep", keep, "--json"]
@@ -207,7 +216,7 @@ class Run:
         return sum(store.stats().counts["written"] for store in self._stores)
 
     def _settle(self) -> None:
-        until = time.monotonic() + 20
+        until = time.monotonic() + SECONDS
         while any(store.stats().queued_bytes for store in self._stores):
             assert time.monotonic() < until, "what is to be written stays"
             time.sleep(0.001)
@@ -215,10 +224,12 @@ class Run:
     def _sample(self, number: int) -> str:
         self._settle()
         now = sample(os.getpid(), 0)
+        now["others' threads"] = now["threads"] - threading.active_count()
+        now["threads"] = threading.active_count()
         for place, engine in enumerate(self._engines):
             now.update(entries(f"engine {place}", engine))
         self.report.note(now)
-        return f"{number:,} requests, {now['memory'] >> 20} MiB, {now['threads']} threads"
+        return f"{number:,} requests, {now['memory'] >> 20} MiB"
 
     def _finish(self) -> None:
         self._settle()
@@ -245,8 +256,8 @@ class Run:
 
 def grown(samples: list[Sample], memory: int) -> list[str]:
     """What has grown, of what a process holds."""
-    own = {"memory": memory, "files": FILES, "threads": THREADS}
-    return [*leaks(samples, {**dict.fromkeys(samples[0], ENTRIES), **own})]
+    limits = {**dict.fromkeys(samples[0], ENTRIES), **LIMITS, "memory": memory}
+    return [*leaks(samples, limits)]
 
 
 def child(pipe: Any, folder: Path, plan: Plan) -> None:

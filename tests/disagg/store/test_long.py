@@ -12,14 +12,22 @@ import pytest
 from kvpool import MHAPool
 from tests.disagg.store.engines import CHUNK, HEADS, MODEL, AskedStore
 from tests.disagg.store.growth import entries
-from tests.disagg.store.long_run import Plan, Report, child, grown
+from tests.disagg.store.long_run import LIMITS, Plan, Report, child, grown
 from tests.disagg.store.stores import fresh
 from tests.disagg.store.traffic import Planes, Traffic, state_of
 from tests.processes import Child
 
 MIB = 1 << 20
-SHORT = Plan(requests=3_000, keep=MIB // 2, pause=0.1, names=16, samples=48, memory=32 * MIB)
-LONG = Plan(requests=1_000_000, keep=8 * MIB, pause=10.0)
+SHORT = Plan(
+    requests=3_000,
+    keep=MIB // 2,
+    pause=0.1,
+    meanwhile=400,
+    names=16,
+    samples=48,
+    memory=32 * MIB,
+)
+LONG = Plan(requests=1_000_000, keep=8 * MIB, pause=10.0, memory=8 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +39,7 @@ LONG = Plan(requests=1_000_000, keep=8 * MIB, pause=10.0)
 )
 def test_a_full_store_stays_bounded_and_right(plan, tmp_path):
     with Child(child, tmp_path, plan) as run:
-        while not isinstance(report := run.answer(), Report):
+        while not isinstance(report := run.pipe.recv(), Report):
             print(report)
         assert run.close() == 0
     print(report)
@@ -67,7 +75,7 @@ def test_what_a_container_keeps_is_found():
     for number in range(200):
         keeping.take(number)
         if number % 10 == 0:
-            flat = {"memory": 5 * MIB, "files": 9, "threads": 2}
+            flat = dict.fromkeys(("memory", *LIMITS), 9)
             report.note({**flat, **entries("engine", [keeping])})
     assert {sentence.partition(" grew ")[0] for sentence in grown(report.samples, 0)} == {
         "engine[]._kept",
