@@ -4,11 +4,14 @@ objects as they are into memory that Mooncake knows, from the same process that 
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
 pytest.importorskip("mooncake")
 
+from disagg.store.floors.base import open_floor
 from disagg.store.floors.mooncake_client import store_module
 from tests.bench.conftest import shuffled
 from tests.bench.test_store import PAGE, filled, prompt
@@ -55,14 +58,16 @@ def master():
 def test_hits_beside_bare_reads_of_the_objects(tokens, master, paired, timed):
     tokens = tokens if timed else 512
     _pool, store = filled(master.url(), tokens)
-    objects = {one.name: one.size for one in store._floor.list(store.namespace)}
-    bare = Bare(master, {name: size for name, size in objects.items() if name.endswith(".full")})
     asked, address = store.keys(prompt(tokens)), shuffled(tokens // PAGE, 1, PAGE)
 
     def ours():
         assert store.wait(store.read(asked, address)).failure is None
 
-    paired(ours, bare.read, rounds=20)
-    bare.close()
-    store._floor.delete([*objects])
-    store.close()
+    with closing(open_floor(master.url())) as floor:
+        sizes = {one.name: one.size for one in floor.list(store.namespace)}
+        objects = {name: size for name, size in sizes.items() if name.endswith(".full")}
+        assert len(objects) == tokens // 256
+        with closing(Bare(master, objects)) as bare:
+            paired(ours, bare.read, rounds=20)
+        store.close()
+        floor.delete([*sizes])
