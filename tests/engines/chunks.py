@@ -19,27 +19,30 @@ def whole_chunks(length: int) -> int:
     return (length - 1) // CHUNK * CHUNK
 
 
-def chunk_keys(prompt: list[int]) -> list[Key]:
+def chunk_keys(prompt: list[int], tenant: str = "") -> list[Key]:
     """Keys of the chunks that are found."""
-    chain = Chain(CHUNK)
+    chain = Chain(CHUNK, tenant)
     chain.append(token_ids(prompt[: whole_chunks(len(prompt))]))
     return chain.keys
 
 
-def until_stored(url: str, prompts: list[list[int]], seconds: float = 30.0) -> None:
+def until_stored(
+    url: str, prompts: list[list[int]], tenant: str = "", seconds: float = 30.0
+) -> None:
     """Waits until a store of one model has every object of the chunks of prompts."""
     until = time.monotonic() + seconds
+    keys = [chunk_keys(prompt, tenant) for prompt in prompts]
     with closing(open_floor(url)) as floor:
-        while count := sum(_is_lacking(floor, prompts)):
+        while count := sum(_is_lacking(floor, keys)):
             if time.monotonic() > until:
                 raise EngineFailed(f"{url} lacks objects of {count} chunks after {seconds:.0f} s.")
             time.sleep(0.05)
 
 
-def _is_lacking(floor: Floor, prompts: list[list[int]]) -> list[bool]:
-    """For each chunk of prompts whether an object of it is not there. Objects are complete if one
-    geometry's are: one of each part that has the kind. Recurrent state ends with a prompt's last
-    chunk.
+def _is_lacking(floor: Floor, prompts: list[list[Key]]) -> list[bool]:
+    """For each chunk of prompts, by key, whether an object of it is not there. Objects are complete
+    if one geometry's are: one of each part that has the kind. Recurrent state ends with a prompt's
+    last chunk.
     """
     entries = list(floor.list(""))
     stored = {
@@ -50,7 +53,7 @@ def _is_lacking(floor: Floor, prompts: list[list[int]]) -> list[bool]:
     namespaces = taken(floor, entries).namespaces.values()
     geometries = [one for namespace in namespaces for one in namespace.geometries.values()]
     lacking = []
-    for keys in map(chunk_keys, prompts):
+    for keys in prompts:
         for key in keys:
             kinds = [kind for kind in KINDS if kind != "state" or key == keys[-1]]
             needed = (

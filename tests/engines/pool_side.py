@@ -13,7 +13,8 @@ from disagg.store import Store
 from kvpool import Allocator, PrefixCache
 from kvpool.allocation.request import Request
 from kvpool.integrations.transformers import PoolCache
-from tests.engines.chunks import chunk_keys, whole_chunks
+from kvpool.prefix.chain import Key
+from tests.engines.chunks import CHUNK, chunk_keys
 from tests.engines.pair import saved
 from tests.engines.stored import Answer
 from tests.engines.transformer import PAGE, STEPS, Transformer
@@ -30,38 +31,37 @@ class PoolSide:
         self._store = Store(url, layout, conventions=said)
         self._allocator = Allocator(self._model.pool, prefix=PrefixCache(store=self._store))
 
-    def ask(self, prompts: list[list[int]], tokens: int = STEPS) -> list[Answer]:
+    def ask(self, prompts: list[list[int]], tokens: int = STEPS, tenant: str = "") -> list[Answer]:
         """The tokens after prompts, one after the other."""
-        return [self._answer(prompt, tokens) for prompt in prompts]
+        return [self._answer(prompt, tokens, tenant) for prompt in prompts]
 
     def recompute(self, prompts: list[list[int]], tokens: int = STEPS) -> list[Answer]:
         """As plain `transformers` computes them."""
         return [Answer(self._model.alone(prompt, tokens), 0) for prompt in prompts]
 
-    def _answer(self, prompt: list[int], tokens: int) -> Answer:
-        request = self._allocator.new_request(prompt[:-1])
-        cached = request.num_tokens
-        if cached:
-            self._save("decode", request, prompt)
+    def _answer(self, prompt: list[int], tokens: int, tenant: str) -> Answer:
+        request = self._allocator.new_request(prompt[:-1], salt=tenant)
+        cached, keys = request.num_tokens, chunk_keys(prompt, tenant)
+        if keys and cached:
+            self._save("decode", request, keys)
         cache = PoolCache(self._model.pool, self._allocator, [request])
         answer = self._model.greedy(cache, prompt[cached:], tokens)
         computed = [*prompt, *answer][cached : request.num_tokens]
         self._allocator.store(request, computed)
-        if not cached:
-            self._save("prefill", request, prompt)
+        if keys and not cached:
+            self._save("prefill", request, keys)
         self._allocator.free(request)
         return Answer(answer, cached)
 
-    def _save(self, side: str, request: Request, prompt: list[int]) -> None:
-        """What the model's attention reads: K and V, `[position, head, dim]`."""
-        if not (tokens := whole_chunks(len(prompt))):
-            return
-        pool, where = self._model.pool, self._allocator.locations(request)["kv"][:tokens]
+    def _save(self, side: str, request: Request, keys: list[Key]) -> None:
+        """What the model's attention reads of chunks: K and V, `[position, head, dim]`."""
+        where = self._allocator.locations(request)["kv"][: len(keys) * CHUNK]
+        pool = self._model.pool
         state = {}
         for layer in range(self._model.model.config.num_hidden_layers):
             k, v = pool.get_kv_buffer(layer, where)
             state |= {f"{layer}/k": k.clone(), f"{layer}/v": v.clone()}
-        saved(state, self.watch, f"{side}.{chunk_keys(prompt)[-1].hex()}.0")
+        saved(state, self.watch, f"{side}.{keys[-1].hex()}.0")
 
     def close(self) -> None:
         self._store.close()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from disagg.store.lookup import REFRESH_SECONDS
+from kvpool.prefix.chain import Key
 from tests.engines.chunks import chunk_keys, until_stored, whole_chunks
 from tests.engines.pair import compare
 from tests.engines.process import EngineFailed
@@ -34,121 +35,135 @@ class Side(Protocol):
     ranks: int
     watch: Path
 
-    def ask(self, prompts: Prompts, tokens: int = 24) -> list[Answer]:
-        """What it answers, with what the store has of the prompts."""
+    def ask(self, prompts: Prompts, tokens: int = 24, tenant: str = "") -> list[Answer]:
+        """What it answers to a tenant, with what the store has of the prompts."""
 
     def recompute(self, prompts: Prompts, tokens: int = 24) -> list[Answer]:
-        """What it answers without that."""
+        """What it answers without the store."""
 
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Written:
-    """Prompts that a side has computed and stored, and its answers."""
+    """Prompts that a side has computed and stored for a tenant."""
 
     side: Side
     prompts: Prompts
     answers: list[Answer]
+    tenant: str
+    when: float
+    """At which they were stored, of the monotonic clock."""
 
 
-def write(side: Side, url: str, prompts: Prompts, tokens: int = 24) -> Written:
+def recompute(side: Side, prompts: Prompts, tokens: int = 24) -> list[Answer]:
+    """Raises EngineFailed if the side has not computed all of them."""
+    return _computed(side, prompts, side.recompute(prompts, tokens), tokens)
+
+
+def write(side: Side, url: str, prompts: Prompts, *, tokens: int = 24, tenant: str = "") -> Written:
     """Raises EngineFailed if the side has not computed all of them, or they are not stored."""
-    answers = side.ask(prompts, tokens)
+    answers = _computed(side, prompts, side.ask(prompts, tokens, tenant), tokens)
+    until_stored(url, prompts, tenant)
+    _until_saved(side, "prefill", [chunk_keys(prompt, tenant) for prompt in prompts])
+    when = time.monotonic()
+    return Written(side=side, prompts=prompts, answers=answers, tenant=tenant, when=when)
+
+
+def _computed(side: Side, prompts: Prompts, answers: list[Answer], tokens: int) -> list[Answer]:
     for prompt, answer in zip(prompts, answers):
+        asked = f"{side.name}, asked for a prompt of {len(prompt)} tokens that nothing has written,"
         if answer.cached:
-            raise EngineFailed(
-                f"{side.name} counts {answer.cached} tokens of a prompt of {len(prompt)} as "
-                "cached, which nothing has written."
-            )
+            raise EngineFailed(f"{asked} counts {answer.cached} tokens as cached.")
         if len(answer.tokens) != tokens:
-            raise EngineFailed(
-                f"{side.name} answers {answer.tokens} to a prompt of {len(prompt)} tokens, not "
-                f"{tokens} tokens."
-            )
-    until_stored(url, prompts)
-    _until_saved(side, prompts)
-    return Written(side, prompts, answers)
+            raise EngineFailed(f"{asked} answers {answer.tokens}, not {tokens} tokens.")
+    return answers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """What came of prompts that a side has read: tokens that it has counted as cached, tensors and
-    bytes that were compared, how many prompts have the right tokens, and what is wrong, as
-    sentences.
+    bytes that were compared, how many tensors are `different`, how many answers are right, and what
+    is wrong, as sentences.
     """
 
     cached: list[int]
     tensors: int
     nbytes: int
-    equal: int
     different: int
-    """Tensors that differ."""
+    right: int
     faults: list[str]
 
 
-def read(written: Written, side: Side, folder: Path, *, exact: bool = True) -> Reading:
-    """A side answers prompts that another has written. `folder` is a new one, for what both hold of
-    them. Tokens must be those that it computes by itself; where both compute the same to the last
-    bit (`exact`), also the writer's.
+def read(
+    written: Written,
+    side: Side,
+    recomputed: list[Answer],
+    folder: Path,
+    *,
+    first: int | None = None,
+) -> Reading:
+    """A side answers prompts that another has written. Its tokens must be those that it has
+    `recomputed`, and the writer's: all, or the `first`. `folder` is a new one, for what both hold
+    of the prompts.
     """
-    prompts, count = written.prompts, len(written.answers[0].tokens)
-    answers, recomputed = side.ask(prompts, count), side.recompute(prompts, count)
-    folder.mkdir(parents=True)
-    for path in written.side.watch.glob("prefill.*.pt"):
-        os.link(path, folder / path.name)
-    for path in side.watch.glob("decode.*.pt"):
-        path.rename(folder / path.name)
-    tensors, nbytes, different = compare(folder)
-    wrong_tokens = [
-        *_other_tokens(prompts, answers, recomputed, "computed by itself"),
-        *(_other_tokens(prompts, answers, written.answers, "of the writer") if exact else ()),
-    ]
-    faults = [*_miscounted(prompts, answers, recomputed), *(text for _, text in wrong_tokens)]
+    prompts, count = written.prompts, len(recomputed[0].tokens)
+    # so often engines look for geometries of others
+    time.sleep(max(0.0, written.when + REFRESH_SECONDS - time.monotonic()))
+    answers = side.ask(prompts, count, written.tenant)
+    tensors, nbytes, different = _compare(written, side, answers, folder)
+    faults, wrong = list[str](), set[int]()
+    for number, (prompt, answer) in enumerate(zip(prompts, answers)):
+        asked = f"of a prompt of {len(prompt)} tokens"
+        if answer.cached != (right := whole_chunks(len(prompt))):
+            faults.append(f"{asked} {answer.cached} are cached, not {right}.")
+        for whose, others in ("without the store", recomputed), ("the writer's", written.answers):
+            tokens, other = answer.tokens[:first], others[number].tokens[:first]
+            if tokens != other:
+                wrong.add(number)
+                faults.append(f"{asked} the answer is {tokens}, {whose} {other}.")
     if different:
         faults.append(f"{len(different)} of {tensors} tensors differ: {'; '.join(different[:3])}.")
     if not tensors:
-        faults.append("nothing was compared.")
+        faults.append("no byte was compared.")
     return Reading(
         cached=[answer.cached for answer in answers],
         tensors=tensors,
         nbytes=nbytes,
-        equal=len(prompts) - len({number for number, _ in wrong_tokens}),
         different=len(different),
+        right=len(prompts) - len(wrong),
         faults=[f"{side.name} reads what {written.side.name} has written: {f}" for f in faults],
     )
 
 
-def _other_tokens(
-    prompts: Prompts, answers: list[Answer], others: list[Answer], whose: str
-) -> Iterator[tuple[int, str]]:
-    for number, (prompt, answer, other) in enumerate(zip(prompts, answers, others)):
-        if answer.tokens != other.tokens:
-            yield (
-                number,
-                f"after a prompt of {len(prompt)} tokens come {answer.tokens}, {whose} "
-                f"{other.tokens}.",
-            )
+def _compare(
+    written: Written, side: Side, answers: list[Answer], folder: Path
+) -> tuple[int, int, list[str]]:
+    """Of prompts that were read, the writer's files and the reader's."""
+    folder.mkdir(parents=True)
+    keys = [
+        chunk_keys(prompt, written.tenant)
+        for prompt, answer in zip(written.prompts, answers)
+        if answer.cached
+    ]
+    for path in _until_saved(side, "decode", keys) + _until_saved(written.side, "prefill", keys):
+        os.link(path, folder / path.name)
+    return compare(folder)
 
 
-def _miscounted(prompts: Prompts, answers: list[Answer], recomputed: list[Answer]) -> Iterator[str]:
-    for prompt, answer, alone in zip(prompts, answers, recomputed):
-        if answer.cached != (right := whole_chunks(len(prompt))):
-            yield f"of a prompt of {len(prompt)} tokens {answer.cached} are cached, not {right}."
-        if alone.cached:
-            yield f"of a prompt of {len(prompt)} tokens to be computed {alone.cached} are cached."
-
-
-def _until_saved(side: Side, prompts: Prompts, seconds: float = 30.0) -> None:
-    """Waits until the oracles of all its ranks have saved what was written."""
+def _until_saved(
+    side: Side, what: str, prompts: list[list[Key]], seconds: float = 30.0
+) -> list[Path]:
+    """Files of prompts' last chunks, of all ranks, once the oracles have saved them."""
     until = time.monotonic() + seconds
     paths = [
-        side.watch / f"prefill.{keys[-1].hex()}.{rank}.pt"
-        for keys in map(chunk_keys, prompts)
+        side.watch / f"{what}.{keys[-1].hex()}.{rank}.pt"
+        for keys in prompts
         if keys
         for rank in range(side.ranks)
     ]
-    while not all(path.exists() for path in paths):
+    while missing := [path.name for path in paths if not path.exists()]:
         if time.monotonic() > until:
-            raise EngineFailed(f"{side.name}: its oracle has saved nothing after {seconds:.0f} s.")
+            raise EngineFailed(f"{side.name}: its oracle has not saved {missing}.")
         time.sleep(0.02)
+    return paths

@@ -10,7 +10,7 @@ import torch
 from tests.engines.chunks import until_stored
 from tests.engines.pool_side import PoolSide
 from tests.engines.process import EngineFailed
-from tests.engines.stored import read, write
+from tests.engines.stored import read, recompute, write
 from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
 
@@ -27,22 +27,29 @@ def sides(models, tmp_path, one_thread):
         yield url, one, other
 
 
+def written_by(side, url, **more):
+    """Whoever reads it does not wait, since it has not looked for geometries before."""
+    return replace(write(side, url, ASKED, **more), when=0.0)
+
+
 def test_a_reader_that_is_right_has_no_faults(sides, tmp_path):
     url, one, other = sides
-    reading = read(write(one, url, ASKED), other, tmp_path / "compared")
+    written = written_by(one, url, tenant="a")
+    assert recompute(one, ASKED) == written.answers
+    reading = read(written, other, recompute(other, ASKED), tmp_path / "compared")
     assert reading.faults == []
-    assert (reading.cached, reading.equal, reading.different) == ([256, 0], 2, 0)
+    assert (reading.cached, reading.right, reading.different) == ([256, 0], 2, 0)
     assert (reading.tensors, reading.nbytes) == (8, 256 * 4 * 4 * 32 * 2 * 4)
 
 
 def test_another_byte_is_told_by_layer(sides, tmp_path):
     url, one, other = sides
-    written = write(one, url, ASKED)
+    written = written_by(one, url)
     (path,) = (tmp_path / "one").iterdir()
     state = torch.load(path)
     state["2/v"][255, 3, 31] += 1
     torch.save(state, path)
-    reading = read(written, other, tmp_path / "compared")
+    reading = read(written, other, written.answers, tmp_path / "compared")
     assert reading.different == 1
     (fault,) = reading.faults
     assert "reads what PoolCache, pages 16 has written: 1 of 8 tensors differ: " in fault
@@ -51,32 +58,33 @@ def test_another_byte_is_told_by_layer(sides, tmp_path):
 
 def test_other_tokens_are_told(sides, tmp_path):
     url, one, other = sides
-    written = write(one, url, ASKED)
+    written = written_by(one, url)
     right = written.answers[0].tokens
-    answers = [replace(written.answers[0], tokens=[*right[:-1], 7]), written.answers[1]]
-    reading = read(replace(written, answers=answers), other, tmp_path / "compared")
-    assert reading.equal == 1
+    others = [replace(written.answers[0], tokens=[*right[:-1], 512]), written.answers[1]]
+    reading = read(written, other, others, tmp_path / "compared")
+    assert reading.right == 1
     (fault,) = reading.faults
-    assert f"after a prompt of 300 tokens come {right}, of the writer [" in fault
-    assert read(written, other, tmp_path / "again", exact=False).equal == 2
+    told = f"of a prompt of 300 tokens the answer is {right}, without the store ["
+    assert told in fault and fault.endswith(" 512].")
+    assert read(written, other, others, tmp_path / "again", first=23).right == 2
 
 
 def test_a_reader_that_finds_nothing_is_told(sides, tmp_path):
     url, one, other = sides
-    written = write(one, url, ASKED)
+    written = written_by(one, url)
     for path in (tmp_path / "store").rglob("*.full"):
         path.unlink()
     with pytest.raises(EngineFailed, match="lacks objects of 1 chunks after 0 s"):
         until_stored(url, ASKED, seconds=0.0)
-    faults = read(written, other, tmp_path / "compared").faults
+    faults = read(written, other, written.answers, tmp_path / "compared").faults
     assert [fault.partition(" has written: ")[2] for fault in faults] == [
         "of a prompt of 300 tokens 0 are cached, not 256.",
-        "nothing was compared.",
+        "no byte was compared.",
     ]
 
 
-def test_a_writer_that_has_computed_nothing_is_refused(sides):
+def test_a_writer_that_has_not_computed_is_refused(sides):
     url, one, other = sides
     write(one, url, ASKED)
-    with pytest.raises(EngineFailed, match="counts 256 tokens of a prompt of 300 as cached"):
+    with pytest.raises(EngineFailed, match="nothing has written, counts 256 tokens as cached"):
         write(other, url, ASKED)

@@ -1,11 +1,12 @@
 """`make store-demo`: what one engine has written to a store, others go on with, and back.
 
 vLLM (TP 2, blocks of 128) writes prompts; vLLM (TP 1, blocks of 32), SGLang (pages of 16) and
-`PoolCache` begin with them. Then each of these writes others, and the first reads. Every answer
-must be the one that the reader computes by itself, each side itself must count the tokens that it
-has not computed, and every byte that was read must be the writer's, in both sides' own tensors.
-Models are tiny and have random weights; all are computed in float32 but for qwen3_next, which vLLM
-has in bfloat16 only on a CPU. SGLang and `PoolCache` take part with llama.
+`PoolCache` begin with them. And back: each of these writes them for another tenant, and the first
+reads. Every answer must be the writer's, and what the reader computes without the store; each side
+itself counts the tokens that it has not computed; and every byte that was read must be the
+writer's, in both sides' own tensors. Models are tiny and have random weights, in float32. On a CPU
+vLLM has qwen3_next in bfloat16 only, which two ranks round otherwise than one: there the first
+token of each answer is compared. SGLang and `PoolCache` take part with llama.
 """
 
 from __future__ import annotations
@@ -30,25 +31,28 @@ from tests.engines.demo import console, parser, shown
 from tests.engines.launcher import end_launchers
 from tests.engines.pool_side import PoolSide
 from tests.engines.process import EngineFailed
-from tests.engines.stored import Reading, Side, Written, read, write
+from tests.engines.stored import Answer, Reading, Side, Written, read, recompute, write
 from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
 
 
 @dataclass(frozen=True)
 class Model:
-    """How vLLM runs it: `blocks` of the engine with two ranks, and of the one with one."""
+    """How vLLM runs it, with `blocks` of the engine of two ranks and of the one of one; the `first`
+    tokens of answers are compared, or all.
+    """
 
     blocks: tuple[int, int] = (128, 32)
     dtype: str = "float32"
+    first: int | None = None
 
 
 MODELS = {
     "llama": Model(),
     "gemma3": Model(),
     "gpt_oss": Model(),
-    # a block has room for a state, and divides a chunk
-    "qwen3_next": Model((128, 256), "bfloat16"),
+    # a block that has room for a state
+    "qwen3_next": Model((256, 256), "bfloat16", first=1),
     # all that vLLM's CPU kernel takes
     "deepseek_v3": Model((16, 16)),
 }
@@ -110,7 +114,7 @@ def _exchange(model: str, floor: str, options: argparse.Namespace, folder: Path)
     lengths, chosen = " ".join(map(str, options.prompt_tokens)), MODELS[model]
     title = f"{model} in {chosen.dtype} over {floor}, prompts of {lengths} tokens"
     table = Table(
-        "written by", "read by", "cached", "compared", "wrong bytes", "tokens", title=title
+        "written by", "read by", "cached", "tensors", "wrong bytes", "answers", title=title
     )
     readings: list[Reading] = []
     with ExitStack() as stack:
@@ -119,12 +123,12 @@ def _exchange(model: str, floor: str, options: argparse.Namespace, folder: Path)
         status = stack.enter_context(console.status(title))
         place = stack.enter_context(_place(model, floor, folder))
         sides = _started(stack, model, save(model, folder / "models"), place)
-        for written, side in _ways(sides, place.url, options):
+        for written, side, recomputed in _ways(sides, place.url, options):
             way = f"{written.side.name} to {side.name}"
             status.update(f"{title}: {way}")
-            exact = chosen.dtype == "float32"
-            readings.append(read(written, side, place.watched / way, exact=exact))
-            table.add_row(written.side.name, side.name, *_cells(readings[-1]))
+            reading = read(written, side, recomputed, place.watched / way, first=chosen.first)
+            readings.append(reading)
+            table.add_row(written.side.name, side.name, *_cells(reading))
     return readings
 
 
@@ -166,20 +170,17 @@ def _started(stack: ExitStack, model: str, path: Path, place: Place) -> list[Sid
 
 def _ways(
     sides: list[Side], url: str, options: argparse.Namespace
-) -> Iterator[tuple[Written, Side]]:
-    """What was written, and who reads it: all others read what the first side has written, then the
-    first reads what each of them has.
+) -> Iterator[tuple[Written, Side, list[Answer]]]:
+    """What was written, who reads it, and that side's answers without the store: all others read
+    what the first has written, and the first what each of them has.
     """
-    first, *others = sides
-
-    def written(side: Side, seed: int) -> Written:
-        return write(side, url, prompts(*options.prompt_tokens, seed=seed), options.tokens)
-
-    forth = written(first, 1)
-    for side in others:
-        yield forth, side
-    for seed, side in enumerate(others, 2):
-        yield written(side, seed), first
+    asked, tokens = prompts(*options.prompt_tokens), options.tokens
+    forth, *back = [write(side, url, asked, tokens=tokens, tenant=side.name) for side in sides]
+    alone = [recompute(side, asked, tokens) for side in sides]
+    for side, answers in zip(sides[1:], alone[1:]):
+        yield forth, side, answers
+    for written in back:
+        yield written, sides[0], alone[0]
 
 
 def _print(table: Table, readings: list[Reading]) -> None:
@@ -193,12 +194,12 @@ def _print(table: Table, readings: list[Reading]) -> None:
 def _cells(reading: Reading) -> tuple[str, ...]:
     wrong = f"[red]in {reading.different} tensors" if reading.different else "0"
     count = len(reading.cached)
-    colour = "" if reading.equal == count else "[red]"
+    colour = "" if reading.right == count else "[red]"
     return (
         " ".join(map(str, reading.cached)),
-        f"{reading.tensors}, {human(reading.nbytes)}",
-        wrong,
-        f"{colour}{reading.equal} of {count} equal",
+        f"{reading.tensors}",
+        f"{wrong} of {human(reading.nbytes)}",
+        f"{colour}{reading.right} of {count}",
     )
 
 

@@ -13,9 +13,6 @@ from tests.engines.process import Process
 from tests.engines.sglang.engines import Engine
 from tests.engines.stored import Answer, Prompts
 
-NOBODYS = "recomputed"
-"""A tenant that reads nothing of what others have written."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -39,15 +36,15 @@ class EngineSide:
         self.engine, self.name, self.ranks, self.watch = engine, name, ranks, watch
         self._salt = salt
 
-    def ask(self, prompts: Prompts, tokens: int = 24, **more: Any) -> list[Answer]:
+    def ask(self, prompts: Prompts, tokens: int = 24, tenant: str = "") -> list[Answer]:
         """The tokens after prompts, one after the other."""
-        engine = self.engine.ready()
+        engine, more = self.engine.ready(), {self._salt: tenant} if tenant else {}
         answers = [engine.generate([each], tokens=tokens, **more)[0] for each in prompts]
         return [Answer(_flat(answer["tokens"]), answer["cached"]) for answer in answers]
 
     def recompute(self, prompts: Prompts, tokens: int = 24) -> list[Answer]:
-        """As the same engine computes them."""
-        return self.ask(prompts, tokens, **{self._salt: NOBODYS})
+        """As the same engine computes them, for a tenant of whom nothing is stored."""
+        return self.ask(prompts, tokens, f"{self.name} alone")
 
     def close(self) -> None:
         self.engine.close()

@@ -10,7 +10,7 @@ import pytest
 from tests.engines.cross.store_sides import Place, sglang_side, vllm_side
 from tests.engines.cross.test_cross import expected  # noqa: F401
 from tests.engines.pair import LENGTHS
-from tests.engines.stored import read, write
+from tests.engines.stored import read, recompute, write
 from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
 
@@ -40,6 +40,7 @@ def test_one_engine_goes_on_with_what_the_other_has_computed(way, expected, mode
     place, model = Place(url=url, watched=tmp_path, logs=logs), save("llama", models)
     right = expected("llama")
     with first(model, place, **size) as writes, second(model, place, **other_size) as reads:
-        written = write(writes, url, prompts(*LENGTHS))
+        asked = prompts(*LENGTHS)
+        written, alone = write(writes, url, asked), recompute(reads, asked)
         assert [answer.tokens for answer in written.answers] == right
-        assert read(written, reads, tmp_path / "compared").faults == []
+        assert read(written, reads, alone, tmp_path / "compared").faults == []
