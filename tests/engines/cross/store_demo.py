@@ -84,11 +84,11 @@ def _run(options: argparse.Namespace, folder: Path) -> bool:
         for floor in options.floors:
             for model in options.models or FLOORS[floor]:
                 readings += _exchange(model, floor, options, folder)
-    nbytes = sum(one.nbytes for one in readings)
+    cached, nbytes = sum(sum(one.cached) for one in readings), sum(one.nbytes for one in readings)
+    tensors, seconds = sum(one.tensors for one in readings), time.monotonic() - began
     console.print(
-        f"{sum(map(sum, (one.cached for one in readings))):,} tokens of prompts were read and not "
-        f"computed, {nbytes:,} bytes in {sum(one.tensors for one in readings):,} tensors compared, "
-        f"in {time.monotonic() - began:.0f} s.",
+        f"{cached:,} tokens read and not computed; {nbytes:,} bytes of {tensors:,} tensors "
+        f"compared; {seconds:.0f} s",
         highlight=False,
     )
     return not any(one.faults for one in readings)
@@ -113,6 +113,8 @@ def _stderr_in(logs: Path) -> Iterator[None]:
 def _exchange(model: str, floor: str, options: argparse.Namespace, folder: Path) -> list[Reading]:
     lengths, chosen = " ".join(map(str, options.prompt_tokens)), MODELS[model]
     title = f"{model} in {chosen.dtype} over {floor}, prompts of {lengths} tokens"
+    if chosen.first:
+        title += ", first tokens of answers compared"
     table = Table(
         "written by", "read by", "cached", "tensors", "wrong bytes", "answers", title=title
     )
@@ -161,10 +163,11 @@ def _started(stack: ExitStack, model: str, path: Path, place: Place) -> list[Sid
         engines.append(stack.enter_context(sglang_side(path, place, page_size=16)))
         watch = place.watch("PoolCache")
         others.append(stack.enter_context(PoolSide(path, place.url, watch)))
+    names = "; ".join(side.name for side in engines)
+    console.print(f"{model}: {names} are starting", highlight=False)
     for side in engines:
         side.engine.ready()
-    seconds, names = time.monotonic() - began, "; ".join(side.name for side in engines)
-    console.print(f"{model}: {names} started in {seconds:.0f} s.", highlight=False)
+    console.print(f"they have started in {time.monotonic() - began:.0f} s", highlight=False)
     return [*engines, *others]
 
 
