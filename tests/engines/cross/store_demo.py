@@ -114,7 +114,7 @@ def _exchange(model: str, floor: str, options: argparse.Namespace, folder: Path)
     lengths, chosen = " ".join(map(str, options.prompt_tokens)), MODELS[model]
     title = f"{model} in {chosen.dtype} over {floor}, prompts of {lengths} tokens"
     if chosen.first:
-        title += ", first tokens of answers compared"
+        title += ", first tokens compared"
     table = Table(
         "written by", "read by", "cached", "tensors", "wrong bytes", "answers", title=title
     )
