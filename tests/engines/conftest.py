@@ -47,17 +47,23 @@ def start(models: Path, tmp_path: Path, engine: Callable[..., Any]) -> Iterator[
 
 
 @pytest.fixture
-def transformer(models: Path) -> Iterator[Callable[..., Any]]:
-    """Loads a model of `transformers`; it computes on one thread, beside an engine."""
+def one_thread() -> Iterator[None]:
+    """This process computes on one thread, beside an engine."""
     import torch
-
-    from tests.engines.transformer import Transformer
-    from tests.engines.vllm.models import save
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield lambda name, dtype="float32": Transformer(save(name, models), dtype)
+    yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def transformer(models: Path, one_thread: None) -> Callable[..., Any]:
+    """Loads a model of `transformers`."""
+    from tests.engines.transformer import Transformer
+    from tests.engines.vllm.models import save
+
+    return lambda name, dtype="float32": Transformer(save(name, models), dtype)
 
 
 @pytest.fixture(scope="session")

@@ -18,17 +18,24 @@ console = Console(width=None if sys.stdout.isatty() else 100)
 
 
 def parser(name: str, what: str | None) -> argparse.ArgumentParser:
-    """Of `make NAME`, whose options are in its variable of that name."""
+    """Of `make NAME`, whose options are in its variable of that name: what all demos take."""
     variable = name.upper().replace("-", "_")
     made = argparse.ArgumentParser(
         prog=f"make {name} {variable}=...", description=what, allow_abbrev=False
     )
     add = made.add_argument
-    add("--model", default="llama", choices=models.MODELS, help="which tiny model")
-    add("--engine", default="local", help="what moves bytes: local, nixl, mooncake (local)")
     add("--prompt-tokens", type=int, nargs="+", default=LENGTHS, help="(300 77 16 513)")
     add("--tokens", type=int, default=24, help="to decode (24)")
-    add("--folder", help="for the model and logs (a new one under /tmp)")
+    add("--folder", help="for models and logs (a new one under /tmp)")
+    return made
+
+
+def pair_parser(name: str, what: str | None) -> argparse.ArgumentParser:
+    """As `parser`, with a model and what moves its state from prefill to decode."""
+    made = parser(name, what)
+    add = made.add_argument
+    add("--model", default="llama", choices=models.MODELS, help="which tiny model")
+    add("--engine", default="local", help="what moves bytes: local, nixl, mooncake (local)")
     return made
 
 

@@ -63,6 +63,15 @@ def compare(folder: Path, last: int | None = None) -> tuple[int, int, list[str]]
     return tensors, nbytes, wrong
 
 
+def saved(tensors: dict[str, torch.Tensor], folder: Path, name: str) -> None:
+    """Saves what a rank holds of a room as `{name}.pt`, whole or not at all: another process waits
+    for it.
+    """
+    part = folder / f"{name}.part"
+    torch.save(tensors, part)
+    part.rename(folder / f"{name}.pt")
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 

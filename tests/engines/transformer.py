@@ -37,8 +37,8 @@ class Transformer:
             found.append(int(self.logits(cache, tokens if not found else found[-1:]).argmax()))
         return found
 
-    def alone(self, prompt: list[int]) -> list[int]:
+    def alone(self, prompt: list[int], steps: int = STEPS) -> list[int]:
         """Tokens of plain transformers. The last of the prompt is computed in a step of its own."""
         cache = DynamicCache(config=self.model.config)
         self.logits(cache, prompt[:-1])
-        return self.greedy(cache, prompt[-1:])
+        return self.greedy(cache, prompt[-1:], steps)

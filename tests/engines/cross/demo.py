@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from tests.engines.cross.hand_over import from_sglang, from_vllm, vllm_engine
-from tests.engines.demo import console, parser, shown
+from tests.engines.demo import console, pair_parser, shown
 from tests.engines.pair import compare
 from tests.engines.sglang.engines import Engine
 from tests.engines.vllm import models
@@ -25,7 +25,7 @@ from tests.engines.vllm.engines import prompts
 
 def main() -> int:
     """0 where all tokens and bytes are equal, 1 where one differs or an engine fails."""
-    made = parser("cross-demo", __doc__)
+    made = pair_parser("cross-demo", __doc__)
     made.add_argument("--block-size", type=int, default=32, help="tokens a block of vLLM (32)")
     made.add_argument("--page-size", type=int, default=16, help="tokens a page of SGLang (16)")
     return shown("cross-demo", made.parse_args(), _run)

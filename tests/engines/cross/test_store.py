@@ -1,70 +1,46 @@
 """vLLM and SGLang over one store: what one has computed the other goes on with. The tokens are
 those of either engine alone, every live byte is equal in both engines' own tensors, and each engine
-itself counts what it has not computed.
+itself counts what it has not computed. `make store-demo` tries other pairs.
 """
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from tests.engines.cross.hand_over import vllm_engine
-from tests.engines.cross.test_cross import expected, start  # noqa: F401
-from tests.engines.pair import LENGTHS, compare
-from tests.engines.sglang.engines import Engine
+from tests.engines.cross.store_sides import Place, sglang_side, vllm_side
+from tests.engines.cross.test_cross import expected  # noqa: F401
+from tests.engines.pair import LENGTHS
+from tests.engines.stored import read, recompute, write
 from tests.engines.vllm.engines import prompts
+from tests.engines.vllm.models import save
 
-HITS = [(length - 1) // 256 * 256 for length in LENGTHS]
-SGLANG = {"disable_radix_cache": False, "radix_cache_backend": "kvpool"}
-VLLM = {"enable_prefix_caching": True}
 WAYS = {
-    "vLLM to SGLang": (1, {"block_size": 32}, {"page_size": 16}),
-    "SGLang to vLLM": (0, {"block_size": 128}, {"page_size": 1}),
-    "vLLM's 2 ranks to SGLang": (
-        1,
-        {"tensor_parallel_size": 2, "block_size": 128},
-        {"page_size": 16},
+    "vLLM to SGLang": (vllm_side, {"block_size": 32}, sglang_side, {"page_size": 16}),
+    "SGLang to vLLM": (sglang_side, {"page_size": 1}, vllm_side, {"block_size": 128}),
+    "SGLang's 2 ranks to vLLM": (
+        sglang_side,
+        {"tp": 2, "page_size": 16},
+        vllm_side,
+        {"block_size": 32},
     ),
-    "SGLang's 2 ranks to vLLM": (0, {"block_size": 32}, {"tp_size": 2, "page_size": 16}),
+    "vLLM to SGLang's 2 ranks": (
+        vllm_side,
+        {"block_size": 64},
+        sglang_side,
+        {"tp": 2, "page_size": 16},
+    ),
 }
 
 
-def written(folder, parts):
-    until = time.monotonic() + 30
-    while len(found := [p for p in folder.rglob("*.full") if "#" not in p.name]) < parts:
-        assert time.monotonic() < until, found
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_one_engine_goes_on_with_what_the_other_has_computed(way, start, expected, tmp_path):  # noqa: F811
-    first, vllm, sglang = WAYS[way]
-    asked, right = prompts(*LENGTHS), expected("llama")
-    extra = {"store": f"file://{tmp_path}/store"}
+def test_one_engine_goes_on_with_what_the_other_has_computed(way, expected, models, tmp_path):  # noqa: F811
+    first, size, second, other_size = WAYS[way]
     (tmp_path / "store").mkdir()
-
-    def of_vllm():
-        return start(vllm_engine, "store", "llama", extra=extra, **VLLM, **vllm).ready()
-
-    def of_sglang(side):
-        environ = {"KVPOOL_WATCH_STORE": side}
-        more = {"extra": extra, "environ": environ, **SGLANG, **sglang}
-        return start(Engine, "single", "llama", **more).ready()
-
-    def tokens(answer):
-        return answer["tokens"] if isinstance(answer["tokens"][0], int) else answer["tokens"][0]
-
-    writes = of_vllm() if first else of_sglang("prefill")
-    got = [writes.generate([prompt])[0] for prompt in asked]
-    assert [tokens(one) for one in got] == right
-    assert [one["cached"] for one in got] == [0] * 4
-    written(tmp_path / "store", 6 if "2 ranks" in way else 3)
-    writes.close()
-    reads = of_sglang("decode") if first else of_vllm()
-    got = reads.generate(asked)
-    assert [one["cached"] for one in got] == HITS
-    assert [tokens(one) for one in got] == right
-    tensors, nbytes, wrong = compare(tmp_path)
-    assert not wrong
-    assert tensors and nbytes
+    url, logs = f"file://{tmp_path}/store", tmp_path / "logs"
+    place, model = Place(url=url, watched=tmp_path, logs=logs), save("llama", models)
+    right = expected("llama")
+    with first(model, place, **size) as writes, second(model, place, **other_size) as reads:
+        asked = prompts(*LENGTHS)
+        written, alone = write(writes, url, asked), recompute(reads, asked)
+        assert [answer.tokens for answer in written.answers] == right
+        assert read(written, reads, alone, tmp_path / "compared").faults == []

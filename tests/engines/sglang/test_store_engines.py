@@ -11,15 +11,14 @@ import pytest
 
 pytest.importorskip("sglang")
 
-from disagg.connectors.conventions import conventions
-from disagg.store import Store
-from kvpool.integrations.transformers import PoolCache
+from tests.engines.chunks import until_stored, whole_chunks
 from tests.engines.pair import EXACT, LENGTHS, compare
+from tests.engines.pool_side import PoolSide
 from tests.engines.sglang.engines import handed_over
-from tests.engines.transformer import STEPS
 from tests.engines.vllm.engines import prompts
+from tests.engines.vllm.models import save
 
-HITS = [(length - 1) // 256 * 256 for length in LENGTHS]
+HITS = [whole_chunks(length) for length in LENGTHS]
 TP = {"tp_size": 2}
 SIDES = {
     "pages of 16 to 1": ({"page_size": 16}, {"page_size": 1}),
@@ -62,7 +61,7 @@ def written(folder, count, seconds=30):
 def test_another_engine_goes_on(name, over, expected, tmp_path):
     (first, second), model = SIDES[name], "gemma3" if name == "gemma3" else "llama"
     asked, right = prompts(*LENGTHS), expected(model, **EXACT)
-    watched = {"environ": {"KVPOOL_WATCH_STORE": "prefill"}, "watch": tmp_path}
+    watched = {"environ": {"KVPOOL_WATCH_STORE": "1"}, "watch": tmp_path}
     writes = over(model, **first, **EXACT, **watched).ready()
     got = [writes.generate([prompt])[0] for prompt in asked]
     assert [one["tokens"] for one in got] == [one["tokens"] for one in right]
@@ -70,7 +69,6 @@ def test_another_engine_goes_on(name, over, expected, tmp_path):
     written(tmp_path, 3 * first.get("tp_size", 1))
     writes.idle(cached=True)
     writes.close()
-    watched["environ"] = {"KVPOOL_WATCH_STORE": "decode"}
     reads = over(model, **second, **EXACT, **watched).ready()
     got = reads.generate(asked)
     assert [one["cached"] for one in got] == HITS
@@ -106,40 +104,32 @@ def test_tenants_are_kept_apart_by_engines(over, expected, tmp_path):
         assert (got["cached"], got["tokens"]) == (cached, right)
 
 
-def test_transformers_reads_what_sglang_has_written(over, expected, transformer, tmp_path, models):
-    side, asked = transformer("llama"), prompts(*LENGTHS)
+def test_transformers_reads_what_sglang_has_written(over, expected, transformers_side, tmp_path):
+    asked = prompts(*LENGTHS)
     writes = over(page_size=16, **EXACT).ready()
     right = [one["tokens"] for one in writes.generate(asked)]
     written(tmp_path, 3)
-    with own_store(side, tmp_path, models) as store:
-        for prompt, hit, tokens in zip(asked, HITS, right):
-            assert store.lookup(prompt[:-1]) == hit
-            request = side.allocator.new_request()
-            if hit:
-                side.allocator.extend(request, hit, received=True)
-                assert store.wait(store.read(prompt[:hit], request.address())).failure is None
-            cache = PoolCache(side.pool, side.allocator, [request])
-            assert side.greedy(cache, prompt[hit:], STEPS) == tokens
+    got = transformers_side.ask(asked)
+    assert [one.cached for one in got] == HITS
+    assert [one.tokens for one in got] == right
     assert right == [one["tokens"] for one in expected("llama", **EXACT)]
 
 
-def test_sglang_reads_what_transformers_has_written(over, expected, transformer, tmp_path, models):
-    side, asked = transformer("llama"), prompts(*LENGTHS)
-    with own_store(side, tmp_path, models) as store:
-        for prompt in asked:
-            cache = PoolCache.new(side.pool, side.allocator)
-            side.logits(cache, prompt)
-            store.write(prompt, cache.requests[0].address())
+def test_sglang_reads_what_transformers_has_written(over, expected, transformers_side, tmp_path):
+    asked = prompts(*LENGTHS)
+    transformers_side.ask(asked)
+    until_stored(f"file://{tmp_path}/store", asked)
     got = over(page_size=16, **EXACT).ready().generate(asked)
     assert [one["cached"] for one in got] == HITS
     right = expected("llama", **EXACT)
     assert [one["tokens"] for one in got] == [one["tokens"] for one in right]
 
 
-def own_store(side, folder, models):
-    """A store of a pool of kvpool's, over the same floor."""
-    said = conventions(side.model.config, folder=models / "llama")
-    return Store(f"file://{folder}/store", side.pool.layout, conventions=said)
+@pytest.fixture
+def transformers_side(models, tmp_path, one_thread):
+    """`PoolCache` over the store of a test."""
+    with PoolSide(save("llama", models), f"file://{tmp_path}/store", tmp_path) as side:
+        yield side
 
 
 def test_a_store_that_hangs_holds_up_what_it_was_asked_for_only(over, expected, tmp_path):

@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from disagg.connectors.stats import Stats
 from kvpool.prefix.chain import Chain, token_ids
+from tests.engines.pair import saved
 
 read: list[int] = []
 """Bytes of the requests that this rank has read."""
@@ -87,13 +86,16 @@ def hang(path: Path) -> None:
 
 
 def saw_checkpoint(original: Any, cache: Any, req: Any, **more: Any) -> Any:
-    """A request's state goes to the tree: that of whole chunks of its prompt, by their key."""
+    """A request's state goes to the tree: that of whole chunks of its prompt, by their key. It was
+    read if SGLang counts tokens as cached.
+    """
     chunk = json.loads(os.environ["KVPOOL_SGLANG"]).get("chunk_tokens", 256)
     tokens = (len(req.origin_input_ids) - 1) // chunk * chunk
     if tokens and more["up_to"] >= tokens:
-        chain = Chain(chunk)
+        chain = Chain(chunk, req.cache_salt or "")
         chain.append(token_ids(req.origin_input_ids[:tokens]))
-        save(os.environ["KVPOOL_WATCH_STORE"], cache, req, chain.keys[-1].hex(), tokens)
+        side = "decode" if req.cached_tokens else "prefill"
+        save(side, cache, req, chain.keys[-1].hex(), tokens)
     return original(cache, req, **more)
 
 
@@ -102,8 +104,8 @@ def save(side: str, scheduler: Any, req: Any, room: str = "", tokens: int = 0) -
     tokens = tokens or len(req.origin_input_ids)
     at = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
     found = {name: tensor[at].clone() for name, tensor in tensors(scheduler)}
-    name = f"{side}.{room or req.bootstrap_room}.{_rank()}.pt"
-    torch.save(found, Path(os.environ["KVPOOL_WATCH"]) / name)
+    name = f"{side}.{room or req.bootstrap_room}.{_rank()}"
+    saved(found, Path(os.environ["KVPOOL_WATCH"]), name)
 
 
 def tensors(scheduler: Any) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tests.engines.demo import console, parser, shown
+from tests.engines.demo import console, pair_parser, shown
 from tests.engines.vllm import models
 from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.servers import Server, api_server, greedy, proxy_server, tokens
@@ -25,7 +25,7 @@ from tests.engines.vllm.servers import Server, api_server, greedy, proxy_server,
 
 def main() -> int:
     """0 where every prompt has the same tokens from both, 1 where one differs or a server fails."""
-    made = parser("vllm-demo", __doc__)
+    made = pair_parser("vllm-demo", __doc__)
     sizes = {"metavar": ("PREFILL", "DECODE"), "help": "tokens a block (128 32)"}
     made.add_argument("--block-sizes", type=int, nargs=2, default=(128, 32), **sizes)
     text = "leave the servers running, and print curl commands"

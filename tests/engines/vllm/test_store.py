@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.engines.chunks import CHUNK, whole_chunks
 from tests.engines.pair import EXACT, LENGTHS, compare
 from tests.engines.vllm.engines import Engine, handed_over, prompts
 
-CHUNK = 256
 CACHED = {"enable_prefix_caching": True}
 TP = {"tensor_parallel_size": 2}
 STATES = {"block_size": 256}
@@ -72,11 +72,6 @@ def stores(start, tmp_path):
 def tokens(answers: list[dict[str, Any]]) -> list[list[int]]:
     assert [one["reason"] for one in answers] == [["length"]] * len(answers)
     return [one["tokens"][0] for one in answers]
-
-
-def whole_chunks(length: int) -> int:
-    """How many tokens of a prompt are found."""
-    return (length - 1) // CHUNK * CHUNK
 
 
 def test_a_conversation_goes_on_in_another_engine(stores, expected):

@@ -23,6 +23,7 @@ from disagg.connectors.store.steps import StoreRead, StoreWrite
 from disagg.connectors.store.worker import StoreResults, StoreWorker
 from disagg.connectors.vllm.connector import KvpoolConnector
 from disagg.store import store as stores
+from tests.engines.pair import saved
 from tests.engines.vllm import deepseek_v4
 
 CONV: dict[str, Callable[[Any], dict[str, int]]] = {
@@ -160,7 +161,7 @@ class WatchedConnector(KvpoolConnector):
                 self._one(found, name, spec, torch.tensor(list(ids)), tokens)
         rank = get_world_group().rank
         name = str(room).replace("/", "_")
-        torch.save(found, Path(WATCH) / f"{side}.{name}.{rank}.pt")
+        saved(found, Path(WATCH), f"{side}.{name}.{rank}")
 
     def _one(self, found: Any, name: str, spec: Any, ids: torch.Tensor, tokens: int) -> None:
         view, kind = self._views[name], type(spec).__name__
