@@ -58,6 +58,13 @@ def from_sglang(
     prefill: sglang.Engine, decode: vllm.Engine, prompts: list[Prompt], tokens: int = 24
 ) -> list[list[int]]:
     """Tokens of prompts that SGLang prefills and vLLM decodes, both asked at once."""
+    return [answer["tokens"][0] for _, answer in both_answers(prefill, decode, prompts, tokens)]
+
+
+def both_answers(
+    prefill: sglang.Engine, decode: vllm.Engine, prompts: list[Prompt], tokens: int = 24
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What SGLang, which prefills, and vLLM, which decodes, answer to each prompt."""
     named = rooms(len(prompts))
     where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.port, "tokens": 1}
     first = [
@@ -69,10 +76,9 @@ def from_sglang(
         decode.add(prompt, tokens=tokens, params={**known, "remote_request_id": room})
         for prompt, room in zip(prompts, named)
     ]
-    found = [decode.finished(name) for name in last]
-    for name in first:
-        prefill.finished(name)
-    for one in found:
-        if not one["tokens"][0]:
-            raise EngineFailed(f"{one}\n{prefill.tail()}\n{decode.tail()}")
-    return [one["tokens"][0] for one in found]
+    answers = [decode.finished(name) for name in last]
+    pairs = [(prefill.finished(name), answer) for name, answer in zip(first, answers)]
+    for _, answer in pairs:
+        if not answer["tokens"][0]:
+            raise EngineFailed(f"{answer}\n{prefill.tail()}\n{decode.tail()}")
+    return pairs

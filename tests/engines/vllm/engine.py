@@ -14,6 +14,7 @@ import select
 import socket
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -50,11 +51,26 @@ class Served:
         """By request, each step's drafts and how many were accepted."""
         if arguments.get("speculative_config"):
             self.watch_drafts()
+        self.computed: Counter[str] = Counter()
+        """By request, tokens that were scheduled: what a cache or a connector gave is not."""
+        self.count_scheduled()
         self.reply(event="ready", seconds=time.monotonic() - began)
 
     @property
     def scheduler(self) -> Any:
         return self.engine.engine_core.engine_core.scheduler
+
+    def count_scheduled(self) -> None:
+        """Counts what each step computes."""
+        schedule = self.scheduler.schedule
+
+        def counted(*given: Any) -> Any:
+            output = schedule(*given)
+            for name, tokens in output.num_scheduled_tokens.items():
+                self.computed[name.rpartition("-")[0]] += tokens
+            return output
+
+        self.scheduler.schedule = counted
 
     def watch_drafts(self) -> None:
         """Notes what the drafter has proposed."""
@@ -108,6 +124,7 @@ class Served:
                     reason=[reason for _, reason in each],
                     params=output.kv_transfer_params,
                     cached=output.num_cached_tokens,
+                    computed=self.computed.pop(name, 0),
                     drafts=self.drafted.pop(name, []),
                 )
         if not self.scheduler.running:
