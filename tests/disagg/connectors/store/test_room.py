@@ -6,7 +6,7 @@ import pytest
 
 from disagg.connectors.settings import Settings
 from disagg.connectors.store.steps import Opening
-from disagg.store import writing
+from disagg.store.transfer import writing
 from kvpool import MHAPool
 from tests import oracle
 from tests.disagg.store.stores import fresh, put
