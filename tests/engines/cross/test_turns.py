@@ -47,7 +47,7 @@ def test_sglangs_prefill_computes_what_is_new_and_less_than_a_chunk_more(start, 
     generated, read = tmp_path / "generated", tmp_path / "read"
     alone = start(vllm_engine, "single")
     decode = start(vllm_engine, "store", generated, extra=extra, block_size=32)
-    environ = {"KVPOOL_WATCH_STORE": "decode"}
+    environ = {"KVPOOL_WATCH_STORE": "1"}
     prefill = start(Engine, "prefill", read, extra=extra, environ=environ, **SGLANG)
     right = answers_alone(alone.ready(), CASE)
     prefill.ready(), decode.ready()
