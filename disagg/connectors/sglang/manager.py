@@ -135,7 +135,7 @@ class KvpoolManager(CommonKVManager):
         """What the bytes of this rank mean, where these runners draft."""
         scheduler = self.queue.scheduler
         target = scheduler.tp_worker.model_runner
-        document = engine_conventions(target)
+        document = engine_conventions(scheduler.model_config, [*target.model.modules()])
         for runner in drafts[:1]:
             document |= draft_conventions(runner, self.drafts)
         return document | scale_conventions(self.layout.layout, rank_scales([target, *drafts]))
@@ -294,14 +294,17 @@ def draft_pools(scheduler: Any, runner: Any, target: Ranks) -> ModelPools:
     )
 
 
-def engine_conventions(runner: Any) -> dict[str, Convention]:
-    """Of the model of SGLang's model runner, and of what its indexers write."""
-    model = runner.model_config
+def engine_conventions(
+    model: Any, modules: Sequence[Any], loaded: bool = True
+) -> dict[str, Convention]:
+    """Of SGLang's model configuration, and of what its indexers write. `loaded`: whether its
+    weights are those of its files.
+    """
     return conventions(
         model.hf_text_config,
-        folder=None if runner.server_args.load_format == "dummy" else model.model_path,
+        folder=model.model_path if loaded else None,
         quantization=model.quantization,
-        index_keys=index_keys([*runner.model.modules()]),
+        index_keys=index_keys(modules),
         compressor_scores="plain",
     )
 
@@ -322,7 +325,7 @@ def draft_conventions(runner: Any, begins: bool) -> dict[str, Convention]:
     """Those of what drafts, by names that begin with `draft.`. `begins`: with tokens that prefill's
     has proposed, of which SGLang says no number.
     """
-    document = engine_conventions(runner)
+    document = engine_conventions(runner.model_config, [*runner.model.modules()])
     if begins:
         spec = get_spec()
         modules = spec.speculative_num_steps if spec.enable_multi_layer_eagle else 1

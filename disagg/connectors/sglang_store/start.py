@@ -38,9 +38,10 @@ def make_cache(ctx: Any) -> KvpoolRadixCache:
         raise ValueError(f"radix cache kvpool does not know {what}. Use {instead}.")
     layout, rank = rank_layout(ctx), get_parallel().attn_tp_rank
     runner = ctx.tp_worker.model_runner
-    said = engine_conventions(runner)
+    loaded = ctx.server_args.load_format != "dummy"
+    said = engine_conventions(ctx.model_config, [*runner.model.modules()], loaded)
     said |= scale_conventions(layout.layout, rank_scales([runner]))
-    if ctx.server_args.load_format != "dummy" and (weights := digest(ctx.model_config)):
+    if loaded and (weights := digest(ctx.model_config)):
         said["weights"] = weights
     opening = Opening.of([(data, said) for data in all_layouts(ctx, layout.layout)])
     store = opening.store(settings, rank, layout.layout)
