@@ -63,17 +63,17 @@ def test_what_cannot_be_read_is_computed(tmp_path):
     pool, store, alloc = runner(CLASSES["mha"], url)
     computed(pool, alloc, alloc.new_request(PROMPT), PROMPT)
     store.close()
-    for path in tmp_path.rglob("*.full"):
-        path.write_bytes(path.read_bytes()[:-1])
+    path = next(tmp_path.rglob("*.full"))
+    path.write_bytes(path.read_bytes()[:-1])
     pool, store, alloc = runner(CLASSES["mha"], url)
     request = alloc.new_request(PROMPT)
     assert request.num_tokens == 0
     assert store.stats().counts["damaged"] == 1
     computed(pool, alloc, request, PROMPT, salt=1)
     store.close()
-    pool, store, alloc = runner(CLASSES["mha"], url)  # what was damaged first was written again
+    pool, store, alloc = runner(CLASSES["mha"], url)  # what was damaged was written again
     assert store.lookup(PROMPT) == 5 * CHUNK
-    alloc.free(alloc.new_request(PROMPT))
+    assert alloc.new_request(PROMPT).num_tokens == 5 * CHUNK
     alloc.check_integrity()
     store.close()
 

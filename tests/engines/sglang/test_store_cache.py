@@ -248,15 +248,15 @@ def test_what_sglang_has_of_a_picture_is_no_name_of_it():
 
 def test_damage_is_computed_and_written_again(written, tmp_path):
     url, prompt = written
-    for path in tmp_path.glob("*/*/*.full"):
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    path = next(tmp_path.glob("*/*/*.full"))
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
     with Side(url) as side:
         assert side.serves(prompt) == 0
         assert side.whole()
         assert side.store.stats().counts["damaged"] == 1
         assert side.store.stats().counts["read"] == 0
     with Side(url) as side:
-        assert side.serves(prompt) >= CHUNK
+        assert side.serves(prompt) == HIT
 
 
 class Hung:

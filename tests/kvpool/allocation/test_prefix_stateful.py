@@ -328,7 +328,9 @@ class Prefixes(Machine):
                 prefix = held.prefix(stop)
                 if prefix not in each.kept:
                     ids = self.alloc.lists[name].free_list.kept.ids(name)
-                    (item,) = set(ids.tolist()) - set(each.kept.values()) or each.free.idle[:1]
+                    added = set(ids.tolist()) - set(each.kept.values())
+                    # none: the next list's checkpoint has taken the only free item again
+                    (item,) = added or each.free.idle[:1] or each.free.items
                     each.free.give(item)
                     each.kept[prefix] = item
                     each.free.idle.append(item)
