@@ -10,6 +10,7 @@ allocator.store(request, prompt[known:])             # its full pages are there 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.allocation.block_table import BlockTable
-from kvpool.allocation.free_list import OutOfPages
+from kvpool.allocation.free_list import FreeList, OutOfPages
 from kvpool.allocation.prefix_store import PrefixStore
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key, Media, token_ids
@@ -168,6 +169,7 @@ class PrefixCache:
         for name, ids in items.items():  # all of them, before any is taken for a copy
             self._lists[name].free_list.share(ids)
         try:
+            self._check_copies(items)
             for name, id_list in self._lists.items() if reused else ():
                 ids = items.pop(name)
                 if id_list.space.per_request:
@@ -251,6 +253,23 @@ class PrefixCache:
         items = {n: ids[int(i[longest]) : int(j[longest])] for n, (ids, i, j) in candidates.items()}
         return int(ends[longest]), items
 
+    def _check_copies(self, items: Mapping[str, Ints]) -> None:
+        """Raises OutOfPages unless something is free for a copy of each checkpoint that is pinned.
+        Of others a copy needs nothing more: the checkpoint itself is free then.
+        """
+        needed: Counter[FreeList] = Counter()
+        for name, ids in items.items():
+            id_list = self._lists[name]
+            if id_list.space.per_request and id_list.free_list.is_shared(ids).any():
+                needed[id_list.free_list] += 1
+        for free_list, count in needed.items():
+            if count > free_list.num_free:
+                raise OutOfPages(
+                    f"{free_list.name}: {count} more items are needed, for copies of pinned ones, "
+                    f"{free_list.num_free} of {free_list.usable} are free. Free a request, or unpin "
+                    "a prefix."
+                )
+
     def _go_on(self, id_list: _KeptItems, row: int, kept: Ints) -> None:
         """Gives a request a copy of a checkpoint; where nothing is free, the checkpoint itself."""
         name = id_list.space.name
@@ -259,8 +278,6 @@ class PrefixCache:
             id_list.table.adopt(row, 0, kept)
             return
         try:
-            if not id_list.free_list.num_free:
-                raise OutOfPages(f"space {name}: a copy of a pinned item is needed, 0 are free.")
             own = id_list.free_list.take(1)
             id_list.table.adopt(row, 0, own)
             self._copy(name, kept, own)

@@ -153,6 +153,22 @@ class Prefixes(Machine):
             for free in self.free.values()
         )
 
+    def lacks_a_copy(self, needs: dict[str, list[int]]) -> bool:
+        """Whether a request that begins with these items would write to one that is pinned."""
+        left = {
+            name: len(free) - len({n for items in needs.values() for n in items} & {*free.idle})
+            for name, free in self.free.items()
+        }
+        for name, items in needs.items():
+            if self.by_name[name].kind == "paged" or not items:
+                continue
+            pool = self.by_name[name].block_pool or name
+            pinned = any(items[0] in others[name] for _, others in self.pinned)
+            if not left[pool] and pinned:
+                return True
+            left[pool] -= pinned  # else what was copied is free again, or was not copied
+        return False
+
     def hold(self, name: str, items: list[int]) -> None:
         free = self.lists[name].free
         free.idle = [item for item in free.idle if item not in items]
@@ -230,14 +246,7 @@ class Prefixes(Machine):
             name: [each.kept[key] for key in self.needed(name, prefix)]
             for name, each in self.lists.items()
         }
-        pinned = {name: {n for _, items in self.pinned for n in items[name]} for name in self.lists}
-        if any(
-            items
-            and self.by_name[name].kind != "paged"
-            and not len(self.lists[name].free) - (items[0] in self.lists[name].free.idle)
-            and items[0] in pinned[name]
-            for name, items in needs.items()
-        ):
+        if self.lacks_a_copy(needs):
             with pytest.raises(OutOfPages, match="pinned"):
                 self.alloc.new_request(asked, salt=salt)
             self.resync()
