@@ -266,8 +266,8 @@ class PrefixCache:
             if count > free_list.num_free:
                 raise OutOfPages(
                     f"{free_list.name}: {count} more items are needed, for copies of pinned ones, "
-                    f"{free_list.num_free} of {free_list.usable} are free. Free a request, or unpin "
-                    "a prefix."
+                    f"{free_list.num_free} of {free_list.usable} are free. Unpin a prefix, or free "
+                    "a request."
                 )
 
     def _go_on(self, id_list: _KeptItems, row: int, kept: Ints) -> None:
