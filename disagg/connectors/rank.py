@@ -243,9 +243,11 @@ class Rank:
         room that ends before its request is computed is told when the engine has finished that too.
         """
         self.turn()
-        with deferred_signals:  # what a handler raises comes when the lists are in ours
-            for endpoint in self._endpoints:
-                self._ended.extend((endpoint, ended) for ended in endpoint.ended())
+        telling = [each for each in self._endpoints if each.has_ended or self._has_rooms(each)]
+        if telling:
+            with deferred_signals:  # what a handler raises comes when the lists are in ours
+                for endpoint in telling:
+                    self._ended.extend((endpoint, ended) for ended in endpoint.ended())
         self._take_ended()
         for room, sending in list(self._sending.items()):
             sending.finished |= sending.request in finished
@@ -260,14 +262,19 @@ class Rank:
         return results
 
     def turn(self) -> None:
-        """Lets both endpoints do what there is to do now."""
-        for endpoint in self._endpoints:
+        """Lets endpoints that have rooms of the engine's do what there is to do now. The threads of
+        others have the time.
+        """
+        for endpoint in filter(self._has_rooms, self._endpoints):
             endpoint.driver.turn_for_caller(BUSY_SECONDS)
 
     def close(self) -> None:
         """Aborts what is open, tells peers and closes the engines."""
         for endpoint in self._endpoints:
             endpoint.close()
+
+    def _has_rooms(self, endpoint: PrefillEndpoint | DecodeEndpoint) -> bool:
+        return bool(self._receiving if isinstance(endpoint, DecodeEndpoint) else self._sending)
 
     @contextmanager
     def _contained(self, room: Room, effect: str = "all others go on") -> Iterator[None]:

@@ -40,6 +40,11 @@ class ConnectorWorker:
     """By request, what is waited for layer by layer in this step."""
     _invalid: set[int] = field(default_factory=set)
 
+    def settle(self, step: Step) -> None:
+        """Before the engine clears or fills any block in a step."""
+        if self.store is not None and step.store is not None:
+            self.store.settle(step.store)
+
     def begin(self, step: Step) -> None:
         """Asks for what requests need of prefill."""
         self._abort(step)

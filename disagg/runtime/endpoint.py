@@ -126,6 +126,11 @@ class Endpoint(Generic[M]):
         self.driver.turn_for_caller()
         return self._loop.take_ended()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `ended` has something already."""
+        return self._loop.has_ended
+
     def fileno(self) -> int:
         """A file that can be read while `ended()` has something: for `select`, or asyncio's
         `loop.add_reader(endpoint, ...)`. It is the endpoint's: do not read or close it. Raises

@@ -128,6 +128,10 @@ class EventLoop(Generic[M]):
         with self.lock:
             self.handle(events.AbortAll(f"the endpoint's loop failed: {error}"))
 
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.machine.ended)
+
     def take_ended(self) -> list[Ended]:
         """The rooms that have ended since the last call."""
         taken: list[Ended] = []

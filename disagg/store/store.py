@@ -85,7 +85,6 @@ class Store:
             rank,
             self._geometry,
             room=default_room(len(ranks)) if room is None else room,
-            threads=2,
             outcomes=self._outcomes,
             publish=self._lookup.add,
             known=self._known,
@@ -155,10 +154,14 @@ class Store:
         positions: range | None = None,
         *,
         salt: str = "",
+        held: bool = False,
     ) -> int:
         """Writes the whole chunks of `positions` (default: all) of a request. When it returns they
         are copied, or counted as not written; they reach the floor later. Returns how many objects
         will be written. State that a request has once is written where its tokens end a chunk.
+
+        `held`: the request goes on, and its items are not given to others before `settle` returns:
+        then what it does not overwrite may be copied until then, by another thread.
         """
         keys = self._keys(tokens, salt)
         wanted = range(address.num_tokens) if positions is None else positions
@@ -168,7 +171,11 @@ class Store:
             raise ValueError(f"positions {wanted}: there are keys of {keys.count} chunks only.")
         if first >= stop:
             return 0
-        return self._writer.write(keys.keys, address, range(first, stop))
+        return self._writer.write(keys.keys, address, range(first, stop), held=held)
+
+    def settle(self) -> None:
+        """Returns when all is copied that was written of `held` items. Waits for no floor."""
+        self._writer.settle()
 
     def abort(self, job: int) -> None:
         """Ends a read: when this returns, nothing of it is written any more."""

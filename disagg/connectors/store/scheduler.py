@@ -54,6 +54,8 @@ class StoreScheduler:
         self._requests: dict[str, _Request] = {}
         self._asked: dict[int, _Request] = {}
         self._reading: set[str] = set()
+        self._written: set[str] = set()
+        """Requests whose blocks may not be copied yet."""
 
     def open(self, ranks: Sequence[tuple[bytes, Mapping[str, Convention]]]) -> None:
         """Opens the store, of all ranks: of each its layout, encoded, and conventions. Raises
@@ -128,6 +130,14 @@ class StoreScheduler:
         )
         self._reading.add(name)
 
+    def kept(self, requests: Callable[[], Collection[str]]) -> None:
+        """Which requests the next step computes in the blocks that they had before it. Those of
+        others may be used again.
+        """
+        if self._written and not self._written.issubset(requests()):
+            self._written.clear()
+            self._step.settles = True
+
     def computed(
         self,
         name: str,
@@ -161,6 +171,7 @@ class StoreScheduler:
             )
         )
         request.stored = max(request.stored, due)
+        self._written.add(name)
 
     def received(self, requests: Iterable[str], failed: Collection[str]) -> None:
         """Requests whose reads have ended, and those that are computed because theirs have failed.

@@ -96,9 +96,12 @@ class StoreWrite:
 
 @dataclass(slots=True)
 class StoreStep:
-    """What the workers do in one step. `aborts` are requests."""
+    """What the workers do in one step. `aborts` are requests. With `settles`, blocks that were
+    written earlier may be another request's from this step on.
+    """
 
     opening: Opening | None = None
     reads: list[StoreRead] = field(default_factory=list)
     writes: list[StoreWrite] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    settles: bool = False

@@ -43,6 +43,11 @@ class StoreWorker:
         """Requests, by the number of what is read for them."""
         self._results = StoreResults()
 
+    def settle(self, step: StoreStep) -> None:
+        """Before anything of the step is written to blocks: what lies in them is copied first."""
+        if step.settles and self._store is not None:
+            self._store.settle()
+
     def begin(self, step: StoreStep, clear: Callable[[StoreRead], None]) -> None:
         """Begins to read; `clear` sets to 0 what a read does not fill."""
         if step.opening is not None:
@@ -57,7 +62,9 @@ class StoreWorker:
                 self._failed(read.request, error)
 
     def save(self, step: StoreStep) -> None:
-        """Copies what the step has computed, on the stream that it was computed on."""
+        """Copies what the step has computed, on the stream that it was computed on; in host memory
+        behind it, until a step `settles`.
+        """
         for write in step.writes:
             try:
                 self._write(write)
@@ -109,7 +116,7 @@ class StoreWorker:
         chunk = self._settings.chunk_tokens
         stop = len(keys.keys) * chunk
         address = block_table(self._groups, write.blocks, write.computed)
-        self._store.write(keys, address, range(write.first * chunk, stop))
+        self._store.write(keys, address, range(write.first * chunk, stop), held=True)
         for tokens, blocks in write.states.items():
             state = RequestAddress(tokens, dict(self._states(blocks)))
             self._store.write(keys, state, range(tokens - chunk, tokens))

@@ -198,6 +198,9 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         rank = self._worker.rank
         return Handshake(rank.prefill.address, rank.layout.to_msgpack(), self._said)
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        self._worker.settle(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.begin(self._get_connector_metadata())
 

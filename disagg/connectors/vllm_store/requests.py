@@ -74,6 +74,8 @@ class StoredRequests:
 
     def scheduled(self, output: Any) -> None:
         """Stores the chunks that a step computes."""
+        running = output.scheduled_cached_reqs
+        self.scheduler.kept(lambda: {*running.req_ids} - running.resumed_req_ids)
         state = output.kv_connector_block_state
         offers, counts = state.boundary_state_offloads, output.num_scheduled_tokens
         for name in counts.keys() | offers.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from disagg.store.known import KnownObjects
 from disagg.store.objects import NO_PARENT, ObjectId, encode_head
 from disagg.store.stats import Outcomes
 from disagg.store.transfer.binding import ChunkBinder
+from disagg.store.transfer.held import HeldCopies
 from disagg.store.workers import Workers
 from kvpool.layout import PoolLayout, RequestAddress
 
@@ -32,6 +34,13 @@ def default_room(ranks: int) -> int:
     this host, and each has its own.
     """
     return min(max(LEAST_ROOM, host_memory() // ROOM_SHARE // ranks), MOST_ROOM)
+
+
+def writer_threads() -> int:
+    """One for four of the cores that this process may use, four at most: the engine computes
+    meanwhile.
+    """
+    return min(max(1, len(os.sched_getaffinity(0)) // 4), 4)
 
 
 SPARE_BYTES = 64 << 20
@@ -53,7 +62,6 @@ class ObjectWriter:
         geometry: Geometry,
         *,
         room: int,
-        threads: int,
         outcomes: Outcomes,
         publish: Callable[[Geometry], None],
         known: KnownObjects,
@@ -65,21 +73,34 @@ class ObjectWriter:
         self._plans: dict[str, TransferPlan] = {
             kind: plan([of_kind(own, kind)], part.layout) for kind, part in parts.items()
         }
+        self._lasting = {
+            kind
+            for kind in parts
+            if kind == "full"
+            and all(buffer.on_host for buffer in own.buffers)
+            and not any(space.wraps for space in self._plans[kind].sources[0].spaces)
+        }
+        """Kinds of which a request overwrites nothing, and neither does a stream of a device."""
         lock = threading.Lock()
         self._binders = {
             kind: ChunkBinder(self._plans[kind], part, "src", lock=lock)
             for kind, part in parts.items()
         }
-        self._workers = Workers(threads, "kvpool store writer")
+        self._workers = Workers(writer_threads(), "kvpool store writer")
+        self._held = HeldCopies(self._workers)
         self._lock = threading.Lock()
         self._queued = 0
         self._spare: dict[int, list[Staging]] = {}
         """By size: the kernel takes longer to make pages of new memory than a copy takes."""
         self._known = known
 
-    def write(self, keys: Sequence[bytes], address: RequestAddress, chunks: range) -> int:
+    def write(
+        self, keys: Sequence[bytes], address: RequestAddress, chunks: range, *, held: bool = False
+    ) -> int:
         """Copies what this rank holds of chunks, and puts it later; returns how many objects that
         are. State that a request has once is written where the last chunk ends with the request.
+        Where items are `held`, what stays in them as it is may be copied later, but before `settle`
+        returns.
         """
         count = 0
         for chunk in chunks:
@@ -91,8 +112,19 @@ class ObjectWriter:
                 if not ends and self._overwritten(kind, (chunk + 1) * part.tokens):
                     continue
                 identity = ObjectId(kind, keys[chunk], self._geometry.digest, self._rank, chunk)
-                count += self._write(identity, parent, part, address)
+                name = identity.name(self._namespace)
+                if self._known.is_there(name) or not self._has_room(part.nbytes):
+                    continue
+                if held and kind in self._lasting:
+                    self._held.add(partial(self._write, name, identity, parent, part, address))
+                    count += 1
+                else:
+                    count += self._write(name, identity, parent, part, address)
         return count
+
+    def settle(self) -> None:
+        """Waits until all that was written of held items is copied."""
+        self._held.settle()
 
     def _listed(self, kind: str, address: RequestAddress) -> bool:
         """Whether a block table has all that an object of that kind needs."""
@@ -114,31 +146,37 @@ class ObjectWriter:
         return self._queued
 
     def close(self, timeout: float) -> bool:
+        self.settle()
         return self._workers.close(timeout)
 
-    def _write(
-        self, identity: ObjectId, parent: bytes, part: ChunkLayout, address: RequestAddress
-    ) -> bool:
-        name = identity.name(self._namespace)
-        if self._known.is_there(name):
-            return False
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether there is room for so many bytes more, which are then queued."""
         with self._lock:
-            if self._queued + part.nbytes > self._room:
+            if self._queued + nbytes > self._room:
                 why = f"{self._queued:,} of {self._room:,} bytes in memory wait to be written."
-                self._outcomes.count("dropped", part.nbytes, why)
+                self._outcomes.count("dropped", nbytes, why)
                 return False
-            self._queued += part.nbytes
+            self._queued += nbytes
+        return True
+
+    def _write(
+        self,
+        name: str,
+        identity: ObjectId,
+        parent: bytes,
+        part: ChunkLayout,
+        address: RequestAddress,
+    ) -> bool:
+        """Copies an object that there is room for."""
         try:
             staging = self._gather(identity, part, address)
         except IncompleteTransfer:
             self._outcomes.count("gone", part.nbytes)
-            staging = None
+            self._put_done(part.nbytes)
+            return False
         except BaseException:
             self._put_done(part.nbytes)
             raise
-        if staging is None:
-            self._put_done(part.nbytes)
-            return False
         data = staging.bytes
         head = partial(encode_head, identity, parent, part, data)  # digests take their time
         self._workers.do(lambda: self._put(name, head, staging))
