@@ -80,9 +80,11 @@ class Engine:
         state = [(next(self._ids),)] if len(self.groups) > 2 else []
         return (table, [0] * gone + window[gone:], *state)
 
-    def step(self, forward=lambda: None):
-        """One step of the engine; what its scheduler is told of it."""
+    def step(self, forward=lambda: None, runs=()):
+        """One step of the engine, in which requests go on; what its scheduler is told of it."""
+        self.scheduler.kept(lambda: runs)
         step = self.scheduler.step()
+        self.worker.settle(step)
         self.worker.begin(step, self.cleared.append)
         forward()
         self.worker.save(step)
@@ -112,7 +114,7 @@ class Engine:
     def compute(self, name, tokens, blocks, start, stop):
         """A step that computes positions `start` to `stop`."""
         self.scheduler.computed(name, stop, lambda: blocks)
-        self.step(lambda: self.fill(tokens, blocks, start, stop))
+        self.step(lambda: self.fill(tokens, blocks, start, stop), {name})
 
     def fill(self, tokens, blocks, start, stop):
         for position in range(start, stop):

@@ -195,6 +195,28 @@ def test_a_preempted_request_asks_again():
         assert other.matched("r") == 3 * CHUNK
 
 
+def test_blocks_that_a_request_gives_up_are_copied_before_others_have_them():
+    with Engine(fresh()) as engine:
+        blocks = engine.blocks(len(PROMPT), whole=True)
+
+        def steps(*runs):
+            """Whether its store settles in a step in which requests go on."""
+            engine.scheduler.kept(lambda: set(runs))
+            return engine.scheduler.step().settles
+
+        for name in "ab":
+            engine.scheduler.arrived(name, PROMPT, "", reads=False)
+        assert not steps("a", "b")
+        engine.scheduler.computed("a", CHUNK, lambda: blocks)
+        assert not steps("a", "b") and not steps("a")
+        engine.scheduler.computed("b", CHUNK, lambda: blocks)
+        assert not steps("a", "b")
+        assert steps("a")  # b is preempted, or has ended
+        assert not steps("a") and not steps()
+        engine.scheduler.computed("a", 2 * CHUNK, lambda: blocks)
+        assert not steps("a") and steps()
+
+
 class Gate:
     """A floor that answers while it is open."""
 

@@ -49,12 +49,17 @@ def request(name, tokens, **said):
     )
 
 
-def output(counts, blocks=((1, 2), (9,), (3, 4)), offers=None):
+def output(counts, blocks=((1, 2), (9,), (3, 4)), offers=None, resumed=(), new=()):
     """What vLLM says of a step: tokens by request."""
     state = SimpleNamespace(
         resolve_block_ids=lambda name: blocks, boundary_state_offloads=offers or {}
     )
-    return SimpleNamespace(num_scheduled_tokens=counts, kv_connector_block_state=state)
+    running = SimpleNamespace(
+        req_ids=[name for name in counts if name not in new], resumed_req_ids={*resumed}
+    )
+    return SimpleNamespace(
+        num_scheduled_tokens=counts, kv_connector_block_state=state, scheduled_cached_reqs=running
+    )
 
 
 class Requests(StoredRequests):
@@ -85,6 +90,30 @@ class Requests(StoredRequests):
 
 
 PROMPT = range(100, 160)
+
+
+@pytest.mark.parametrize(
+    ("said", "settles"),
+    [
+        ({"counts": {"r": 1}}, False),
+        ({"counts": {"r": 1, "other": 1}, "new": ("other",)}, False),
+        ({"counts": {}}, True),  # it has ended, or is preempted
+        ({"counts": {"other": 1}}, True),
+        ({"counts": {"r": 1}, "resumed": ("r",)}, True),
+        ({"counts": {"r": 1}, "new": ("r",)}, True),  # another of that name
+    ],
+)
+def test_blocks_that_are_not_kept_are_copied_before_the_next_step(said, settles):
+    with Requests() as store:
+        asked = request("r", PROMPT)
+        store.arrived(asked)
+        store.known(asked)
+        assert store.writes("r", 32)
+        assert not store.step().settles
+        store.scheduled(output(**said))
+        assert store.step().settles == settles
+        store.scheduled(output({}))
+        assert store.step().settles != settles
 
 
 @pytest.mark.parametrize(
