@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvpool.allocation.block_table import BlockTable
 from kvpool.allocation.free_list import FreeList, OutOfPages
+from kvpool.allocation.kept_items import KeptItems
 from kvpool.allocation.prefix_store import PrefixStore
 from kvpool.layout.grid import Ints
 from kvpool.prefix.chain import Chain, Key, Media, token_ids
@@ -75,7 +76,7 @@ class PrefixCache:
             raise ValueError(f"checkpoint_tokens: 1 or more, got {checkpoint_tokens}.")
         self.checkpoint_tokens, self.shared = checkpoint_tokens, store
         self._stats = PrefixStats()
-        self._lists: dict[str, _KeptItems] = {}
+        self._lists: dict[str, KeptItems] = {}
         self._chains: dict[int, Chain] = {}
         self._pinned: list[PinnedPrefix] = []
         self._events: list[Event] | None = [] if events else None  # since they were last taken
@@ -101,7 +102,7 @@ class PrefixCache:
         for group, (name, table) in enumerate(lists.items()):
             space = table.space
             tokens = self.checkpoint_tokens if space.per_request else space.tokens_per_item
-            self._lists[name] = id_list = _KeptItems(group, table, tokens, self._page)
+            self._lists[name] = id_list = KeptItems(group, table, tokens, self._page)
             id_list.index.on_forget = self._removed
 
     @property
@@ -270,7 +271,7 @@ class PrefixCache:
                     "a request."
                 )
 
-    def _go_on(self, id_list: _KeptItems, row: int, kept: Ints) -> None:
+    def _go_on(self, id_list: KeptItems, row: int, kept: Ints) -> None:
         """Gives a request a copy of a checkpoint; where nothing is free, the checkpoint itself."""
         name = id_list.space.name
         if not id_list.free_list.num_free and not id_list.free_list.is_shared(kept).any():
@@ -284,7 +285,7 @@ class PrefixCache:
         finally:
             id_list.free_list.release(kept)
 
-    def _checkpoint(self, row: int, chain: Chain, id_list: _KeptItems) -> None:
+    def _checkpoint(self, row: int, chain: Chain, id_list: KeptItems) -> None:
         """Copies the state of a request to a free item, if there is one, and keeps that."""
         number = np.array([chain.num_tokens // id_list.tokens - 1])
         key, name = chain.keys[-1:], id_list.space.name
@@ -298,7 +299,7 @@ class PrefixCache:
             id_list.free_list.release(copy)
         self._stored(id_list, chain, number)
 
-    def _keep(self, row: int, chain: Chain, id_list: _KeptItems, first: int) -> None:
+    def _keep(self, row: int, chain: Chain, id_list: KeptItems, first: int) -> None:
         """Keeps a request's items from number `first` on."""
         keys = id_list.keys(chain)
         numbers = np.arange(first, len(keys))
@@ -307,7 +308,7 @@ class PrefixCache:
         added = id_list.index.add(id_list.space.name, [keys[number] for number in numbers], ids)
         self._stored(id_list, chain, numbers[added])
 
-    def _stored(self, id_list: _KeptItems, chain: Chain, numbers: Ints) -> None:
+    def _stored(self, id_list: KeptItems, chain: Chain, numbers: Ints) -> None:
         """Items `numbers` of a chain were stored: an event for each run of them."""
         self._stats.stored += numbers.size
         if self._events is None or not numbers.size:
@@ -339,24 +340,3 @@ class PrefixCache:
         if self._events is not None:
             group = self._lists[id_list].group
             self._events.append(BlockRemoved(keys, self._medium, group, "LOCAL"))
-
-
-class _KeptItems:
-    """The items of an id list that are kept for prefixes: item n is of `tokens` tokens, which are
-    `pages` pages of the keys. A checkpoint counts as an item of the tokens since the one before.
-    """
-
-    def __init__(self, group: int, table: BlockTable, tokens: int, page: int) -> None:
-        self.group, self.table, self.tokens, self.pages = group, table, tokens, tokens // page
-        self.space, self.free_list = table.space, table.free_list
-        self.index = self.free_list.kept
-
-    def keys(self, chain: Chain) -> list[Key]:
-        """The keys of the prefixes that end with each item."""
-        return chain.keys[self.pages - 1 :: self.pages]
-
-    def first(self, ends: Ints) -> Ints:
-        """The first item that a prefix of `ends` `[N]` tokens needs: of a slot, its checkpoint."""
-        if self.space.per_request:
-            return np.maximum(ends // self.tokens - 1, 0)
-        return self.table.first(ends)
