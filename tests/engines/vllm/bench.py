@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096])
     parser.add_argument("--rounds", type=int, default=5, help="the first is not counted")
+    parser.add_argument("--model", default="llama_wide", help="of tests.engines.vllm.models")
     parser.add_argument("--connectors", nargs="+", default=list(CONNECTORS))
     parser.add_argument("--streams", action="store_true", help="the ways to stream, beside none")
     parser.add_argument("--chunk", type=int, default=512, help="tokens, with --streams")
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--writing", action="store_true", help="what writing to a store costs")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kvpool-bench-"))
-    model = save("llama_wide", folder)
+    model = save(given.model, folder)
     if given.streams:
         streams(model, folder, given.tokens, given.rounds, given.chunk)
         return

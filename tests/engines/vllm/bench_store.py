@@ -30,7 +30,7 @@ MOONCAKE = "kvpool, mooncake"
 THEIRS = "MooncakeStoreConnector"
 WAYS = COMPUTED, FOLDER, MOONCAKE, THEIRS
 TOKEN_BYTES = 32 << 10
-"""Of the model's state."""
+"""Of the model's state, at most."""
 MEMORY_BYTES = 3 << 30
 """Of Mooncake, for each of the two that use it."""
 QUIET_SECONDS = 0.5

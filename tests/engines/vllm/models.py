@@ -66,6 +66,14 @@ def llama_wide() -> PreTrainedConfig:
     return config
 
 
+def llama_heavy() -> PreTrainedConfig:
+    """118 million weights, and 4 KiB of state a token: as much of a weight as Qwen2.5-0.5B has."""
+    config = llama()
+    config.num_hidden_layers, config.num_key_value_heads, config.head_dim = 8, 2, 64
+    config.hidden_size, config.intermediate_size, config.num_attention_heads = 1024, 4096, 16
+    return config
+
+
 def idefics3() -> PreTrainedConfig:
     """`llama`, with eyes."""
     return pictures.sees(llama())
@@ -170,7 +178,8 @@ SCALES = {
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     made.__name__: made
     for made in (
-        *(llama, llama_other_rope, llama_wide, llama_shallow, idefics3, deepseek_v3, deepseek_mtp),
+        *(llama, llama_other_rope, llama_wide, llama_heavy, llama_shallow, idefics3),
+        *(deepseek_v3, deepseek_mtp),
         *(gpt_oss, gemma3, qwen3_next, qwen3_next_mtp, falcon_h1, lfm2, deepseek_v4.deepseek_v4),
     )
 }
