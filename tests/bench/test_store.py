@@ -141,9 +141,13 @@ class Scheduler:
         request.num_computed_tokens = more
         assert requests.matched(request, more) == (0, False)
         state = SimpleNamespace(resolve_block_ids=lambda _: self.ids, boundary_state_offloads={})
-        counts = {request.request_id: 1}
+        running = SimpleNamespace(req_ids=[request.request_id], resumed_req_ids=set())
         requests.scheduled(
-            SimpleNamespace(num_scheduled_tokens=counts, kv_connector_block_state=state)
+            SimpleNamespace(
+                num_scheduled_tokens={request.request_id: 1},
+                kv_connector_block_state=state,
+                scheduled_cached_reqs=running,
+            )
         )
         assert not requests.step().writes
         requests.finished(request)
