@@ -47,6 +47,7 @@ class ConnectorWorker:
 
     def begin(self, step: Step) -> None:
         """Asks for what requests need of prefill."""
+        self.settle(step)  # where the engine has not told of the step before
         self._abort(step)
         # with a drafter, vLLM asks for results before it lets `save` offer what has finished
         for send in step.sends:
