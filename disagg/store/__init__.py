@@ -7,10 +7,10 @@ job = store.read(tokens, request.address())     # of a request of so many tokens
 for ended in store.ended(): ...                 # ended.job, ended.failure
 """
 
-from disagg.store.jobs import EndedJob
+from disagg.store.jobs import DeferredAddress, EndedJob
 from disagg.store.keys import ChunkKeys
 from disagg.store.lookup import Hit
 from disagg.store.stats import StoreStats
 from disagg.store.store import Store
 
-__all__ = ["ChunkKeys", "EndedJob", "Hit", "Store", "StoreStats"]
+__all__ = ["ChunkKeys", "DeferredAddress", "EndedJob", "Hit", "Store", "StoreStats"]

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from disagg.store.lookup import Hit
@@ -37,14 +38,24 @@ class LookupJob:
     deadline: float
 
 
+@dataclass(frozen=True, slots=True)
+class DeferredAddress:
+    """The block table of a request's first `num_tokens` positions, to be read to. A thread of the
+    store makes it: to check a long one takes longer than a scheduler has.
+    """
+
+    num_tokens: int
+    make: Callable[[], RequestAddress]
+
+
 @dataclass(kw_only=True)
 class ReadJob:
-    """A read of positions `tokens` of a prefix, whose end is the end of the request that `address`
+    """A read of positions `tokens` of a prefix, whose end is the end of the request that `table`
     is of. Once it has ended nothing of it is written any more.
     """
 
     number: int
-    address: RequestAddress
+    table: RequestAddress | DeferredAddress
     tokens: range
     deadline: float
     left: int = 0
@@ -53,6 +64,11 @@ class ReadJob:
     ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while something is written to the pool."""
+
+    @cached_property
+    def address(self) -> RequestAddress:
+        """The block table. Raises ValueError where that lists an item twice."""
+        return self.table if isinstance(self.table, RequestAddress) else self.table.make()
 
 
 class Jobs:
@@ -73,10 +89,12 @@ class Jobs:
             self._under_way[job.number] = job
         return job
 
-    def read(self, address: RequestAddress, tokens: range, deadline: float) -> ReadJob:
+    def read(
+        self, table: RequestAddress | DeferredAddress, tokens: range, deadline: float
+    ) -> ReadJob:
         """Begins one."""
         number = next(self._numbers)
-        job = ReadJob(number=number, address=address, tokens=tokens, deadline=deadline)
+        job = ReadJob(number=number, table=table, tokens=tokens, deadline=deadline)
         with self._changed:
             self._under_way[number] = job
         return job

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from typing_extensions import Self
 
@@ -13,23 +13,22 @@ from kvpool.prefix.chain import Chain, Tokens
 class ChunkKeys:
     """The keys of a prefix's whole chunks: a chain of hashes over salt, tokens and media."""
 
-    __slots__ = ("_growing", "_keys", "_lock", "count")
+    __slots__ = ("_keys", "_lock", "_make", "count")
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._keys = tuple(keys)
-        self._growing: tuple[Chain, Tokens] | None = None
+        self._make: Callable[[], Sequence[bytes]] | None = None
         self._lock = threading.Lock()
         self.count = len(self._keys)
 
     @classmethod
-    def when_needed(cls, chain: Chain, tokens: Tokens) -> Self:
-        """Of a chain, once `tokens` are added to it. Whoever asks for `keys` first does that, since
-        of a long prompt it takes longer than a scheduler has. Until `settle` the chain is theirs.
+    def when_needed(cls, count: int, make: Callable[[], Sequence[bytes]]) -> Self:
+        """So many. Whoever asks for `keys` first calls `make`, since of a long prompt that takes
+        longer than a scheduler has. Until `settle` what it uses is theirs, and stays as it is.
         """
-        made = cls(())
-        made._growing = chain, tokens
-        made.count = (chain.num_tokens + tokens.size) // chain.page
-        return made
+        keys = cls(())
+        keys.count, keys._make = count, make
+        return keys
 
     @property
     def keys(self) -> tuple[bytes, ...]:
@@ -37,9 +36,13 @@ class ChunkKeys:
         return self._keys
 
     def settle(self) -> None:
-        """Adds the tokens to the chain, unless that was done."""
+        """Makes the keys, unless that was done. Raises ValueError for tokens that are none."""
         with self._lock:
-            if self._growing is not None:
-                chain, tokens = self._growing
-                chain.append(tokens)
-                self._keys, self._growing = tuple(chain.keys), None
+            if self._make is not None:
+                self._keys, self._make = tuple(self._make()), None
+
+
+def grown(chain: Chain, tokens: Tokens) -> list[bytes]:
+    """The keys of a chain to which tokens are added."""
+    chain.append(tokens)
+    return chain.keys

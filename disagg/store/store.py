@@ -13,8 +13,8 @@ from typing_extensions import Self
 from disagg.protocol.messages import Convention, checked_conventions
 from disagg.store.floors.base import Floor, FloorError, NotThere, open_floor
 from disagg.store.geometry import Geometry, namespace
-from disagg.store.jobs import EndedJob, Jobs, LookupJob, ReadJob
-from disagg.store.keys import ChunkKeys
+from disagg.store.jobs import DeferredAddress, EndedJob, Jobs, LookupJob, ReadJob
+from disagg.store.keys import ChunkKeys, grown
 from disagg.store.known import KnownObjects
 from disagg.store.lookup import Hit, Lookup
 from disagg.store.objects import Damaged
@@ -93,7 +93,9 @@ class Store:
 
     def keys(self, tokens: npt.ArrayLike, salt: str = "", media: Media = ()) -> ChunkKeys:
         """The keys of the whole chunks of `tokens`; `salt` is whose they are: tenant, adapter."""
-        return ChunkKeys.when_needed(Chain(self.chunk_tokens, salt, media), token_ids(tokens))
+        chain, numbers = Chain(self.chunk_tokens, salt, media), token_ids(tokens)
+        make = partial(grown, chain, numbers)
+        return ChunkKeys.when_needed(numbers.size // self.chunk_tokens, make)
 
     def lookup(self, tokens: npt.ArrayLike | ChunkKeys, salt: str = "") -> int:
         """How many of the first tokens the store has. Waits for the floor, `timeout` at most."""
@@ -118,7 +120,7 @@ class Store:
     def read(
         self,
         tokens: npt.ArrayLike | ChunkKeys,
-        address: RequestAddress,
+        address: RequestAddress | DeferredAddress,
         positions: range | None = None,
         *,
         salt: str = "",
@@ -234,6 +236,11 @@ class Store:
     def _look(self, job: LookupJob, keys: ChunkKeys, step: int) -> None:
         if not self._jobs.is_under_way(job.number):  # it was late before it began
             return
+        try:
+            keys.settle()
+        except ValueError as error:  # of numbers that are no tokens there is nothing
+            self._jobs.end(EndedJob(job.number, "lookup", Hit(0)), "miss", job.tokens, str(error))
+            return
         hit, failure = self._find(keys, step)
         ended = EndedJob(job.number, "lookup", hit, failure)
         if failure is not None:
@@ -247,6 +254,12 @@ class Store:
     def _begin(self, job: ReadJob, keys: ChunkKeys, hit: Hit | None) -> None:
         """Shares a read out among threads, object by object."""
         if job.ended:
+            return
+        try:
+            keys.settle()
+            _ = job.address  # is made here, before several threads need it
+        except ValueError as error:
+            self._fail(job, "refused", str(error))
             return
         if hit is None:
             chunks = job.tokens.stop // self.chunk_tokens

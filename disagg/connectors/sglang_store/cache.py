@@ -24,7 +24,7 @@ from disagg.connectors.sglang_store.flows import Flow, Flows
 from disagg.connectors.sglang_store.requests import keyed_tokens
 from disagg.connectors.sglang_store.salts import salt_of
 from disagg.connectors.sglang_store.slots import Slots
-from disagg.store import Store, StoreStats
+from disagg.store import ChunkKeys, Store, StoreStats
 
 log = logging.getLogger("sglang.kvpool")
 
@@ -114,11 +114,10 @@ class KvpoolRadixCache(UnifiedRadixCache):
             return
         del tokens[count:]
         key = RadixKey(tokens, extra_key, cache_salt=cache_salt)
-        try:
-            keys = self.store.keys(tokens, salt_of(cache_salt, extra_key))
-        except ValueError as error:  # of numbers that are no tokens
-            log.warning("%s is not looked up: %s", request.rid, error)
-            return
+        keys = ChunkKeys.when_needed(
+            count // self.store.chunk_tokens,
+            lambda: self.store.keys(tokens, salt_of(cache_salt, extra_key)).keys,
+        )
         self.flows.begin(request, keys, PromptKey(key, count))
 
     def check_prefetch_progress(self, request: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from sglang.srt.mem_cache.common import free_kv_row_segments
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from disagg.connectors.sglang.pools import SglangLayout
+from disagg.store import DeferredAddress
 from kvpool.layout import RequestAddress
 
 
@@ -29,7 +31,7 @@ class HeldSlots:
     anchor: Any
     """The node of the tree that they follow, and the lock that keeps it."""
     lock: Any
-    address: RequestAddress
+    address: DeferredAddress
 
 
 class Slots:
@@ -60,7 +62,6 @@ class Slots:
             self._cache.unlock(lock)
             return None
         tokens, state = found
-        address = self.address(tokens, positions, window_start, state)
         return HeldSlots(
             positions=positions,
             tokens=tokens,
@@ -68,7 +69,7 @@ class Slots:
             state=state,
             anchor=anchor,
             lock=lock,
-            address=address,
+            address=self.address(tokens, positions, window_start, state),
         )
 
     def _take(
@@ -77,42 +78,53 @@ class Slots:
         allocator, swa = self._allocator, self._cache.supports_swa()
         mamba = self._requests.mamba_allocator if self._cache.supports_mamba() else None
         full = allocator.full_attn_allocator if swa else allocator
-        lacking = EvictParams(
-            num_tokens=max(0, count - full.available_size()),
-            swa_num_tokens=max(0, window - allocator.swa_available_size()) if swa else 0,
-            mamba_num=max(0, 1 - mamba.available_size()) if mamba else 0,
-        )
-        if lacking != EvictParams():
+        lacking = {
+            "num_tokens": max(0, count - full.available_size()),
+            "swa_num_tokens": max(0, window - allocator.swa_available_size()) if swa else 0,
+            "mamba_num": max(0, 1 - mamba.available_size()) if mamba else 0,
+        }
+        if any(lacking.values()):
             if not evict:
                 return None
-            self._cache.evict_for_alloc(lacking)
+            self._cache.evict_for_alloc(EvictParams(**lacking))
             return self._take(count, window, evict=False)
         tokens = full.alloc(count)
-        if swa and tokens is not None:
+        if tokens is None:
+            return None
+        if swa:
             allocator.clear_full_to_swa_mapping(tokens)
             allocator.set_full_to_swa_mapping(
                 tokens[count - window :], allocator.swa_attn_allocator.alloc(window)
             )
-        return None if tokens is None else (tokens, mamba.alloc(1) if mamba else None)
+        return tokens.to(torch.int64), mamba.alloc(1) if mamba else None
 
     def address(
         self, tokens: torch.Tensor, positions: range, window_start: int, state: torch.Tensor | None
-    ) -> RequestAddress:
-        """The block table of a request's `positions`, whose slots are `tokens`."""
-        pages = tokens[:: self._page].cpu().numpy()
-        if self._page > 1:
-            pages = pages // self._page
-        indices: list[Any] = []
+    ) -> DeferredAddress:
+        """The block table of a request's `positions`, whose slots are `tokens`. The allocators are
+        not for other threads, and are asked now; they change no tensor that they have given.
+        """
+        slots = tokens[:: self._page]
+        states: list[Any] = []
         for kind in self._layout.state_types:
             if kind == "swa":
                 skipped = (window_start - positions.start) // self._page
-                swa = self._allocator.translate_swa_indices_for_transfer(tokens[:: self._page])
-                indices.append((swa // self._page)[skipped:].cpu().numpy())
+                swa = self._allocator.translate_swa_indices_for_transfer(slots)
+                states.append(swa[skipped:].cpu())
             elif state is not None:
-                indices.append(self._requests.translate_mamba_indices(state).cpu().numpy())
+                states.append(self._requests.translate_mamba_indices(state).cpu())
             else:
-                indices.append(None)
-        first = positions.start // self._page
+                states.append(None)
+        make = partial(self._table, positions, slots.cpu(), states)
+        return DeferredAddress(positions.stop, make)
+
+    def _table(self, positions: range, slots: torch.Tensor, states: list[Any]) -> RequestAddress:
+        page, units = self._page, {"swa": self._page}
+        indices = [
+            None if state is None else state.numpy() // units.get(kind, 1)
+            for kind, state in zip(self._layout.state_types, states)
+        ]
+        pages, first = slots.numpy() // page, positions.start // page
         return self._layout.address(positions.stop, pages, indices, first)
 
     def held(self, req: Any, tokens: int, *, state: bool) -> RequestAddress:
@@ -124,12 +136,12 @@ class Slots:
             gone = np.flatnonzero(swa.cpu().numpy() < self._page)
             alive = (int(gone[-1]) + 1) * self._page if gone.size else 0
         slot = req.kv.mamba_pool_idx.reshape(1) if state and req.kv.holds_mamba else None
-        return self.address(row, range(tokens), alive, slot)
+        return self.address(row, range(tokens), alive, slot).make()
 
     def insert(self, place: HeldSlots, key: Any) -> None:
         """Gives a place to the tree, as the state of a prompt `key`."""
         cache, start = self._cache, place.positions.start
-        tokens = place.tokens.to(torch.int64)
+        tokens = place.tokens
         if start:
             tokens = torch.cat([cache.path_device_indices(place.anchor)[:start], tokens])
         result = cache.insert(

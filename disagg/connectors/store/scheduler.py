@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from disagg.connectors.blocks import Blocks
 from disagg.connectors.settings import Settings
@@ -15,6 +16,7 @@ from disagg.connectors.store.steps import Opening, States, StoreRead, StoreStep,
 from disagg.log import log
 from disagg.protocol.messages import Convention
 from disagg.store import ChunkKeys, Hit, Store
+from disagg.store.keys import grown
 from kvpool.prefix.chain import Chain, Media, Tokens, token_ids
 
 
@@ -227,7 +229,7 @@ class StoreScheduler:
         chain = self._chain_of(request)
         if count <= chain.pages:
             return ChunkKeys(chain.keys[:count])
-        return ChunkKeys.when_needed(chain, self._lacking(request, count))
+        return ChunkKeys.when_needed(count, partial(grown, chain, self._lacking(request, count)))
 
     def _keys(self, request: _Request, count: int) -> tuple[bytes, ...]:
         chain = self._chain_of(request)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from disagg.store import Hit, Store
+from disagg.store import ChunkKeys, DeferredAddress, Hit, Store
 from disagg.store.outage import PAUSE_SECONDS
+from kvpool.layout import RequestAddress, Span
 from tests import oracle
 from tests.disagg.store.stores import CHUNK, fresh, got, outcome, put, slow
 from tests.pools import mha
@@ -86,6 +88,40 @@ def test_a_hit_of_other_tokens_than_are_read_is_refused(stored):
             with pytest.raises(ValueError, match=r"^hit: of \d+ tokens, and 48 are to be read"):
                 store.read(PROMPT, address, hit=other)
         assert store.ended() == []
+
+
+def test_what_a_thread_of_the_store_makes_is_read_as_what_its_caller_has_made(stored):
+    """And made once, by another thread than the caller's."""
+    pool, makers = mha(num_pages=40), []
+    address = oracle.place(pool, TOKENS, 3)
+
+    def make():
+        makers.append(threading.current_thread())
+        return address
+
+    with Store(stored, pool.layout, chunk_tokens=CHUNK) as store:
+        keys = ChunkKeys.when_needed(3, lambda: store.keys(PROMPT).keys)
+        hit = outcome(store, store.ask(keys)).hit
+        assert hit.tokens == TOKENS
+        oracle.blank(pool)
+        read = store.read(keys, DeferredAddress(TOKENS, make), range(TOKENS), hit=hit)
+        assert outcome(store, read).failure is None
+    oracle.assert_holds(pool, address)
+    assert len(makers) == 1 and makers[0] is not threading.current_thread()
+
+
+def test_what_cannot_be_made_ends_what_needs_it(stored):
+    pool, wrong = mha(num_pages=40), "tokens: 0 to 2**31 - 1, got -1."
+    address = oracle.place(pool, TOKENS, 3)
+    with Store(stored, pool.layout, chunk_tokens=CHUNK) as store:
+        keys = ChunkKeys.when_needed(3, lambda: store.keys([-1] * TOKENS).keys)
+        assert store.lookup(keys) == 0
+        assert store.stats().reasons["miss"] == wrong
+        assert got(store, keys, address) == wrong
+        twice = DeferredAddress(TOKENS, lambda: RequestAddress(TOKENS, {"kv": Span([1, 1])}))
+        assert got(store, PROMPT, twice) == "span ids: item 1 is listed twice."
+        assert counted(store, LOOKUPS) == {"miss": 1}
+        assert counted(store, READS) == {"refused": 2}
 
 
 def test_a_prompt_of_no_chunk_is_a_miss_that_asks_nobody(stored, monkeypatch):

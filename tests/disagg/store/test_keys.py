@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from disagg.store import ChunkKeys
+from disagg.store.keys import grown
 from kvpool.prefix.chain import Chain, token_ids
 
 TOKENS = list(range(1000))
@@ -18,7 +20,7 @@ def chain(tokens):
 
 def test_keys_are_made_when_they_are_needed():
     own = chain(TOKENS[:40])
-    keys = ChunkKeys.when_needed(own, token_ids(TOKENS[40:]))
+    keys = ChunkKeys.when_needed(62, partial(grown, own, token_ids(TOKENS[40:])))
     assert (keys.count, own.num_tokens) == (62, 40)
     assert keys.keys == tuple(chain(TOKENS).keys)
     assert own.num_tokens == 1000
@@ -29,7 +31,8 @@ def test_keys_are_made_when_they_are_needed():
 def test_threads_that_need_keys_at_once_get_the_same():
     expected = tuple(chain(TOKENS).keys)
     for _ in range(50):
-        keys, answers = ChunkKeys.when_needed(Chain(16, "salt"), token_ids(TOKENS)), []
+        make = partial(grown, Chain(16, "salt"), token_ids(TOKENS))
+        keys, answers = ChunkKeys.when_needed(62, make), []
         begin = threading.Barrier(4)
 
         def ask(keys=keys, answers=answers, begin=begin):

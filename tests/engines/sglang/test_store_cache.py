@@ -121,6 +121,19 @@ def test_what_the_tree_has_is_not_read_again(written):
         assert side.whole()
 
 
+def test_numbers_that_are_no_tokens_are_computed(written):
+    url, prompt = written
+    with Side(url) as side:
+        req = side.request([1 << 31, *prompt[1:]])
+        assert side.waits(req) == 0
+        side.computes(req)
+        side.ends(req)
+        assert side.whole()
+        stats = side.store.stats()
+        assert (stats.counts["miss"], stats.counts["written"]) == (1, 0)
+        assert stats.reasons["miss"] == "tokens: 0 to 2**31 - 1, got 2147483648."
+
+
 def test_two_requests_that_read_the_same_leave_one_of_it(written):
     url, prompt = written
     with Side(url) as side:
