@@ -13,8 +13,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from disagg.errors import RoomError, WireError
-from disagg.protocol.messages import MIN_TIMEOUT, PROTOCOL, Hello, Message
-from kvpool.layout import VERSION, PoolLayout, Region
+from disagg.protocol.messages import MIN_TIMEOUT, Hello, Message
+from disagg.protocol.versions import PROTOCOL, fields_lacked, spoken, tag_of
+from kvpool.layout import VERSION, PoolLayout, Region, Space
 from kvpool.layout.codec import MAX_BYTES
 from kvpool.layout.sentences import PRINTABLE, one_line
 from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON, Name
@@ -61,9 +62,14 @@ class _AnyHello(Struct, tag="hello"):
     generation: msgspec.Raw = msgspec.Raw(b"\xa0")
 
 
-def encode(message: Message) -> bytes:
-    """Bytes of one frame; raises RoomError if no peer would take them."""
+def encode(message: Message, protocol: int = PROTOCOL) -> bytes:
+    """Bytes of one frame for a peer of that protocol, without the fields that it does not know.
+    Raises RoomError if no peer would take them.
+    """
     data = _encoder.encode(message)
+    if protocol != PROTOCOL and (lacked := fields_lacked(tag_of(message), protocol)):
+        fields = _fields.decode(data)
+        data = _encoder.encode({name: fields[name] for name in fields if name not in lacked})
     if len(data) > MAX_MESSAGE:
         raise RoomError(f"a message of {len(data)} bytes: at most {MAX_MESSAGE} are sent.")
     return data
@@ -87,7 +93,7 @@ def _other_protocol(data: bytes) -> Hello | None:
         hello = msgspec.msgpack.decode(data, type=_AnyHello)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if hello.protocol == PROTOCOL:
+    if hello.protocol in spoken(PROTOCOL):
         return None
     generation = ""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
@@ -117,6 +123,26 @@ def wanted_layout(layouts: Iterable[PoolLayout]) -> bytes:
     pairs = frozenset[Pair]().union(*(pairs_of(layout.regions) for layout in layouts))
     regions = [_Named(owner=owner, role=role) for owner, role in sorted(pairs)]
     return msgspec.msgpack.encode(_Wanted(version=VERSION, regions=regions))
+
+
+def layout_for(layout: PoolLayout, protocol: int) -> bytes:
+    """A layout as peers of that protocol read it. Raises ValueError for what they cannot."""
+    lacked, data = fields_lacked("space", protocol), layout.to_msgpack()
+    if not lacked:
+        return data
+    for space in layout.spaces:
+        usual = Space(name=space.name)
+        for name in lacked:
+            if (value := getattr(space, name)) != getattr(usual, name):
+                raise ValueError(
+                    f"space {space.name}: {name}={value!r}, which protocol {protocol} cannot say. "
+                    "Run the same release on both sides."
+                )
+    fields = msgspec.msgpack.decode(data)
+    fields["spaces"] = [
+        {name: space[name] for name in space if name not in lacked} for space in fields["spaces"]
+    ]
+    return msgspec.msgpack.encode(fields)
 
 
 def wanted_pairs(layout: bytes) -> frozenset[Pair]:

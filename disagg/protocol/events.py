@@ -13,6 +13,7 @@ from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Shares
 from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.rooms.offered import LayerRange
+from disagg.protocol.versions import PROTOCOL, excess, lacks, spoken
 from kvpool.layout import RequestAddress
 
 if TYPE_CHECKING:
@@ -223,10 +224,25 @@ Effect = (
 class Effects(list[Effect]):
     """The effects of one event, collected by the machine and its parts."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.protocols: dict[Peer, int] = {}
+        """What is spoken with each peer; with those that have not said, the lowest number."""
+
     def send(self, peer: Peer, message: Message) -> None:
-        """Sends a message. Raises RoomError if no peer would take it."""
-        # encoded now, so that values that cannot travel are the caller's error and not the loop's
-        self.append(Send(peer, encode(message)))
+        """Sends a message, unless the peer's protocol lacks it. Raises RoomError if no peer would
+        take it.
+        """
+        protocol = self.protocols.get(peer, spoken(PROTOCOL)[0])
+        if not lacks(message, protocol):
+            # encoded now, so that values that cannot travel are the caller's error and not the
+            # loop's
+            self.append(Send(peer, encode(message, protocol)))
+
+    def excess(self, peer: Peer, message: Message) -> str | None:
+        """Why a peer cannot have sent a message in the protocol that is spoken with it."""
+        number = message.protocol if isinstance(message, Hello) else self.protocols.get(peer)
+        return None if number is None else excess(message, number)
 
     def drain(self) -> list[Effect]:
         """All effects, which are then no longer here."""

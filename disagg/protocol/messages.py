@@ -19,22 +19,12 @@ from msgspec.structs import force_setattr
 
 from disagg.errors import RoomError, WireError
 from disagg.protocol.rooms.offered import LayerRange
+from disagg.protocol.versions import fields_lacked, mismatch
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.layout.sentences import PRINTABLE, is_name, one_line
 from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON, Name
 
-# Raise it with any change to the fields, tag or meaning of a message, and to how digests are
-# computed: two endpoints of different numbers refuse each other, so no change needs to be read by
-# older code. Its history:
-# 1: hello, request, chunk, done, abort
-# 2: silence, leases, restarts (generations and attempts), digests
-# 3: the messages have the names and tags of today
-# 4: refusals that pass (`Refuse.final`), `Disconnect`, the bound of a request (`timeout`)
-# 5: chunks of some layers (`layers`), digests of positions that ranks share out
-# 6: `DropRoom`
-# 7: `conventions` in the hello
-PROTOCOL = 7
 MAX_TEXT = 1 << 16
 MAX_ROOM_NAME = 256
 MIN_TIMEOUT, MAX_TIMEOUT = 0.05, 86_400.0
@@ -262,9 +252,16 @@ def spans_of(address: RequestAddress) -> dict[str, WireSpan]:
 def handshake_problems(own: Hello, peer: Hello) -> list[str]:
     """Why two endpoints cannot work together, whatever their layouts."""
     if own.protocol != peer.protocol:
-        return [f"protocol {own.protocol} here, {peer.protocol} there. Run the same kvpool."]
+        return [mismatch(own.protocol, peer.protocol)]
     if own.engine != peer.engine:
         return [f"engine {own.engine!r} here, {peer.engine!r} there. Use the same on both sides."]
+    # a side that says nothing had the choice; one that cannot say it may mean anything
+    if own.conventions and "conventions" in fields_lacked("hello", peer.protocol):
+        return [
+            f"conventions ({', '.join(sorted(own.conventions))}): protocol {peer.protocol}, which "
+            "the other side speaks, has none, so what bytes mean cannot be compared. Run the same "
+            "release on both sides, or give this side conventions={}."
+        ]
     return []
 
 

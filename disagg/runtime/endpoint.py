@@ -21,12 +21,13 @@ from disagg.errors import UsageError
 from disagg.host import exits
 from disagg.host.signals import deferred_signals
 from disagg.protocol import events
-from disagg.protocol.messages import PROTOCOL, Hello, Room, checked_conventions, room_name
+from disagg.protocol.messages import Hello, Room, checked_conventions, room_name
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.decode_rooms import DecodeRoom
 from disagg.protocol.rooms.prefill_rooms import PrefillRoom
 from disagg.protocol.status import Ended, Failure, KVPoll
+from disagg.protocol.versions import PROTOCOL
 from disagg.runtime.driver import Driver
 from disagg.runtime.event_loop import EventLoop, M
 from disagg.runtime.options import Options, check_options, open_transport

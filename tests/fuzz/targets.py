@@ -13,6 +13,7 @@ import msgspec
 
 from disagg.engines.mooncake import MooncakeEngine
 from disagg.protocol import codec, messages
+from disagg.protocol.versions import PROTOCOL
 from kvpool.layout import LayoutError, PoolLayout
 from tests.fuzz import build, digesting, edits, local, machines, planning, samples, stored
 from tests.fuzz.guard import Finding
@@ -78,7 +79,7 @@ def every_message() -> Iterator[bytes]:
     for kind in build.message_types().values():
         yield build.packed(build.message(kind, build.Seeded(0)))
         for seed, layout in zip(range(1, 8), samples.LAYOUTS):
-            fields = {"protocol": messages.PROTOCOL, "layout": layout.to_msgpack()}
+            fields = {"protocol": PROTOCOL, "layout": layout.to_msgpack()}
             yield build.packed(build.message(kind, build.Seeded(seed), **fields))
 
 

@@ -22,6 +22,7 @@ from disagg.protocol.peers.link import Link, PrefillRank
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Latest, Liveness
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.status import Failure, Side
+from disagg.protocol.versions import named_in, spoken
 from kvpool.layout import PoolLayout, Region, Space
 
 FIRST_PAUSE = 0.25
@@ -81,7 +82,7 @@ class DecodePeers:
         """Dials all ranks of a prefill and says hello."""
         self.links.append(link)
         for rank in link.ranks:
-            rank.number = next(self._numbers)
+            rank.number, rank.protocol = next(self._numbers), self.hello.protocol
             self.by_number[rank.number] = rank
             self._dial(rank, now)
 
@@ -97,6 +98,7 @@ class DecodePeers:
         for rank in link.ranks:
             self.send(rank, messages.Disconnect())
             del self.by_number[rank.number]
+            self._effects.protocols.pop(rank.number, None)
             self._effects.append(Connect(rank.number, None))
 
     def notify_shutdown(self) -> None:
@@ -115,9 +117,14 @@ class DecodePeers:
         if not self._listens_to(rank):
             return None
         self.liveness[rank.number] = now
+        if problem := self._effects.excess(rank.number, message):
+            return self.refuse(rank, problem, now)
         if isinstance(message, Hello):
             return self._handshake(rank, message)
         if isinstance(message, messages.Refuse):
+            if message.final and self._says_less(rank, message.why):
+                self._dial(rank, now)
+                return None
             if message.final:
                 return self._refuse(rank.link, [message.why], "prefill", rank.source)
             return self._pause(rank, f"it refuses this decode: {message.why}", "prefill", now)
@@ -195,7 +202,19 @@ class DecodePeers:
         # pile up for a dead peer, and prefill sees a new one
         self._effects.append(Connect(rank.number, rank.address))
         self.liveness[rank.number] = now
-        self.send(rank, self.hello)
+        self._effects.protocols[rank.number] = rank.protocol
+        self.send(rank, replace(self.hello, protocol=rank.protocol))
+
+    def _says_less(self, rank: PrefillRank, refusal: str) -> bool:
+        """Whether a refused hello may be said again, with the lower number that prefill names."""
+        number = named_in(refusal)
+        if rank.hello is not None or number is None or number >= rank.protocol:
+            return False
+        if number not in spoken(self.hello.protocol):
+            return False
+        log.info("%s speaks protocol %d: hello again", rank, number)
+        rank.protocol = number
+        return True
 
     def _pause(self, rank: PrefillRank, reason: str, side: Side, now: float) -> LinkFailed:
         """Hangs up on a rank for a pause, which doubles up to the shorter time-out."""
@@ -211,6 +230,8 @@ class DecodePeers:
         link = rank.link
         again = link.lost is not None
         link.plan = rank.hello = rank.layout = None
+        # what answers at this address next may be of another release
+        rank.protocol = self.hello.protocol
         link.lost = lost = f"{rank} is lost: {reason}"
         log.log(logging.DEBUG if again else level, "%s", lost)
         self._effects.append(DropPeer(rank))
@@ -220,7 +241,8 @@ class DecodePeers:
         if rank.hello is not None:
             return None  # a duplicate
         link = rank.link
-        if problems := messages.handshake_problems(self.hello, hello):
+        own = replace(self.hello, protocol=rank.protocol)
+        if problems := messages.handshake_problems(own, hello):
             return self._refuse(link, problems, "decode")
         rank.hello = hello
         for drop in rank.untold.values():

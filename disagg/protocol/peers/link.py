@@ -12,6 +12,7 @@ from disagg.plan.bind import CopyBatch, Count
 from disagg.protocol.messages import DropRoom, Hello, Room
 from disagg.protocol.peers.liveness import Latest
 from disagg.protocol.rooms.offered import LayerRange, LayersByOwner
+from disagg.protocol.versions import PROTOCOL
 from kvpool.layout import PoolLayout, RequestAddress
 
 MAX_UNTOLD = 10_000
@@ -31,6 +32,8 @@ class PrefillRank:
     pinged: float = 0.0
     pause: float = 0.0
     """Seconds before it is dialled again if it refuses this decode for now."""
+    protocol: int = PROTOCOL
+    """What this decode's hello speaks: the highest, until the rank has refused that."""
     redial: float | None = None
     """When that will be; it is not connected until then."""
     untold: Latest[Room, DropRoom] = field(default_factory=lambda: Latest(MAX_UNTOLD))

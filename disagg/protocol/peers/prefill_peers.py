@@ -10,11 +10,12 @@ from msgspec import structs
 
 from disagg.log import log
 from disagg.protocol import messages
-from disagg.protocol.codec import Pair, pairs_of, wanted_pairs
+from disagg.protocol.codec import Pair, layout_for, pairs_of, wanted_pairs
 from disagg.protocol.events import Effects
 from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.peers.liveness import Latest, Liveness
 from disagg.protocol.status import Failure
+from disagg.protocol.versions import spoken
 from kvpool.layout import PoolLayout
 from kvpool.layout.types import MAX_REASON
 
@@ -33,6 +34,8 @@ class Decode:
     rooms: set[Room] = field(default_factory=set)
 
 
+_Shown = tuple[frozenset[Pair], frozenset[Pair], int]
+"""What an answer shows: the pairs that both have, others, and the protocol that it speaks."""
 OfServed = messages.ReadRequest | messages.DigestRequest | messages.ReadDone | messages.Abort
 """A message about a room, from a decode that is served."""
 
@@ -46,7 +49,7 @@ class PrefillPeers:
         self.liveness: Liveness[bytes] = Liveness(hello.timeout, now)
         self._effects, self._layout = effects, layout
         self._pairs = pairs_of(layout.regions)
-        self._hellos: Latest[tuple[frozenset[Pair], frozenset[Pair]], Hello] = Latest(KEPT_HELLOS)
+        self._hellos: Latest[_Shown, Hello] = Latest(KEPT_HELLOS)
         self._greeted: Latest[bytes, None] = Latest(MAX_GREETED)
 
     def receive(
@@ -56,6 +59,8 @@ class PrefillPeers:
         decode = self.alive.get(peer)
         if decode is not None:
             self.liveness[peer] = now
+        if problem := self._effects.excess(peer, message):
+            return self.refuse(peer, problem)
         if isinstance(message, Hello):
             return self._handshake(peer, message, now, origin)
         if isinstance(message, messages.Refuse):
@@ -84,6 +89,7 @@ class PrefillPeers:
     def drop(self, peer: bytes) -> set[Room]:
         """Serves a peer no more, if it was served; returns the rooms that it has asked for."""
         self.liveness.pop(peer, None)
+        self._effects.protocols.pop(peer, None)
         decode = self.alive.pop(peer, None)
         return decode.rooms if decode else set()
 
@@ -104,11 +110,13 @@ class PrefillPeers:
         if peer in self._greeted:
             reason = "says hello over a connection whose hello was answered already. Connect again."
             return self.refuse(peer, f"generation {hello.generation!r} {reason}")
-        reasons = messages.handshake_problems(self.hello, hello)
-        final, answer = True, self.hello
+        speaks = hello.protocol in spoken(self.hello.protocol)
+        own = structs.replace(self.hello, protocol=hello.protocol) if speaks else self.hello
+        reasons = messages.handshake_problems(own, hello)
+        final, answer = True, own
         try:
             if not reasons:
-                answer = self._answer(wanted_pairs(hello.layout))
+                answer = self._answer(wanted_pairs(hello.layout), own)
         except ValueError as error:
             reasons = [str(error)]
         if not reasons and len(self.alive) >= MAX_PEERS:
@@ -121,6 +129,7 @@ class PrefillPeers:
             return None
         self.alive[peer] = Decode(hello.generation)
         self.liveness[peer] = now
+        self._effects.protocols[peer] = hello.protocol
         self._effects.send(peer, answer)
         self._greeted[peer] = None
         return None
@@ -131,10 +140,11 @@ class PrefillPeers:
             self.refusals.append(reason)
             log.error("a decode engine cannot read from here: %s", reason[:MAX_REASON])
 
-    def _answer(self, wanted: frozenset[Pair]) -> Hello:
+    def _answer(self, wanted: frozenset[Pair], own: Hello) -> Hello:
         """The hello for a decode that has regions of these pairs. If none of them is here, other
         ranks of prefill may hold all that decode needs: only its plan, over all ranks, can tell.
-        Raises ValueError for a decode without any region.
+        Raises ValueError for a decode without any region, and for layouts that its protocol cannot
+        say.
         """
         if not wanted:
             raise ValueError("decode's layout has no region: there is nothing to hand over to it.")
@@ -148,12 +158,13 @@ class PrefillPeers:
             for owner, role in self._pairs
             if owner not in owners and (owner in theirs or not shared)
         )
-        key = shared, shown
+        key = shared, shown, own.protocol
         answer = self._hellos.get(key)
         if answer is None:
             part = shared_part(self._layout, shared, shown)
-            metadata = self.hello.metadata if shared else b""  # no engine connects to this rank
-            answer = structs.replace(self.hello, layout=part.to_msgpack(), metadata=metadata)
+            metadata = own.metadata if shared else b""  # no engine connects to this rank
+            layout = layout_for(part, own.protocol)
+            answer = structs.replace(own, layout=layout, metadata=metadata)
         self._hellos[key] = answer
         return answer
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from disagg import KVPoll
 from disagg.protocol import codec, messages
 from disagg.protocol.decode import DecodeMachine
@@ -22,10 +24,13 @@ from disagg.protocol.events import (
 from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.offered import layer_range
+from disagg.protocol.versions import PROTOCOL
 from kvpool import MLAPool, RequestAddress
 from tests import oracle
 
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "num_pages": 9, "page_size": 16, "dtype": "bf16"}
+PROTOCOLS = PROTOCOL, PROTOCOL
+"""The highest numbers of prefill and decode."""
 TIMEOUT = 10.0
 """Seconds of silence after which either side is dead."""
 
@@ -35,7 +40,7 @@ def pool(layers=(0,), **more):
 
 
 def hello(generation, layout=None):
-    common = {"protocol": messages.PROTOCOL, "engine": "local", "metadata": b"", "timeout": TIMEOUT}
+    common = {"protocol": PROTOCOL, "engine": "local", "metadata": b"", "timeout": TIMEOUT}
     layout = (layout or pool().layout).to_msgpack()
     return messages.Hello(generation=generation, layout=layout, **common)
 
@@ -56,8 +61,12 @@ class Pair:
         built = built or pool(layers)
         self.table, layout = oracle.place(built, 30), built.layout
         options = {"now": 0.0, "verify": verify, "offer_timeout": offer_timeout}
-        self.prefill = PrefillMachine(hello("p", layout), layout, lease, now=0.0)
-        self.decode = DecodeMachine(hello("d", layout), layout, 1, **options)
+        prefill, decode = (
+            replace(hello(generation, layout), protocol=number)
+            for generation, number in zip("pd", PROTOCOLS)
+        )
+        self.prefill = PrefillMachine(prefill, layout, lease, now=0.0)
+        self.decode = DecodeMachine(decode, layout, 1, **options)
         self.link = Link(("x",))
         self.queues = {self.prefill: [], self.decode: []}
         self.reads, self.dials = [], []

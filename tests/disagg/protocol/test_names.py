@@ -13,6 +13,7 @@ from disagg.protocol import codec, messages
 from disagg.protocol.codec import pack_aux, unpack_aux
 from disagg.protocol.events import Received
 from disagg.protocol.messages import WireError, room_name
+from disagg.protocol.versions import PROTOCOL
 from kvpool.layout import Axis, LayoutError
 from kvpool.layout.sentences import UNPRINTABLE, is_printable, one_line
 from tests.disagg.protocol.pair import Pair, hello
@@ -37,7 +38,7 @@ def text_fields():
 
 def sent(kind, **fields):
     """A message of a peer that checks nothing, as it is read here."""
-    valid = build.message(build.message_types()[kind], build.Seeded(1), protocol=messages.PROTOCOL)
+    valid = build.message(build.message_types()[kind], build.Seeded(1), protocol=PROTOCOL)
     return codec.decode(msgspec.msgpack.encode(valid | fields))
 
 

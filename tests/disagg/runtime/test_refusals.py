@@ -12,6 +12,7 @@ import pytest
 from disagg import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint, create_engine
 from disagg.plan import IncompatibleLayouts
 from disagg.protocol import codec, messages
+from disagg.protocol.versions import PROTOCOL
 from tests import oracle
 from tests.disagg.protocol import pair
 from tests.disagg.stepping import stepped
@@ -19,9 +20,9 @@ from tests.disagg.waiting import until
 from tests.pools import mla
 from tests.streams import dial
 
-OWN = messages.PROTOCOL
+OWN = PROTOCOL
 OTHERS = [
-    {"type": "hello", "protocol": OWN - 1, "generation": "old"},
+    {"type": "hello", "protocol": OWN - 2, "generation": "old"},
     {"type": "hello", "protocol": OWN + 1, "generation": "old", "layout": [1], "more": {"a": 1}},
 ]
 
@@ -43,7 +44,10 @@ def where(prefill, stream):
 
 @pytest.mark.parametrize("hello", OTHERS)
 def test_another_protocol_is_refused_with_both_numbers_listed_and_logged(prefill, hello, caplog):
-    said = f"protocol {OWN} here, {hello['protocol']} there. Run the same kvpool."
+    said = (
+        f"protocol {OWN} here, {hello['protocol']} there. This kvpool speaks {OWN - 1} and {OWN}: "
+        "run the same release on both sides, or one and the next."
+    )
     with dial(prefill.address) as stranger:
         stranger.send(msgspec.msgpack.encode(hello))
         refused = msgspec.msgpack.decode(stranger.receive())
@@ -65,14 +69,14 @@ def test_whose_hello_it_was_is_said_as_far_as_it_can_be_read(prefill, generation
 
 
 def test_a_decode_of_another_protocol_is_told_both_numbers(prefill, monkeypatch):
-    monkeypatch.setattr("disagg.runtime.endpoint.PROTOCOL", OWN - 1)
+    monkeypatch.setattr("disagg.runtime.endpoint.PROTOCOL", OWN - 2)
     pool = mla()
     with DecodeEndpoint(pool.layout, create_engine("local"), insecure=True) as decode:
-        with pytest.raises(HandshakeRefused, match=f"protocol {OWN} here, {OWN - 1} there"):
+        with pytest.raises(HandshakeRefused, match=f"protocol {OWN} here, {OWN - 2} there"):
             decode.connect([prefill.address], timeout=20)
         until(prefill, prefill.refusals)
         (listed,) = prefill.refusals()
-        assert f"protocol {OWN} here, {OWN - 1} there" in listed
+        assert f"protocol {OWN} here, {OWN - 2} there" in listed
         assert listed.startswith(f"decode {decode.layout.generation} (")
 
 

@@ -1,0 +1,1 @@
+"""What released protocols say, as bytes, replayed against the code of today."""
