@@ -93,6 +93,18 @@ class Engine(ABC, Generic[PeerT, TransferT]):
     def availability(cls) -> str | None:
         """None if the engine works here, else the reason why not."""
 
+    def reached_at(self, host: str) -> None:
+        """Says, before `register`, by which host (an IP address or a name) peers reach this one:
+        what the engine offers them, unless it was given another. Raises ValueError if peers would
+        be led elsewhere by what it was given, or if it cannot be read at that host.
+        """
+
+    def offered_host(self, metadata: bytes) -> str | None:
+        """The host that a peer's metadata (untrusted) names; None if the engine finds its peers in
+        other ways. Raises TransferError.
+        """
+        return None
+
     @abstractmethod
     def register(self, slabs: Sequence[Slab]) -> None:
         """Makes memory readable by peers and writable by this engine's reads."""

@@ -14,12 +14,11 @@ from tests.disagg.stepping import MLA
 
 SECONDS = "a number of seconds from 0.05 to 86400"
 TLS = {"ca": "a", "certificate": "b", "key": "c"}
+BIND = "ipc://PATH or tcp://HOST:PORT, with PORT one of 29100, 29100-29107, 29100+rank and *"
 WRONG = [
     ("engine", 7, "an installed engine's name. Installed are "),
     ("engine", "nixll", "Did you mean 'nixl'?"),
-    ("bind", "10.0.0.1", "ipc://PATH, tcp://HOST:PORT, or None"),
-    ("bind", "http://10.0.0.1:1", "ipc://PATH, tcp://HOST:PORT, or None"),
-    ("bind", 4, "ipc://PATH, tcp://HOST:PORT, or None"),
+    *(("bind", value, BIND) for value in ("10.0.0.1", "http://10.0.0.1:1", 4, "tcp://a:1-0")),
     ("keys", True, "a folder of `kvpool keys`"),
     ("keys", "", "a folder of `kvpool keys`"),
     *(

@@ -138,8 +138,8 @@ def noted(memory):
     with engine_of("mooncake", memory) as engine:
         make = engine.reading
 
-        def reading():
-            used.append(Noted(make()))
+        def reading(host):
+            used.append(Noted(make(host)))
             return used[-1]
 
         engine.reading = reading
