@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic
 import msgspec
 from typing_extensions import TypeVar
 
+from disagg.engines.options import check_engine_options
 from disagg.errors import PeerError
 from disagg.host.exits import keep_for_ever
 from disagg.plan.bind import CopyBatch
@@ -193,8 +194,11 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def create_engine(name: str, **options: Any) -> Engine:
-    """An engine by name. Raises EngineUnavailable with the reason if it cannot work here."""
+    """An engine by name. Raises EngineUnavailable with the reason if it cannot work here, and
+    ValueError for options that it does not have.
+    """
     kind = engine_class(name)
+    check_engine_options(name, kind, options)
     reason = kind.availability()
     if reason is not None:
         raise EngineUnavailable(f"engine {name!r}: {reason}")

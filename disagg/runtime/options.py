@@ -42,7 +42,9 @@ _BOUNDED = f"a number of seconds from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f}"
 _TRUTH = Rule(bool, "True or False")
 RULES: Mapping[str, Rule] = {
     "engine": Rule(str, "an installed engine's name", lambda name: name in engine_names()),
+    "engine_options": Rule(dict[str, Any], "a JSON object of the engine's options"),
     "bind": Rule(str | None, f"{FORMS}; or None", ListenAddress.parse),
+    "advertise": Rule(str | None, "tcp://HOST:PORT, or None", ListenAddress.parse),
     "keys": Rule(_Path | None, "a folder of `kvpool keys` or a file of it, or None"),
     "tls": Rule(
         dict[Literal["ca", "certificate", "key"], _Path] | None,
