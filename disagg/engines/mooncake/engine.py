@@ -98,6 +98,7 @@ class MooncakeEngine(ThreadedEngine):
     def reached_at(self, host: str) -> None:
         super().reached_at(host)
         _check_hostname(self._hostname)
+        mooncake.check_family(self._hostname, dialled=False)
 
     def offered_host(self, metadata: bytes) -> str | None:
         return decode_metadata(metadata, MooncakeMetadata).hostname
@@ -148,6 +149,10 @@ class MooncakeEngine(ThreadedEngine):
                 f"the peer uses Mooncake over {owner.protocol!r}, this engine over "
                 f"{self._protocol!r}. Give both the same `protocol`."
             )
+        try:
+            mooncake.check_family(owner.hostname, dialled=True)
+        except ValueError as error:
+            raise TransferError(str(error)) from None
         reader = MooncakeReader(owner, self, self._scope())
         return self._connected(f"mooncake {reader.address}", reader, ranges)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tests.disagg.engines.peers import ENGINES
 from tests.disagg.runtime.sides import PrefillProcess, decode_side, joined, pool, prefill_side
 from tests.disagg.runtime.transports import ADDRESSES
 from tests.ports import free_port
+from tests.processes import python
 
 OPEN = {"insecure": True}
 OUTWARD = [
@@ -220,7 +222,7 @@ def test_of_several_addresses_that_of_the_default_route_counts_or_none(tmp_path)
 
 
 @needs_mooncake
-@pytest.mark.parametrize("bind", [None, "tcp://127.0.0.2:*", "tcp://localhost:*"])
+@pytest.mark.parametrize("bind", [None, "tcp://127.0.0.2:*", "tcp://lo:*"])
 def test_an_engine_is_offered_where_its_endpoint_is(bind):
     with (
         PrefillProcess(bind, engine="mooncake", **OPEN) as prefill,
@@ -247,6 +249,35 @@ def test_bytes_come_from_another_process_at_the_host_name_that_its_engine_was_gi
         metadata = link.hellos[0].metadata
         assert create_engine("mooncake").offered_host(metadata) == "127.0.0.2"
         prefill.hands_over("r", side)
+
+
+def over_ipv6(engine, layout):
+    """An engine whose package was told to use IPv6 before it was loaded."""
+    os.environ["MC_USE_IPV6"] = "1"
+    return create_engine("mooncake"), layout
+
+
+DECODE = """
+import sys
+from tests.disagg.runtime.sides import arrives, decode_side
+with decode_side("mooncake", insecure=True) as (decode, dest, table):
+    decode.connect(sys.argv[1:], timeout=30)
+    decode.receive("r", table)
+    arrives(decode, "r", dest, table)
+"""
+
+
+@needs_mooncake
+@pytest.mark.skipif(not V6, reason="this host has no IPv6")
+def test_bytes_come_over_ipv6_where_both_packages_were_told_to():
+    bind = "tcp://[::1]:*"
+    with PrefillProcess(bind, lie=over_ipv6, **OPEN) as prefill:
+        prefill.ask("r")
+        python("-c", DECODE, prefill.address, MC_USE_IPV6="1")
+    engine = create_engine("mooncake")
+    with pytest.raises(ValueError, match=r"hostname \[::1\]: Mooncake needs .* MC_USE_IPV6=1 for"):
+        PrefillEndpoint(pool().layout, engine, bind, **OPEN)
+    engine.close()
 
 
 @needs_mooncake
