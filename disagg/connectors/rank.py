@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from disagg.connectors.links import Links
 from disagg.connectors.settings import Settings
 from disagg.connectors.stats import Stats
-from disagg.engines.base import create_engine
 from disagg.errors import UnknownRoom, UsageError
 from disagg.host.signals import deferred_signals
 from disagg.protocol.codec import Aux
@@ -71,7 +70,8 @@ class _Receiving:
 class Rank:
     """Offers what this rank computes (`produces`), reads what it needs (`consumes`). `readers`
     ranks of this engine read each room. `log` is the engine's, which takes `stats` too.
-    `conventions`: what its bytes mean beside their layout.
+    `conventions`: what its bytes mean beside their layout. `number`: of this rank among all of the
+    engine's, its replicas included, each of which has a port of its own.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class Rank:
         readers: int,
         log: logging.Logger,
         conventions: Mapping[str, Convention],
+        number: int = 0,
     ) -> None:
         self.layout, self.stats, self._log = layout, Stats(), log
         options = settings.options(conventions)
@@ -91,13 +92,15 @@ class Rank:
         self._links: Links | None = None
         self._endpoints: list[PrefillEndpoint | DecodeEndpoint] = []
         if produces:
-            engine, lease = create_engine(settings.engine), settings.lease
-            self._prefill = PrefillEndpoint(layout, engine, settings.bind, lease=lease, **options)
+            engine, addresses = settings.new_engine(), settings.addresses(number)
+            self._prefill = PrefillEndpoint(
+                layout, engine, **addresses, lease=settings.lease, **options
+            )
             self._endpoints.append(self._prefill)
         if consumes:
             decode = DecodeEndpoint(
                 layout,
-                create_engine(settings.engine),
+                settings.new_engine(),
                 ranks=readers,
                 verify=settings.verify,
                 offer_timeout=settings.offer_timeout,

@@ -8,8 +8,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from disagg.engines.base import Engine, create_engine, engine_class
+from disagg.engines.options import check_engine_options
 from disagg.protocol.messages import Convention, checked_conventions
 from disagg.runtime.options import STEPPED_PEER_TIMEOUT, Options, check_values
+from disagg.runtime.sockets.listen_address import ListenAddress
 from disagg.runtime.sockets.tls import TLSFiles
 from kvpool.layout.sentences import nearest
 from kvpool.layout.units import parse_memory
@@ -21,8 +24,15 @@ class Settings:
 
     engine: str = "local"
     """What moves bytes: local, nixl, mooncake, or another of `disagg.engines`."""
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine takes by name (docs/engines.md): {"protocol": "rdma"} of Mooncake."""
     bind: str | None = None
-    """Where its ranks listen: None is a new unix socket each; `tcp://HOST:*` serves other hosts."""
+    """Where its ranks listen (docs/addresses.md): None is a new unix socket each; `tcp://HOST:*`
+    serves other hosts, `tcp://HOST:29100+rank` at ports that are known before.
+    """
+    advertise: str | None = None
+    """What decodes dial, if it is not where a rank listens: `tcp://HOST:*`, `tcp://HOST:31000+rank`.
+    """
     keys: str | None = None
     """A folder of `kvpool keys`."""
     tls: TLSFiles | None = None
@@ -65,6 +75,8 @@ class Settings:
         if self.peer_timeout is None:  # the endpoints' own
             del values["peer_timeout"]
         check_values(**values)
+        if self.engine_options:
+            check_engine_options(self.engine, engine_class(self.engine), self.engine_options)
         document: Any = self.conventions
         if isinstance(document, Mapping):  # what is not compared has a name too
             document = {name: 0 if v is None else v for name, v in document.items()}
@@ -96,6 +108,17 @@ class Settings:
         if wrong := sorted({*unused} & set(values)):
             raise ValueError(f"{variable}: {', '.join(wrong)} is not for this engine.")
         return cls.read(defaults | values, variable)
+
+    def new_engine(self) -> Engine:
+        """An engine for an endpoint. Raises EngineUnavailable or ValueError."""
+        return create_engine(self.engine, **self.engine_options)
+
+    def addresses(self, rank: int) -> dict[str, str | None]:
+        """`bind` and `advertise` of a rank by its number in the engine. Raises ValueError."""
+        return {
+            name: None if text is None else str(ListenAddress.parse(text).of_rank(rank))
+            for name, text in (("bind", self.bind), ("advertise", self.advertise))
+        }
 
     @property
     def room(self) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic
 import msgspec
 from typing_extensions import TypeVar
 
+from disagg.engines.options import check_engine_options
 from disagg.errors import PeerError
 from disagg.host.exits import keep_for_ever
 from disagg.plan.bind import CopyBatch
@@ -92,6 +93,18 @@ class Engine(ABC, Generic[PeerT, TransferT]):
     @abstractmethod
     def availability(cls) -> str | None:
         """None if the engine works here, else the reason why not."""
+
+    def reached_at(self, host: str) -> None:
+        """Says, before `register`, by which host (an IP address or a name) peers reach this one:
+        what the engine offers them, unless it was given another. Raises ValueError if peers would
+        be led elsewhere by what it was given, or if it cannot be read at that host.
+        """
+
+    def offered_host(self, metadata: bytes) -> str | None:
+        """The host that a peer's metadata (untrusted) names; None if the engine finds its peers in
+        other ways. Raises TransferError.
+        """
+        return None
 
     @abstractmethod
     def register(self, slabs: Sequence[Slab]) -> None:
@@ -181,8 +194,11 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def create_engine(name: str, **options: Any) -> Engine:
-    """An engine by name. Raises EngineUnavailable with the reason if it cannot work here."""
+    """An engine by name. Raises EngineUnavailable with the reason if it cannot work here, and
+    ValueError for options that it does not have.
+    """
     kind = engine_class(name)
+    check_engine_options(name, kind, options)
     reason = kind.availability()
     if reason is not None:
         raise EngineUnavailable(f"engine {name!r}: {reason}")

@@ -20,6 +20,7 @@ import socket
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,18 +58,18 @@ class MoriMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class MoriEngine(ThreadedEngine):
     """Memory of the host and of AMD GPUs over RDMA. Peers reach this host as `hostname`, an IPv4
-    address. Each peer is read through its own `IOEngine`.
+    address (default: as its endpoint). Each peer is read through its own `IOEngine`.
     """
 
     name = "mori"
     # of `max_bytes`: MoRI joins runs, and refuses more than the longest message of the NIC
     max_runs = 4096  # four parts fit the send queues; for more MoRI would wait
 
-    def __init__(self, hostname: str = "127.0.0.1") -> None:
+    def __init__(self, hostname: str | None = None) -> None:
         reason = self.availability()
         if reason is not None:
             raise EngineUnavailable(f"engine mori: {reason}")
-        _check_host(hostname)
+        _check_host(hostname or "127.0.0.1")
         if os.environ.setdefault(NO_XGMI, "1")[:1] in ("", "0"):
             raise EngineUnavailable(
                 f"{NO_XGMI}={os.environ[NO_XGMI]}: MoRI could move bytes over XGMI, and engine "
@@ -94,6 +95,16 @@ class MoriEngine(ThreadedEngine):
             except EngineUnavailable as error:
                 return str(error)
         return reason
+
+    def reached_at(self, host: str) -> None:
+        super().reached_at(host)
+        _check_host(self._hostname)
+
+    def offered_host(self, metadata: bytes) -> str | None:
+        with suppress(Exception):  # malformed: `connect` says how
+            owner = decode_metadata(metadata, MoriMetadata)
+            return str(mori_io().EngineDesc.unpack(owner.engine).host)
+        return None
 
     def register(self, slabs: Sequence[Slab]) -> None:
         """Registers slabs of any memory of this host, before the first `connect`. MoRI hands them
@@ -160,7 +171,7 @@ class MoriEngine(ThreadedEngine):
 
     def _io(self) -> MoriIO:
         io = MoriIO(self._hostname, self._slabs)
-        self._warn_exposed(io.perform("description", "get_engine_desc").port)
+        self._warn_exposed(io.perform("description", "get_engine_desc").port, self._hostname)
         return io
 
 

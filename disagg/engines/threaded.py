@@ -6,7 +6,6 @@ thread has an object of its own, a `BlockingReader`, and ends it before it repor
 
 from __future__ import annotations
 
-import ipaddress
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -21,11 +20,13 @@ import numpy as np
 from disagg.engines.base import Engine, TransferError
 from disagg.engines.ranges import Ranges
 from disagg.host.brief import Waker
+from disagg.host.interfaces import is_loopback, leads_back
 from disagg.log import log
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints
 
 GIVEN_UP = "the peer was given up."
+LOOPBACK = "127.0.0.1"
 GIL_SECONDS = 50e-6  # for which a caller's step lets it go while a thread reads
 
 
@@ -173,13 +174,24 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
     shared: ClassVar[bool] = False
     """Whether all readers use one object, which `close` destroys once all threads let go of it."""
 
-    def __init__(self, hostname: str) -> None:
-        self._hostname = hostname
+    def __init__(self, hostname: str | None) -> None:
+        """Peers reach this process as `hostname`; None: as its endpoint (`reached_at`)."""
+        self._given, self._hostname = hostname, hostname or LOOPBACK
         self._ranges: list[tuple[int, int]] = []
         self._own = Ranges.of([])
         self._peers: list[ThreadedPeer] = []
         self._waker = Waker()
         self._exposed = False
+
+    def reached_at(self, host: str) -> None:
+        if self._given is None:
+            self._hostname = f"[{host}]" if ":" in host else host
+        elif not is_loopback(host) and leads_back(self._given):
+            raise ValueError(
+                f"engine {self.name}: hostname={self._given!r} leads a peer on another host to "
+                f"itself, while its endpoint is offered at {host}. Leave hostname out, or give one "
+                "that leads here."
+            )
 
     def notify(self, descriptor: int) -> None:
         self._waker.set(descriptor)
@@ -237,9 +249,9 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
         self._peers.append(peer)
         return peer
 
-    def _warn_exposed(self, port: int) -> None:
+    def _warn_exposed(self, port: int, hostname: str) -> None:
         """Says once that registered memory can be reached from other hosts."""
-        if self._exposed or _is_loopback(self._hostname):
+        if self._exposed or is_loopback(hostname):
             return
         self._exposed = True
         log.warning(
@@ -247,15 +259,7 @@ class ThreadedEngine(Engine[ThreadedPeer, ThreadedTransfer | None]):
             "registered memory, also where endpoints have keys. Let a firewall admit only this "
             "deployment's hosts%s (docs/security.md).",
             self.name,
-            self._hostname,
+            hostname,
             port,
             self.ports,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether what is sent to a host stays on this one; of names only `localhost` does."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

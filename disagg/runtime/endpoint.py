@@ -33,6 +33,7 @@ from disagg.runtime.event_loop import EventLoop, M
 from disagg.runtime.options import Options, check_options, open_transport
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
+from disagg.runtime.transport import Transport
 from kvpool.layout import Pin, PoolLayout
 
 
@@ -57,8 +58,11 @@ class Endpoint(Generic[M]):
         *,
         stage: StagingBuffers | None = None,
         read_timeout: float = float("inf"),
+        listen: Callable[[Transport], None] | None = None,
     ) -> None:
-        """`stage` is what decode's reads go through; without, this is a prefill."""
+        """`stage` is what decode's reads go through; without, this is a prefill, which has to
+        `listen`: it binds the transport, and tells the engine.
+        """
         reads, stage = stage is not None, stage or StagingBuffers()
         peer_timeout = check_options(type(self).__name__, options)
         conventions = checked_conventions(options.get("conventions", {}))
@@ -70,6 +74,8 @@ class Endpoint(Generic[M]):
         self.layout = replace(layout, generation=layout.generation or uuid.uuid4().hex)
         self.engine = engine
         try:
+            if listen is not None:
+                listen(transport)
             engine.register([*self.layout.slabs(), *stage.slabs])
             hello = Hello(
                 protocol=PROTOCOL,

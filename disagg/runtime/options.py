@@ -12,7 +12,7 @@ from msgspec import Meta
 from disagg.engines.base import engine_names
 from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Convention, Seconds
 from disagg.runtime.socket_transport import SocketTransport
-from disagg.runtime.sockets.address import Address
+from disagg.runtime.sockets.listen_address import FORMS, ListenAddress
 from disagg.runtime.sockets.tls import Side, TLSFiles, open_keys, open_tls_files
 from disagg.runtime.staging import MIN_STAGING
 from disagg.runtime.transport import Transport
@@ -42,7 +42,9 @@ _BOUNDED = f"a number of seconds from {MIN_TIMEOUT} to {MAX_TIMEOUT:.0f}"
 _TRUTH = Rule(bool, "True or False")
 RULES: Mapping[str, Rule] = {
     "engine": Rule(str, "an installed engine's name", lambda name: name in engine_names()),
-    "bind": Rule(str | None, "ipc://PATH, tcp://HOST:PORT, or None", Address.parse),
+    "engine_options": Rule(dict[str, Any], "a JSON object of the engine's options"),
+    "bind": Rule(str | None, f"{FORMS}; or None", ListenAddress.parse),
+    "advertise": Rule(str | None, "tcp://HOST:PORT, or None", ListenAddress.parse),
     "keys": Rule(_Path | None, "a folder of `kvpool keys` or a file of it, or None"),
     "tls": Rule(
         dict[Literal["ca", "certificate", "key"], _Path] | None,

@@ -19,6 +19,8 @@ from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.rooms.offered import layer_range
 from disagg.runtime.endpoint import Endpoint
 from disagg.runtime.options import Options, check_values
+from disagg.runtime.sockets.offered import host_in, offered_address
+from disagg.runtime.transport import Transport
 from kvpool.layout import PoolLayout, RequestAddress
 
 if TYPE_CHECKING:
@@ -28,8 +30,9 @@ LEASE_SECONDS = 300.0
 
 
 class PrefillEndpoint(Endpoint[PrefillMachine]):
-    """Offers what one prefill rank computes. `address` is the endpoint address to dial: `bind`, or
-    a new unix socket of this host (with keys: a new port of loopback).
+    """Offers what one prefill rank computes. `address` is the endpoint address to dial. It listens
+    at `bind` (docs/addresses.md), or at a new unix socket of this host (with keys: a new port of
+    loopback), and is known to peers as `advertise`, if that is another address of TCP.
 
     A room is Bootstrapping until a decode asks for it. `abort` frees its pages at once. The lease
     of what was sent ends `lease` seconds after the room's last chunk or request (None: never): the
@@ -43,23 +46,27 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         engine: Engine,
         bind: str | None = None,
         *,
+        advertise: str | None = None,
         lease: float | None = LEASE_SECONDS,
         **options: Unpack[Options],
     ) -> None:
         check_values(lease=lease)
+        plain = options.get("keys") is None and options.get("tls") is None
+        place = bind or ("ipc://*" if plain else "tcp://127.0.0.1:*")
+
+        def listen(transport: Transport) -> None:
+            self.address = offered_address(place, transport.bind(place), advertise)
+            # before the engine says where it is read
+            if (host := host_in(self.address)) is not None:
+                engine.reached_at(host)
+
         super().__init__(
             lambda hello, now: PrefillMachine(hello, self.layout, lease, now=now),
             layout,
             engine,
             options,
+            listen=listen,
         )
-        plain = options.get("keys") is None and options.get("tls") is None
-        default = "ipc://*" if plain else "tcp://127.0.0.1:*"
-        try:
-            self.address = self._loop.transport.bind(bind or default)
-        except ValueError:
-            self.close()
-            raise
         self.driver.start()
 
     def send(

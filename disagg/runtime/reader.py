@@ -18,6 +18,7 @@ from disagg.protocol.events import EngineConnected, ReadBegun, ReaderEvent
 from disagg.protocol.messages import Hello
 from disagg.protocol.peers.link import PrefillRank, Read
 from disagg.runtime.reads import BegunReads, Fence, InFlight, ReadContext, TrackedRead
+from disagg.runtime.sockets.offered import check_engine_host
 from disagg.runtime.staging import StagingBuffers
 
 LOOKS_PER_TIMEOUT = 4
@@ -214,6 +215,7 @@ class Lane:
 
     def _connect(self) -> None:
         if not self.connected:
+            check_engine_host(self._rank.address, self._engine, self._hello.metadata)
             self._peer = self._engine.connect(self._hello.metadata)
             self.connected = True
 

@@ -21,6 +21,7 @@ from disagg.protocol.events import Peer
 from disagg.runtime.sockets.address import EXHAUSTED, Address, DialledAddress, Listener, origin
 from disagg.runtime.sockets.connection import OUT, Connection, Watch
 from disagg.runtime.sockets.lifecycle import CLOSE_LINGER_SECONDS, STEPS_A_TURN, Lifecycle
+from disagg.runtime.sockets.listen_address import ListenAddress
 from disagg.runtime.sockets.tls import Side, TLSCredentials
 from disagg.runtime.transport import Lost
 
@@ -34,9 +35,9 @@ READ_BYTES = 256 << 10
 
 
 class SocketTransport:
-    """See Transport. Addresses: `ipc://PATH`, `ipc://*` (a new path that only this user can open),
-    `tcp://HOST:PORT`. TCP carries TLS with `credentials`, nothing else. Without them TCP is
-    refused, unless it is `insecure`: then anybody may connect over it.
+    """See Transport. Addresses to bind: ListenAddress; `ipc://*` is a new path that only this user
+    can open. Those to dial: `ipc://PATH`, `tcp://HOST:PORT`. TCP carries TLS with `credentials`,
+    nothing else. Without them TCP is refused, unless it is `insecure`: then anybody may connect.
     """
 
     def __init__(self, insecure: bool = False, credentials: TLSCredentials | None = None) -> None:
@@ -59,9 +60,10 @@ class SocketTransport:
         try:
             if address == "ipc://*":
                 address = f"ipc://{new_path()}"
-            parsed = Address.parse(address)
-            self._allow(parsed, "prefill")
-            listener = Listener(parsed)
+            place = ListenAddress.parse(address)
+            if not place.path:
+                self._allow_tcp(str(place), "prefill")
+            listener = Listener(place)
         except (OSError, ValueError) as error:
             raise ValueError(f"bind {address!r}: {str(error).rstrip('.')}.") from None
         if self._listener is not None:
@@ -78,9 +80,8 @@ class SocketTransport:
         if address is not None:
             try:
                 parsed = Address.parse(address)
-                if not (parsed.path or parsed.port):
-                    raise ValueError("it names no port to dial")
-                self._allow(parsed, "decode")
+                if not parsed.path:
+                    self._allow_tcp(parsed.text, "decode")
             except ValueError as error:
                 raise ValueError(f"connect: address {address!r}: {error}.") from None
         self._requests.append((peer, parsed))
@@ -159,10 +160,8 @@ class SocketTransport:
         if self._listener is not None:
             self._listener.socket.close()
 
-    def _allow(self, address: Address, side: Side) -> None:
-        """Raises ValueError for an address of TCP without what TCP needs on this `side`."""
-        if address.path:
-            return
+    def _allow_tcp(self, address: str, side: Side) -> None:
+        """Raises ValueError without what TCP needs on this `side`."""
         if self._credentials is not None:
             if self._credentials.side != side:
                 raise ValueError(f"these are {self._credentials.side}'s keys")
@@ -171,12 +170,12 @@ class SocketTransport:
                 "TCP needs keys on both sides (kvpool keys FOLDER; keys=... or tls=...). Within "
                 "this host use ipc://PATH, or say insecure=True"
             )
-        elif address.text not in self._exposed:
-            self._exposed.add(address.text)
+        elif address not in self._exposed:
+            self._exposed.add(address)
             log.warning(
                 "%s: control messages without keys (insecure=True): who reaches this address can "
                 "read them and pose as a peer.",
-                address.text,
+                address,
             )
 
     def _plug(self) -> None:

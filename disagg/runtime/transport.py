@@ -26,7 +26,9 @@ class Transport(Protocol):
     """
 
     def bind(self, address: str) -> str:
-        """Listens at an endpoint address; returns the one to dial. Raises ValueError."""
+        """Listens at an endpoint address; returns where: the port that was free, or all addresses
+        of the host. Raises ValueError.
+        """
 
     def connect(self, peer: int, address: str | None) -> None:
         """Opens a connection in place of the peer's old one; None only closes that. What was sent

@@ -110,7 +110,7 @@ def test_latents_and_latents_of_a_window_say_the_scale_of_keys():
     }
 
 
-def test_the_connector_gives_its_endpoints_the_scales():
+def test_the_connector_gives_its_endpoints_the_scales_and_its_ranks_number():
     engine = engines.Layers("FLASH_ATTN", 32, **FP8)
     module = loaded(BaseKVCacheMethod(None), k_scale=0.5, v_scale=0.25)
     connector = object.__new__(KvpoolConnector)
@@ -122,7 +122,9 @@ def test_the_connector_gives_its_endpoints_the_scales():
     caches = engines.caches(engines.BLOCKS, [(engine.names, spec)])
     caches.needs_kv_cache_zeroing = False
     connector._kv_cache_config, connector._settings = caches, Settings()
-    connector._vllm_config.parallel_config.pipeline_parallel_size = 1
+    parallel = connector._vllm_config.parallel_config
+    parallel.pipeline_parallel_size, parallel.world_size = 1, 4
+    parallel.rank, parallel.data_parallel_index = 3, 2
     connector._roles = {"produces": True, "consumes": True}
     said = mock.patch.object(connector_module, "engine_conventions", return_value={"model": "m"})
     with said, mock.patch.object(connector_module, "Rank") as rank:
@@ -132,3 +134,4 @@ def test_the_connector_gives_its_endpoints_the_scales():
         "k_scale of layer 0": 0.5,
         "v_scale of layer 0": 0.25,
     }
+    assert rank.call_args.kwargs["number"] == 2 * 4 + 3

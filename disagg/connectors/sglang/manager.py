@@ -122,6 +122,7 @@ class KvpoolManager(CommonKVManager):
             readers=self.attn_tp_size * self.pp_size,
             log=log,
             conventions=self._conventions(runners),
+            number=self.number,
         )
         if prefill:
             self.local_ip, self.rank_port = split(self.rank.prefill.address)
@@ -130,6 +131,17 @@ class KvpoolManager(CommonKVManager):
                 threading.Thread(target=self._keep_turning, daemon=True).start()
         else:
             queue.transfer_queue.deferred_kv_release_timeout = math.inf  # reads do end
+
+    @property
+    def number(self) -> int:
+        """Of this rank among all of the engine's, replicas included."""
+        number: int = self.pp_rank * self.attn_dp_size + self.attn_dp_rank
+        number = number * self.attn_cp_size + self.attn_cp_rank
+        number = number * self.attn_tp_size + self.attn_tp_rank
+        ranks: int = self.pp_size * self.attn_dp_size * self.attn_cp_size * self.attn_tp_size
+        # SGLang counts replicas and groups of attention's data parallelism in one
+        replica: int = self.system_dp_rank // self.attn_dp_size
+        return replica * ranks + number
 
     def _conventions(self, drafts: list[Any]) -> dict[str, Convention]:
         """What the bytes of this rank mean, where these runners draft."""

@@ -179,8 +179,11 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         parallel = config.parallel_config
         readers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         readers *= parallel.prefill_context_parallel_size
+        # of a dense model each replica is an engine of its own, which knows its index
+        number = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        ranks = {"readers": readers, "number": number}
         rank = Rank(
-            self._settings, layout.layout, **self._roles, readers=readers, log=log, conventions=said
+            self._settings, layout.layout, **self._roles, **ranks, log=log, conventions=said
         )
         cleared = []
         if self._kv_cache_config.needs_kv_cache_zeroing and self._roles["consumes"]:

@@ -33,7 +33,7 @@ class AscendEngine(MooncakeEngine):
     token_bytes = 0  # it would be host memory, which this transport does not register
     max_regions = 256
 
-    def __init__(self, hostname: str = "127.0.0.1", chunk: int | None = None) -> None:
+    def __init__(self, hostname: str | None = None, chunk: int | None = None) -> None:
         if chunk is not None and chunk % ALIGNMENT:
             raise ValueError(f"chunk={chunk}: must be a multiple of 2 MiB ({ALIGNMENT}).")
         reason = self.availability()

@@ -21,6 +21,7 @@ from disagg.engines.base import EngineUnavailable, TransferError, decode_metadat
 from disagg.engines.mooncake import package as mooncake
 from disagg.engines.ranges import MAX_REGIONS, Ranges
 from disagg.engines.threaded import BlockingReader, ThreadedEngine, ThreadedPeer, ThreadedTransfer
+from disagg.host.interfaces import source_towards
 from disagg.plan.bind import CopyBatch
 from kvpool.extras import install
 from kvpool.layout import Slab
@@ -51,7 +52,8 @@ class MooncakeEngine(ThreadedEngine):
     """Host memory, and CUDA memory with Mooncake's CUDA build, over `protocol` "tcp" or "rdma"
     (then `device` names NICs; default: all).
 
-    Peers reach this host as `hostname`. Slabs are registered in ranges of at most `chunk` bytes.
+    Peers reach this host as `hostname`; by default as its endpoint, and as 127.0.0.1 if that is not
+    of TCP. Slabs are registered in ranges of at most `chunk` bytes.
     Each peer is read through its own `TransferEngine`.
     """
 
@@ -65,15 +67,15 @@ class MooncakeEngine(ThreadedEngine):
     def __init__(
         self,
         protocol: str = "tcp",
-        hostname: str = "127.0.0.1",
+        hostname: str | None = None,
         device: str = "",
         chunk: int | None = None,
     ) -> None:
         if protocol not in self.protocols:
             protocols = ", ".join(self.protocols)
             raise EngineUnavailable(f"protocol {protocol!r}: engine {self.name} has {protocols}.")
-        if not HOSTNAME.fullmatch(hostname):
-            raise ValueError(f"hostname {hostname!r}: must be a host name, IPv4 address or [IPv6].")
+        if hostname is not None:
+            _check_hostname(hostname)
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk={chunk}: must be at least 1 byte.")
         mooncake.package()
@@ -92,6 +94,14 @@ class MooncakeEngine(ThreadedEngine):
         except EngineUnavailable as reason:
             return str(reason)
         return None
+
+    def reached_at(self, host: str) -> None:
+        super().reached_at(host)
+        _check_hostname(self._hostname)
+        mooncake.check_family(self._hostname, dialled=False)
+
+    def offered_host(self, metadata: bytes) -> str | None:
+        return decode_metadata(metadata, MooncakeMetadata).hostname
 
     def register(self, slabs: Sequence[Slab]) -> None:
         """Registers slabs in ranges; deferred until `metadata` where only peers need it."""
@@ -139,6 +149,10 @@ class MooncakeEngine(ThreadedEngine):
                 f"the peer uses Mooncake over {owner.protocol!r}, this engine over "
                 f"{self._protocol!r}. Give both the same `protocol`."
             )
+        try:
+            mooncake.check_family(owner.hostname, dialled=True)
+        except ValueError as error:
+            raise TransferError(str(error)) from None
         reader = MooncakeReader(owner, self, self._scope())
         return self._connected(f"mooncake {reader.address}", reader, ranges)
 
@@ -181,17 +195,20 @@ class MooncakeEngine(ThreadedEngine):
                     mooncake.register_ranges(engine, [(self._token.ctypes.data, self._token.size)])
                 mooncake.register_ranges(engine, self._ranges)
             self._engine = engine
-            self._warn_exposed(engine.get_rpc_port())
+            self._warn_exposed(engine.get_rpc_port(), self._hostname)
         return self._engine
 
-    def reading(self) -> Any:
-        """The `TransferEngine` for reads from one peer. Over TCP a new one registers no memory."""
+    def reading(self, host: str) -> Any:
+        """The `TransferEngine` for reads from a peer at a host. Over TCP it registers no memory."""
         if self.shared:
             return self._serving()
-        engine = mooncake.start(self._protocol, self._hostname, self._device)
+        # over RDMA a peer tells its readers apart by these names
+        source = self._given or source_towards(host.strip("[]")) or self._hostname
+        hostname = f"[{source}]" if ":" in source and self._given is None else source
+        engine = mooncake.start(self._protocol, hostname, self._device)
         if not self.over_tcp:
             mooncake.register_ranges(engine, self._ranges)
-            self._warn_exposed(engine.get_rpc_port())
+            self._warn_exposed(engine.get_rpc_port(), hostname)
         return engine
 
 
@@ -216,7 +233,7 @@ class MooncakeReader(BlockingReader):
 
     def start(self) -> None:
         """Checks that the peer answers, and no other process."""
-        self.engine = self.own.reading()
+        self.engine = self.own.reading(self.owner.hostname)
         if not self.owner.token:
             return
         self.scratch = np.zeros(len(self.owner.token), dtype=np.uint8)
@@ -257,3 +274,8 @@ class MooncakeReader(BlockingReader):
         mooncake.hasten(self.engine)
         self.engine = None
         return gone() is None
+
+
+def _check_hostname(hostname: str) -> None:
+    if not HOSTNAME.fullmatch(hostname):
+        raise ValueError(f"hostname {hostname!r}: must be a host name, IPv4 address or [IPv6].")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import socket
 import struct
 import time
@@ -20,8 +21,11 @@ SWITCHES = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 """Variables that force a transport. Mooncake ignores the protocol that it is given."""
 DEFAULTS = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_PROGRESS_TIMEOUT_SEC": "3"}
 """Set unless the environment sets them. A call fails after 3 seconds without progress."""
+IPV6 = "MC_USE_IPV6"
+"""A variable: if it is set, to whatever, Mooncake of this process dials IPv6 only."""
 CUDA_BUILDS = "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"
 """Distributions whose engine reads and writes CUDA memory."""
+IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")
 WAKE = struct.pack("ll", 0, 1000)
 LISTENING = ":0000 0A "
 PAUSES = 0.00005, 0.0005
@@ -58,6 +62,23 @@ def choose(protocol: str) -> None:
             )
     if protocol in SWITCHES:
         os.environ.setdefault(SWITCHES[protocol], "1")
+
+
+def check_family(hostname: str, *, dialled: bool) -> None:
+    """Raises ValueError for an IP address at which Mooncake of this process cannot be read, or
+    which it cannot dial.
+    """
+    if hostname.startswith("["):
+        if IPV6 not in os.environ:
+            raise ValueError(
+                f"hostname {hostname}: Mooncake needs the variable {IPV6}=1 for IPv6, on both "
+                "sides. Set it, or give the engine of prefill a hostname of IPv4."
+            )
+    elif dialled and IPV6 in os.environ and IPV4.fullmatch(hostname):
+        raise ValueError(
+            f"hostname {hostname}: the variable {IPV6} is set, and Mooncake dials IPv6 only. Unset "
+            "it, or give the engine of prefill a hostname of IPv6."
+        )
 
 
 def moves_cuda() -> bool:

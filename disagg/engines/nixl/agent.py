@@ -163,23 +163,35 @@ class Agent:
         raise TransferError(f"NIXL {action}: {reason}")
 
 
-def backend_options(backend: str, options: dict[str, str], transport: str | None) -> dict[str, str]:
-    """The backend's options, with those that select one UCX transport."""
-    if transport is None:
+def backend_options(
+    backend: str,
+    options: dict[str, str],
+    transport: str | None = None,
+    device: str | None = None,
+) -> dict[str, str]:
+    """The backend's options, with those that select one UCX transport and one network device."""
+    config = [options["engine_config"]] if "engine_config" in options else []
+    for name, value, key in (("transports", transport, "TLS"), ("device", device, "NET_DEVICES")):
+        if value is not None:
+            _check_selection(backend, name, value, f"UCX_{key}")
+            config.append(f"{key}={value}")
+    if not config:
         return options
-    if backend != "UCX" or "," in transport:
-        raise ValueError(
-            f"transports={transport!r} with backend {backend!r}: `transports` names one transport "
-            "of UCX. Set the variable UCX_TLS for several; other backends take their own options."
-        )
-    forced = os.environ.get("UCX_TLS", transport)
-    if forced != transport:
-        raise ValueError(
-            f"transports={transport!r} has no effect: the variable UCX_TLS={forced} overrides it."
-        )
-    config = ",".join(filter(None, [options.get("engine_config"), f"TLS={transport}"]))
     handling = {"ucx_error_handling_mode": "none"} if transport in WITHOUT_ERRORS else {}
-    return {**handling, **options, "engine_config": config}
+    return {**handling, **options, "engine_config": ",".join(config)}
+
+
+def _check_selection(backend: str, name: str, value: str, variable: str) -> None:
+    if backend != "UCX" or "," in value:
+        raise ValueError(
+            f"{name}={value!r} with backend {backend!r}: `{name}` names one of UCX. Set the "
+            f"variable {variable} for several; other backends take their own options."
+        )
+    forced = os.environ.get(variable, value)
+    if forced != value:
+        raise ValueError(
+            f"{name}={value!r} has no effect: the variable {variable}={forced} overrides it."
+        )
 
 
 def nixl_api() -> Any:

@@ -56,10 +56,11 @@ class NixlTransfer:
 class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
     """NIXL with one backend; `options` are passed to the backend unchanged.
 
-    `transports` is one UCX transport (`tcp`, `posix`, `rc`, …); the variable UCX_TLS selects
-    several. A fence waits `patience` seconds for reads to complete before it retires their agent.
-    Destroying an agent can crash a peer that it reads over TCP, so over transports that need this
-    side's progress a retired agent is kept instead.
+    `transports` is one UCX transport (`tcp`, `posix`, `rc`, …), `device` one network device of UCX
+    (`eth0`, `mlx5_0:1`); the variables UCX_TLS and UCX_NET_DEVICES select several. A fence waits
+    `patience` seconds for reads to complete before it retires their agent. Destroying an agent can
+    crash a peer that it reads over TCP, so over transports that need this side's progress a retired
+    agent is kept instead.
     """
 
     name = "nixl"
@@ -73,11 +74,12 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
         backend: str = "UCX",
         *,
         transports: str | None = None,
+        device: str | None = None,
         patience: float = 5.0,
         **options: str,
     ) -> None:
         self._backend, self._patience = backend, patience
-        self._options = backend_options(backend, options, transports)
+        self._options = backend_options(backend, options, transports, device)
         self._keep_retired = transports in NEED_PROGRESS
         self._memory = ""
         self._slabs: list[tuple[int, int, int, str]] = []

@@ -1,5 +1,5 @@
-"""Endpoint addresses of stream sockets, `ipc://PATH` and `tcp://HOST:PORT`, where they lead, a
-socket that listens at one, and who may be at the other end within this host.
+"""Endpoint addresses to dial, `ipc://PATH` and `tcp://HOST:PORT`, where they lead, a socket that
+listens, and who may be at the other end within this host.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from disagg.host.unix_sockets import MAX_PATH, peer_credentials
+from disagg.host.unix_sockets import peer_credentials
+from disagg.runtime.sockets.hosts import check_dialled, host_of, host_text
+from disagg.runtime.sockets.listen_address import MAX_PORT, ListenAddress, Place, check_path
 
-_TCP = re.compile(r"tcp://(\[[^\[\]]+\]|[^\[\]:/]+):(\*|[0-9]{1,5})")
+_TCP = re.compile(r"tcp://(\[[^\[\]]*\]|[^\[\]:/]+):(\*|[0-9]{1,5})")
 LOOKUP_SECONDS = 1.0
 """Between two look-ups of a name that leads nowhere."""
 BACKLOG = 1024
+ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Why an address cannot be bound that this host does not have."""
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 KEEPALIVE_SECONDS = 60
 """A peer's host that has gone is noticed after some minutes, so that its connection is closed."""
 
 
-Place = tuple[socket.AddressFamily, Any]
-"""A family, and a socket address of it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A unix socket's `path`, or `host` and `port` of TCP; port 0 is any."""
+    """A unix socket's `path`, or `host` and `port` of TCP, to dial."""
 
     text: str
     path: str = ""
@@ -43,22 +43,22 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ValueError for what is no address."""
+        """Raises ValueError for what nobody can dial."""
         if text.startswith("ipc://"):
             path = text.removeprefix("ipc://")
-            if not path or "\0" in path:
-                raise ValueError("a unix socket is ipc://PATH")
-            if len(os.fsencode(path)) > MAX_PATH:
-                raise ValueError(f"a unix socket's path has at most {MAX_PATH} bytes")
+            check_path(path)
             return cls(text, path=path)
         match = _TCP.fullmatch(text)
         if match is None:
             raise ValueError("an address is ipc://PATH or tcp://HOST:PORT")
-        host, port = match[1].removeprefix("[").removesuffix("]"), match[2]
-        number = 0 if port == "*" else int(port)
-        if number > 65535:
-            raise ValueError("a port is at most 65535")
-        return cls(text, host="0.0.0.0" if host == "*" else host, port=number)
+        host = host_of(match[1])
+        check_dialled(host)
+        port = 0 if match[2] == "*" else int(match[2])
+        if port > MAX_PORT:
+            raise ValueError(f"a port is at most {MAX_PORT}")
+        if port == 0:
+            raise ValueError("it names no port to dial")
+        return cls(text, host=host, port=port)
 
     def resolve(self, flags: int = 0) -> list[Place]:
         """Where it leads, the preferred place first. Raises OSError or UnicodeError for no name."""
@@ -95,29 +95,21 @@ class DialledAddress:
 
 
 class Listener:
-    """A bound, non-blocking socket. `address` is the one to dial. Raises OSError or UnicodeError if
-    it cannot be bound, and ValueError if somebody else listens there.
+    """A bound, non-blocking socket; `address` is where. Raises OSError or UnicodeError if it cannot
+    be bound, and ValueError if somebody else listens there, or for no address of this host.
     """
 
-    def __init__(self, address: Address) -> None:
-        family, place = address.resolve()[0]
+    def __init__(self, address: ListenAddress) -> None:
         self._file: os.stat_result | None = None
         self._path = Path(address.path)
-        self.socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            if address.path:
-                _remove_if_left(self._path)
-                self.socket.bind(place)
-                self._path.chmod(0o600)
-                self._file = self._path.lstat()
-            else:
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self.socket.bind(place)
-            self.socket.listen(BACKLOG)
-        except (OSError, ValueError):
-            self.close()
-            raise
-        self.address = address.text if address.path else tcp_text(self.socket.getsockname())
+        if address.path:
+            _remove_if_left(self._path)
+            self.socket = _listening(socket.AF_UNIX, address.path)
+            self._file = self._path.lstat()
+            self.address = str(address)
+        else:
+            self.socket = _first_free(address)
+            self.address = tcp_text(self.socket.getsockname())
 
     def close(self) -> None:
         """Closes the socket, and removes its path unless another socket has it now."""
@@ -130,8 +122,7 @@ class Listener:
 
 def tcp_text(place: tuple[Any, ...]) -> str:
     """The endpoint address of a bound TCP socket."""
-    host, port = place[0], place[1]
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{host_text(place[0])}:{place[1]}"
 
 
 def tune(stream: socket.socket) -> None:
@@ -163,6 +154,45 @@ def origin(stream: socket.socket) -> str:
             return f"process {peer_credentials(stream).pid} of this host"
         return tcp_text(stream.getpeername())
     return ""
+
+
+def _first_free(address: ListenAddress) -> socket.socket:
+    """Listens at the first port that is free of the first place that this host has."""
+    ports = address.ports()
+    problem: OSError | None = None
+    for family, place in address.places():
+        for port in ports:
+            try:
+                return _listening(family, (place[0], port, *place[2:]))
+            except OSError as error:
+                problem = error
+                if error.errno != errno.EADDRINUSE:
+                    break
+        # a name may have addresses of IPv6 too, on a host that has none
+        if problem is not None and problem.errno not in ABSENT:
+            break
+    if problem is not None and problem.errno == errno.EADDRINUSE and len(ports) > 1:
+        raise ValueError(f"no port of {ports[0]}-{ports[-1]} is free")
+    raise problem or ValueError("it leads nowhere")
+
+
+def _listening(family: socket.AddressFamily, place: Any) -> socket.socket:
+    """Raises OSError."""
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        if family != socket.AF_UNIX:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6 and place[0] == "::":
+            # whatever the host's default is: all of its addresses, IPv4 among them
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind(place)
+        if family == socket.AF_UNIX:
+            os.chmod(place, 0o600)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _remove_if_left(path: Path) -> None:

@@ -14,12 +14,13 @@ from tests.disagg.stepping import MLA
 
 SECONDS = "a number of seconds from 0.05 to 86400"
 TLS = {"ca": "a", "certificate": "b", "key": "c"}
+BIND = "ipc://PATH or tcp://HOST:PORT, with PORT one of 29100, 29100-29107, 29100+rank and *"
 WRONG = [
     ("engine", 7, "an installed engine's name. Installed are "),
     ("engine", "nixll", "Did you mean 'nixl'?"),
-    ("bind", "10.0.0.1", "ipc://PATH, tcp://HOST:PORT, or None"),
-    ("bind", "http://10.0.0.1:1", "ipc://PATH, tcp://HOST:PORT, or None"),
-    ("bind", 4, "ipc://PATH, tcp://HOST:PORT, or None"),
+    *(("bind", value, BIND) for value in ("10.0.0.1", "http://10.0.0.1:1", 4, "tcp://a:1-0")),
+    *(("advertise", value, "tcp://HOST:PORT, or None") for value in ("10.0.0.1", 4, "tcp://a:x")),
+    *(("engine_options", value, "a JSON object of the engine's options") for value in ("a", [], 4)),
     ("keys", True, "a folder of `kvpool keys`"),
     ("keys", "", "a folder of `kvpool keys`"),
     *(
@@ -47,7 +48,9 @@ WRONG = [
 ]
 RIGHT = {
     "engine": "nixl",
-    "bind": "tcp://10.0.0.1:*",
+    "engine_options": {"transports": "tcp", "patience": 2},
+    "bind": "tcp://10.0.0.1:29100+rank",
+    "advertise": "tcp://gpu-7.example:31000+rank",
     "keys": "/etc/kvpool",
     "tls": TLS,
     "insecure": False,
@@ -90,7 +93,7 @@ def test_the_room_of_a_store_is_bytes_or_text(size, nbytes):
 
 
 def test_a_name_that_is_not_known_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match=r"extra: 'insecur' is not known; there are allow_missing.*"
+    with pytest.raises(ValueError, match=r"extra: 'insecur' is not known; there are advertise, .*"
                        r"Did you mean 'insecure'\?"):  # fmt: skip
         Settings.read({"insecur": True}, "extra")
 

@@ -138,8 +138,8 @@ def noted(memory):
     with engine_of("mooncake", memory) as engine:
         make = engine.reading
 
-        def reading():
-            used.append(Noted(make()))
+        def reading(host):
+            used.append(Noted(make(host)))
             return used[-1]
 
         engine.reading = reading
@@ -256,6 +256,17 @@ def test_wrong_metadata_is_refused(engine, other, change, sentence):
     fields = msgspec.msgpack.decode(other.metadata)
     with pytest.raises(TransferError, match=sentence):
         engine.connect(msgspec.msgpack.encode({**fields, **change}))
+
+
+def test_a_host_of_the_family_that_mooncake_does_not_dial_is_refused(engine, other, monkeypatch):
+    fields = msgspec.msgpack.decode(other.metadata)
+    metadata = msgspec.msgpack.encode({**fields, "hostname": "[fd00::7]"})
+    for call in lambda: engine.connect(metadata), lambda: engine.reached_at("fd00::7"):
+        with pytest.raises((TransferError, ValueError), match=r"fd00::7\]: .* MC_USE_IPV6=1 for"):
+            call()
+    monkeypatch.setenv("MC_USE_IPV6", "0")
+    with pytest.raises(TransferError, match=r"127\.0\.0\.1: the variable MC_USE_IPV6 is set"):
+        engine.connect(other.metadata)
 
 
 def test_another_process_that_answers_is_refused(engine, memory, other):

@@ -16,6 +16,7 @@ import pytest
 
 from disagg.engines.base import TransferError, create_engine
 from disagg.engines.nixl import agent as nixl_agent
+from disagg.host.interfaces import interface_addresses, interface_names, is_loopback
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
 from tests.disagg.engines.owners import Owner, batch_of, engine_of, finish, pattern, read
@@ -280,6 +281,36 @@ def test_a_connection_that_broke_while_nothing_used_it_is_replaced(transports, f
         break_connections()
         read_over_a_new_connection(engine, other, memory)
         assert engine.telemetry()["agents_ended"] == 0
+
+
+def test_one_network_device_is_used():
+    """Loopback: the metadata has no other address of this host, and the bytes arrive."""
+    others = [
+        socket.inet_aton(address)
+        for name in interface_names()
+        for address in interface_addresses(name)
+        if ":" not in address and not is_loopback(address)
+    ]
+    memory = blank(4096)
+    options = TRANSPORTS["tcp"] | {"device": "lo"}
+    with Owner("nixl", SIZE, **options) as other, engine_of("nixl", memory, **options) as engine:
+        read(
+            engine, engine.connect(other.metadata), batch_of((other.base, memory.ctypes.data, 4096))
+        )
+        assert np.array_equal(memory, pattern(4096))
+        assert not any(address in other.metadata for address in others)
+        assert other.close() == 0
+    with engine_of("nixl", memory, transports="tcp") as engine:
+        assert not others or any(address in engine.metadata() for address in others)
+    with pytest.raises(TransferError, match="NET_DEVICES=kvpool9"):
+        create_engine("nixl", transports="tcp", device="kvpool9")
+
+
+@pytest.mark.parametrize("given", ["lo,eth0", "lo"])
+def test_devices_that_ucx_would_not_use_are_refused(given, monkeypatch):
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth0")
+    with pytest.raises(ValueError, match=f"device='{given}'.*UCX_NET_DEVICES"):
+        create_engine("nixl", device=given)
 
 
 @pytest.mark.parametrize("given", ["tcp,cma", "tcp"])

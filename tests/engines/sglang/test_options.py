@@ -142,6 +142,24 @@ def test_windows_are_not_kept_for_shorter_prefixes(pool, refused):
         refuse_windows(made.layout)
 
 
+@pytest.mark.parametrize(
+    ("options", "rank", "replica", "number"),
+    [
+        ({}, 0, 0, 0),
+        ({"tp_size": 4}, 3, 0, 3),
+        ({"tp_size": 2}, 1, 1, 3),
+        ({"tp_size": 2}, 0, 2, 4),
+        # SGLang calls a group of attention's data parallelism a replica too
+        ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, 1, 0, 1),
+        ({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}, 2, 1, 2),
+    ],
+)
+def test_each_rank_of_an_engine_has_a_number_of_its_own(options, rank, replica, number, resolved):
+    with manager(resolved("prefill", **options), rank=rank) as made:
+        made.system_dp_rank = replica
+        assert made.number == number
+
+
 def test_deferred_release_is_taken_and_its_absence_refused(resolved, monkeypatch):
     with manager(resolved("decode")) as made:
         assert made.enable_deferred_decode_kv_release

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from disagg.connectors.vllm.connector import KvpoolConnector
 from tests.engines.pair import EXACT, LENGTHS, Pair, compare
 from tests.engines.vllm.engines import asked_at_once, handed_over, prefilled, prompts
+from tests.ports import free_port
 
 
 def blocks(prefill: int, decode: int, **here: int) -> dict[str, dict[str, Any]]:
@@ -24,10 +25,13 @@ TP = {"tensor_parallel_size": 2}
 # on a CPU vLLM's second stage has no place for its input before a model is warmed up
 TRACED = {"enforce_eager": False, "compilation_config": {"mode": 1, "backend": "eager"}}
 PP = {"pipeline_parallel_size": 2, **TRACED}
+# a port for each rank of prefill, where its engine is too
+PORTS = {"bind": f"tcp://127.0.0.2:{free_port()}+rank", "insecure": True}
 PAIRS = {
     "llama 128 to 32": Pair("llama", **blocks(128, 32), both=EXACT),
     "llama 32 to 128": Pair("llama", **blocks(32, 128), both=EXACT),
     "llama tp 2 to 1": Pair("llama", prefill=TP, both=EXACT, extra={"verify": "checksum"}),
+    "llama tp 2 to 1, ports": Pair("llama", "mooncake", prefill=TP, both=EXACT, extra=PORTS),
     "llama tp 1 to 2": Pair("llama", decode=TP, both=EXACT),
     "llama nixl": Pair("llama", "nixl", **blocks(128, 32)),
     "llama mooncake": Pair("llama", "mooncake", **blocks(32, 128)),
