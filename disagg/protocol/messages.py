@@ -259,15 +259,6 @@ def spans_of(address: RequestAddress) -> dict[str, WireSpan]:
     }
 
 
-def handshake_problems(own: Hello, peer: Hello) -> list[str]:
-    """Why two endpoints cannot work together, whatever their layouts."""
-    if own.protocol != peer.protocol:
-        return [f"protocol {own.protocol} here, {peer.protocol} there. Run the same kvpool."]
-    if own.engine != peer.engine:
-        return [f"engine {own.engine!r} here, {peer.engine!r} there. Use the same on both sides."]
-    return []
-
-
 def checked_conventions(conventions: Mapping[str, Convention]) -> dict[str, Convention]:
     """What a caller says of its bytes, as it is sent; raises ValueError for what cannot be."""
     if not isinstance(conventions, Mapping):
@@ -285,13 +276,3 @@ def checked_conventions(conventions: Mapping[str, Convention]) -> dict[str, Conv
     if (count := len(conventions)) > MAX_CONVENTIONS:
         raise ValueError(f"conventions: {count} names, at most {MAX_CONVENTIONS} are sent.")
     return dict(conventions)
-
-
-def differences(prefill: Mapping[str, Convention], decode: Mapping[str, Convention]) -> list[str]:
-    """Why prefill's bytes do not mean the same to decode: names that the sides set differently."""
-    return [
-        f"{name}: {value!r} on prefill, {decode[name]!r} on decode. Run the same model with the "
-        "same settings on both sides, in the same engine where it is the engine that decides."
-        for name, value in sorted(prefill.items())
-        if name in decode and decode[name] != value
-    ]

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from disagg.log import log
 from disagg.protocol import messages
+from disagg.protocol.agreement import NO_REGION, handshake_problems
 from disagg.protocol.codec import Pair, pairs_of, wanted_pairs
 from disagg.protocol.events import Effects
 from disagg.protocol.messages import Hello, Message, Room
@@ -104,7 +105,7 @@ class PrefillPeers:
         if peer in self._greeted:
             reason = "says hello over a connection whose hello was answered already. Connect again."
             return self.refuse(peer, f"generation {hello.generation!r} {reason}")
-        reasons = messages.handshake_problems(self.hello, hello)
+        reasons = handshake_problems(self.hello, hello)
         final, answer = True, self.hello
         try:
             if not reasons:
@@ -137,7 +138,7 @@ class PrefillPeers:
         Raises ValueError for a decode without any region.
         """
         if not wanted:
-            raise ValueError("decode's layout has no region: there is nothing to hand over to it.")
+            raise ValueError(NO_REGION)
         shared = wanted & self._pairs
         # an owner that decode may allow to be missing must be seen where prefill has it, and if
         # nothing is shared a refusal names what is here

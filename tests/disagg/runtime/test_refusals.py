@@ -43,7 +43,7 @@ def where(prefill, stream):
 
 @pytest.mark.parametrize("hello", OTHERS)
 def test_another_protocol_is_refused_with_both_numbers_listed_and_logged(prefill, hello, caplog):
-    said = f"protocol {OWN} here, {hello['protocol']} there. Run the same kvpool."
+    said = f"protocol {OWN} on prefill, {hello['protocol']} on decode. Run the same kvpool."
     with dial(prefill.address) as stranger:
         stranger.send(msgspec.msgpack.encode(hello))
         refused = msgspec.msgpack.decode(stranger.receive())
@@ -58,7 +58,7 @@ def test_whose_hello_it_was_is_said_as_far_as_it_can_be_read(prefill, generation
     hello = {"type": "hello", "protocol": OWN + 1, "generation": generation}
     with dial(prefill.address) as stranger:
         stranger.send(msgspec.msgpack.encode(hello))
-        assert f"{OWN + 1} there" in codec.decode(stranger.receive()).why
+        assert f"{OWN + 1} on decode" in codec.decode(stranger.receive()).why
     (listed,) = prefill.refusals()
     who = r"a \x1b[2Kbxxx" if isinstance(generation, str) else "of another version"
     assert listed.startswith(f"decode {who}") and listed.isprintable() and len(listed) < 400
@@ -68,11 +68,13 @@ def test_a_decode_of_another_protocol_is_told_both_numbers(prefill, monkeypatch)
     monkeypatch.setattr("disagg.runtime.endpoint.PROTOCOL", OWN - 1)
     pool = mla()
     with DecodeEndpoint(pool.layout, create_engine("local"), insecure=True) as decode:
-        with pytest.raises(HandshakeRefused, match=f"protocol {OWN} here, {OWN - 1} there"):
+        with pytest.raises(
+            HandshakeRefused, match=f"protocol {OWN} on prefill, {OWN - 1} on decode"
+        ):
             decode.connect([prefill.address], timeout=20)
         until(prefill, prefill.refusals)
         (listed,) = prefill.refusals()
-        assert f"protocol {OWN} here, {OWN - 1} there" in listed
+        assert f"protocol {OWN} on prefill, {OWN - 1} on decode" in listed
         assert listed.startswith(f"decode {decode.layout.generation} (")
 
 
@@ -81,7 +83,9 @@ def test_another_engine_is_listed_too(prefill, caplog):
     other.name = "other"
     with (
         DecodeEndpoint(pool.layout, other, insecure=True) as decode,
-        pytest.raises(HandshakeRefused, match="engine 'local' here, 'other' there") as told,
+        pytest.raises(
+            HandshakeRefused, match="engine 'local' on prefill, 'other' on decode"
+        ) as told,
     ):
         decode.connect([prefill.address], timeout=20)
     (listed,) = prefill.refusals()
