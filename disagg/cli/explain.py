@@ -13,7 +13,7 @@ from kvpool.cli import check_output, write_output
 from kvpool.cli.budget import model_names
 
 if TYPE_CHECKING:
-    from disagg.cli.hand_off import HandOff
+    from disagg.contract.hand_off import HandOff
 
 BOTH = "one value, or PREFILL:DECODE."
 _WHAT = (
@@ -75,7 +75,8 @@ def explain(
       kvpool explain prefill0.json prefill1.json decode.json
       kvpool explain llama_3_1_70b --tp 8:4 --link 400Gb --html plan.html
     """
-    from disagg.cli.hand_off import HandOff, parse_link, parse_sides
+    from disagg.cli.sides import parse_link, parse_sides
+    from disagg.contract.hand_off import HandOff
 
     check_output("--html", html)
     try:

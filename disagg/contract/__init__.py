@@ -1,0 +1,1 @@
+"""What an engine says of itself, so that another knows whether they can work together."""
