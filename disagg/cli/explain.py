@@ -88,12 +88,12 @@ def explain(
         raise typer.BadParameter(str(error)) from None
     refusals = hand_off.refusals()
     if as_json:
-        typer.echo(json.dumps(_as_dict(hand_off, rate)))
+        typer.echo(json.dumps(as_dict(hand_off, rate)))
     elif refusals:
         for sources, dests, line in refusals:
             typer.echo(f"refused: {sources} -> {dests}: {line}")
     else:
-        _print(hand_off, rate)
+        print_plans(hand_off, rate)
     if refusals:
         raise typer.Exit(1)
     if html is not None:
@@ -102,7 +102,8 @@ def explain(
         write_output("--html", html, page(hand_off))
 
 
-def _print(hand_off: HandOff, rate: float | None) -> None:
+def print_plans(hand_off: HandOff, rate: float | None) -> None:
+    """Tables of what travels to each decode rank, and how long that takes on the wire."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -131,7 +132,8 @@ def _on_the_wire(hand_off: HandOff, rate: float) -> str:
     return f"on the wire: {took}; at most {words[0]}, {words[1]}."
 
 
-def _as_dict(hand_off: HandOff, rate: float | None) -> dict[str, Any]:
+def as_dict(hand_off: HandOff, rate: float | None) -> dict[str, Any]:
+    """The JSON of a hand-off, refused or not."""
     plans = []
     for numbers, explanation in hand_off.explained:
         rows = [asdict(row) for row in explanation.rows]
