@@ -96,7 +96,7 @@ def _print(contracts: Mapping[str, Contract], objections: Sequence[Objection]) -
 
 
 def _summary(contract: Contract) -> dict[str, object]:
-    from disagg.contract.labels import labels
+    from disagg.contract.labelling import labels
 
     return {
         "versions": dict(contract.versions),

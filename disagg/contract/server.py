@@ -8,7 +8,6 @@ a body; at most `MAX_READERS` are answered at once.
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import threading
 import time
@@ -18,7 +17,7 @@ from io import BytesIO
 from typing import Any
 
 from disagg.contract.contract import Contract
-from disagg.contract.labels import labels
+from disagg.contract.labelling import labels
 from disagg.runtime.sockets.address import Address, tcp_text
 
 MAX_READERS = 8
@@ -68,24 +67,6 @@ class ContractServer(AbstractContextManager["ContractServer"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def start_server(
-    place: str | None, contract: Contract, log: logging.Logger, offset: int = 0
-) -> ContractServer | None:
-    """A server of an engine's contract where that is asked for. What goes wrong is logged: an
-    engine serves all the same.
-    """
-    if place is None:
-        return None
-    try:
-        server = ContractServer(place, contract, offset)
-    except Exception as error:
-        expected = isinstance(error, ValueError)
-        log.error("no contract is served: %s", error, exc_info=not expected)
-        return None
-    log.info("the contract of this engine: http://%s/contract", server.address)
-    return server
 
 
 class _Server(ThreadingHTTPServer):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from disagg.contract.contract import Contract, ContractRank
 from disagg.contract.fit import Fit
-from disagg.contract.labels import MAX_VALUE, labels
+from disagg.contract.labelling import MAX_VALUE, labels
 from kvpool.layout import PoolLayout
 from tests.fuzz import samples
 from tests.fuzz.guard import Finding

@@ -23,6 +23,7 @@ from disagg.connectors.rank import Rank
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
+from disagg.connectors.sglang.contract import serve_rank
 from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.pools import ModelPools, engine_layout
 from disagg.connectors.sglang.scales import rank_scales
@@ -114,6 +115,7 @@ class KvpoolManager(CommonKVManager):
         """Whether this rank of prefill sends the metadata, which all of them have."""
         if not prefill and self.server_args.disaggregation_decode_enable_radix_cache:
             refuse_windows(self.layout.layout)
+        said = self._conventions(runners)
         self.rank = Rank(
             settings,
             self.layout.layout,
@@ -121,8 +123,9 @@ class KvpoolManager(CommonKVManager):
             consumes=not prefill,
             readers=self.attn_tp_size * self.pp_size,
             log=log,
-            conventions=self._conventions(runners),
+            conventions=said,
         )
+        self.contract = serve_rank(self, settings, said, prefill=prefill)
         if prefill:
             self.local_ip, self.rank_port = split(self.rank.prefill.address)
             super().register_to_bootstrap()

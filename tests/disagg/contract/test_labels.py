@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from disagg.contract.contract import Contract, ContractRank
 from disagg.contract.fit import Fit
-from disagg.contract.labels import labels
+from disagg.contract.labelling import labels
 from kvpool.layout import LayoutError
 from tests.disagg.contract.sides import LAYERS, Split, splits
 from tests.disagg.plan.test_geometry import geometries

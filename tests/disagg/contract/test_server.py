@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import threading
 import time
@@ -16,13 +15,12 @@ import pytest
 
 from disagg.contract import client, server
 from disagg.contract.client import read_contract
-from disagg.contract.labels import labels
-from disagg.contract.server import ContractServer, start_server
+from disagg.contract.labelling import labels
+from disagg.contract.server import ContractServer
 from tests.disagg.contract.sides import Split
 from tests.ports import free_port
 
 CONTRACT = Split(tp=2, conventions={"model": "a"}).contract()
-LOG = logging.getLogger("tests.contract")
 
 
 @pytest.fixture
@@ -168,20 +166,24 @@ def test_an_address_of_ipv6():
         assert read_contract(f"http://{served.address}") == CONTRACT
 
 
-def test_what_cannot_be_served_is_logged_once_and_an_engine_goes_on(served, caplog):
-    assert start_server(None, CONTRACT, LOG) is None
-    assert start_server(served.address, CONTRACT, LOG) is None
-    (line,) = caplog.messages
-    assert line.startswith(f"no contract is served: contract at {served.address}: ")
-    assert "Give HOST:PORT of this host." in line
-    caplog.clear()
-    assert start_server("127.0.0.1:65535", CONTRACT, LOG, 7) is None
-    assert "port 65535 and 7 more is above 65535" in caplog.text
-    assert start_server("127.0.0.1:*", replace(CONTRACT, engine=""), LOG) is None
-    assert "malformed contract" in caplog.messages[-1]
-    running = start_server("127.0.0.1:*", CONTRACT, LOG)
-    assert read_contract(f"http://{running.address}") == CONTRACT
-    running.close()
+@pytest.mark.parametrize(
+    ("where", "offset", "reason"),
+    [
+        ("127.0.0.1:65535", 7, "port 65535 and 7 more is above 65535"),
+        ("no.such.host.invalid:1", 0, "Give HOST:PORT of this host."),
+        ("127.0.0.1", 0, "an address is ipc://PATH or tcp://HOST:PORT"),
+        ("192.0.2.1:9400", 0, "Cannot assign requested address"),
+    ],
+)
+def test_a_place_that_cannot_be_used_is_refused_by_name(where, offset, reason):
+    with pytest.raises(ValueError, match=reason) as refused:
+        ContractServer(where, CONTRACT, offset)
+    assert str(refused.value).startswith(f"contract at {where}: ")
+
+
+def test_a_place_that_is_taken_is_refused(served):
+    with pytest.raises(ValueError, match="Address already in use"):
+        ContractServer(served.address, CONTRACT)
 
 
 @contextmanager
