@@ -7,7 +7,10 @@ from hypothesis import given, settings
 
 from disagg.contract.contract import Contract
 from disagg.contract.fit import Fit
+from disagg.protocol.messages import PROTOCOL
 from tests.disagg.contract.sides import LAYERS, Split, shake_hands, splits
+
+OLDER = PROTOCOL - 1
 
 
 def objections(prefill: Split, decode: Split):
@@ -32,7 +35,11 @@ def test_it_says_yes_exactly_where_a_handshake_of_all_ranks_succeeds(prefill, de
     ("changed", "subject", "reason"),
     [
         ({"engine": "nixl"}, "engine", "engine 'local' on prefill, 'nixl' on decode"),
-        ({"protocol": 6}, "protocol", "protocol 7 on prefill, 6 on decode. Run the same kvpool."),
+        (
+            {"protocol": OLDER},
+            "protocol",
+            f"protocol {PROTOCOL} on prefill, {OLDER} on decode. Run",
+        ),
         ({"serves": ("prefill",)}, "side", "decode serves prefill only. Start it for decode."),
         ({"dtype": "f16"}, "layout", "bfloat16 on prefill, float16 on decode"),
         ({"kind": "mla"}, "layout", "prefill offers no such region"),
@@ -48,7 +55,7 @@ def test_a_reason_says_what_it_is_about(changed, subject, reason):
 
 
 def test_all_reasons_are_listed_at_once():
-    changed = {"engine": "nixl", "protocol": 6, "dtype": "f16", "serves": ("prefill",)}
+    changed = {"engine": "nixl", "protocol": OLDER, "dtype": "f16", "serves": ("prefill",)}
     found = objections(Split(conventions={"m": 1}), Split(conventions={"m": 2}, **changed))
     assert [one.about for one in found] == [
         *("side", "protocol", "engine", "conventions"),

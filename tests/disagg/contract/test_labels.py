@@ -11,10 +11,13 @@ from hypothesis import given, settings, strategies as st
 from disagg.contract.contract import Contract, ContractRank
 from disagg.contract.fit import Fit
 from disagg.contract.labelling import labels
+from disagg.protocol.messages import PROTOCOL
 from kvpool.layout import LayoutError
 from tests.disagg.contract.sides import LAYERS, Split, splits
 from tests.disagg.plan.test_geometry import geometries
 from tests.fuzz import samples
+
+OLDER = PROTOCOL - 1
 
 
 def label(split: Split):
@@ -79,7 +82,7 @@ def test_ranks_stages_and_pages_do_not_change_it(changed):
     "changed",
     [
         *({"dtype": "f16"}, {"kind": "wide"}, {"kind": "mla"}, {"engine": "nixl"}),
-        *({"protocol": 6}, {"conventions": {"theta": 1}}),
+        *({"protocol": OLDER}, {"conventions": {"theta": 1}}),
     ],
 )
 def test_what_does_not_fit_or_may_not_has_another(changed):
@@ -106,7 +109,7 @@ def test_labels_are_short_texts_of_few_characters():
     assert values.pop("model").startswith("a-model-with-nusual-xxx")
     assert values == {
         "engine": "local",
-        "protocol": "7",
+        "protocol": str(PROTOCOL),
         "serves": "prefill-decode",
         "kvpool": "0.1.0-cpu",
         "vllm": "0.33.0",
