@@ -86,8 +86,8 @@ class Fit:
         """Each difference once, with the decode ranks that it is of."""
         numbers: dict[str, list[int]] = {}
         for number, rank in enumerate(self.decode.ranks):
-            said = (one.conventions for one in self.prefill.ranks)
-            for reason in all_differences(said, rank.conventions):
+            sources = (source.conventions for source in self.prefill.ranks)
+            for reason in all_differences(sources, rank.conventions):
                 numbers.setdefault(reason, []).append(number)
         sides = self.hand_off
         for reason, ranks in numbers.items():

@@ -61,4 +61,6 @@ def all_differences(
     prefills: Iterable[Mapping[str, Convention]], decode: Mapping[str, Convention]
 ) -> list[str]:
     """The differences of a decode rank from any rank of prefill, each once."""
-    return list(dict.fromkeys(text for one in prefills for text in differences(one, decode)))
+    return list(
+        dict.fromkeys(text for prefill in prefills for text in differences(prefill, decode))
+    )

@@ -115,7 +115,7 @@ class KvpoolManager(CommonKVManager):
         """Whether this rank of prefill sends the metadata, which all of them have."""
         if not prefill and self.server_args.disaggregation_decode_enable_radix_cache:
             refuse_windows(self.layout.layout)
-        said = self._conventions(runners)
+        document = self._conventions(runners)
         self.rank = Rank(
             settings,
             self.layout.layout,
@@ -123,9 +123,9 @@ class KvpoolManager(CommonKVManager):
             consumes=not prefill,
             readers=self.attn_tp_size * self.pp_size,
             log=log,
-            conventions=said,
+            conventions=document,
         )
-        self.contract = serve_rank(self, settings, said, prefill=prefill)
+        self.contract = serve_rank(self, settings, document, prefill=prefill)
         if prefill:
             self.local_ip, self.rank_port = split(self.rank.prefill.address)
             super().register_to_bootstrap()
