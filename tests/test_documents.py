@@ -21,7 +21,7 @@ CODE = re.compile(r"^```.*?^```", re.S | re.M)
 LINK = re.compile(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)")
 PUBLIC = (
     *("kvpool", "kvpool.layout", "kvpool.describe", "kvpool.item", "kvpool.testing", "kvpool_npu"),
-    *("disagg", "disagg.plan", "disagg.snapshot", "disagg.exporter"),
+    *("disagg", "disagg.plan", "disagg.contract", "disagg.snapshot", "disagg.exporter"),
 )
 
 

@@ -28,6 +28,7 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"digest", "engines"},
         {"protocol", "portable"},
         {"runtime", "snapshot", "store", "timeline"},
+        {"contract"},
         {"connectors", "exporter"},
         {"testing"},
         {"cli"},

@@ -13,7 +13,7 @@ from kvpool.cli import check_output, write_output
 from kvpool.cli.budget import model_names
 
 if TYPE_CHECKING:
-    from disagg.cli.hand_off import HandOff
+    from disagg.contract.hand_off import HandOff
 
 BOTH = "one value, or PREFILL:DECODE."
 _WHAT = (
@@ -75,7 +75,8 @@ def explain(
       kvpool explain prefill0.json prefill1.json decode.json
       kvpool explain llama_3_1_70b --tp 8:4 --link 400Gb --html plan.html
     """
-    from disagg.cli.hand_off import HandOff, parse_link, parse_sides
+    from disagg.cli.sides import parse_link, parse_sides
+    from disagg.contract.hand_off import HandOff
 
     check_output("--html", html)
     try:
@@ -87,12 +88,12 @@ def explain(
         raise typer.BadParameter(str(error)) from None
     refusals = hand_off.refusals()
     if as_json:
-        typer.echo(json.dumps(_as_dict(hand_off, rate)))
+        typer.echo(json.dumps(as_dict(hand_off, rate)))
     elif refusals:
         for sources, dests, line in refusals:
             typer.echo(f"refused: {sources} -> {dests}: {line}")
     else:
-        _print(hand_off, rate)
+        print_plans(hand_off, rate)
     if refusals:
         raise typer.Exit(1)
     if html is not None:
@@ -101,7 +102,8 @@ def explain(
         write_output("--html", html, page(hand_off))
 
 
-def _print(hand_off: HandOff, rate: float | None) -> None:
+def print_plans(hand_off: HandOff, rate: float | None) -> None:
+    """Tables of what travels to each decode rank, and how long that takes on the wire."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -130,7 +132,8 @@ def _on_the_wire(hand_off: HandOff, rate: float) -> str:
     return f"on the wire: {took}; at most {words[0]}, {words[1]}."
 
 
-def _as_dict(hand_off: HandOff, rate: float | None) -> dict[str, Any]:
+def as_dict(hand_off: HandOff, rate: float | None) -> dict[str, Any]:
+    """The JSON of a hand-off, refused or not."""
     plans = []
     for numbers, explanation in hand_off.explained:
         rows = [asdict(row) for row in explanation.rows]

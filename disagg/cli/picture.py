@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
 
-from disagg.cli.hand_off import HandOff
+from disagg.contract.hand_off import HandOff
 from disagg.plan import TransferPlan
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region

@@ -127,6 +127,11 @@ class Rank:
         return self._prefill
 
     @property
+    def address(self) -> str | None:
+        """What decode engines dial; None if this engine was not started for prefill."""
+        return None if self._prefill is None else self._prefill.address
+
+    @property
     def links(self) -> Links:
         """To prefills. Raises ValueError if this engine was not started for decode."""
         if self._links is None:

@@ -59,6 +59,8 @@ class Settings:
     """KV memory of the CPU is made so that engine `local` of another process can map it."""
     conventions: Mapping[str, Convention | None] = field(default_factory=dict)
     """Instead of what the engine knows of its model; null: not compared (docs/connectors.md)."""
+    contract: str | None = None
+    """HOST:PORT where the engine says what it is, to anybody who asks (docs/contract.md)."""
     store: str | None = None
     """The URL of a store of state (docs/store.md)."""
     chunk_tokens: int = 256

@@ -19,7 +19,6 @@ from msgspec.structs import force_setattr
 
 from disagg.errors import RoomError, WireError
 from disagg.protocol.rooms.offered import LayerRange
-from disagg.protocol.versions import fields_lacked, mismatch
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.layout.sentences import PRINTABLE, is_name, one_line
@@ -249,22 +248,6 @@ def spans_of(address: RequestAddress) -> dict[str, WireSpan]:
     }
 
 
-def handshake_problems(own: Hello, peer: Hello) -> list[str]:
-    """Why two endpoints cannot work together, whatever their layouts."""
-    if own.protocol != peer.protocol:
-        return [mismatch(own.protocol, peer.protocol)]
-    if own.engine != peer.engine:
-        return [f"engine {own.engine!r} here, {peer.engine!r} there. Use the same on both sides."]
-    # a side that says nothing had the choice; one that cannot say it may mean anything
-    if own.conventions and "conventions" in fields_lacked("hello", peer.protocol):
-        return [
-            f"conventions ({', '.join(sorted(own.conventions))}): protocol {peer.protocol}, which "
-            "the other side speaks, has none, so what bytes mean cannot be compared. Run the same "
-            "release on both sides, or give this side conventions={}."
-        ]
-    return []
-
-
 def checked_conventions(conventions: Mapping[str, Convention]) -> dict[str, Convention]:
     """What a caller says of its bytes, as it is sent; raises ValueError for what cannot be."""
     if not isinstance(conventions, Mapping):
@@ -282,13 +265,3 @@ def checked_conventions(conventions: Mapping[str, Convention]) -> dict[str, Conv
     if (count := len(conventions)) > MAX_CONVENTIONS:
         raise ValueError(f"conventions: {count} names, at most {MAX_CONVENTIONS} are sent.")
     return dict(conventions)
-
-
-def differences(prefill: Mapping[str, Convention], decode: Mapping[str, Convention]) -> list[str]:
-    """Why prefill's bytes do not mean the same to decode: names that the sides set differently."""
-    return [
-        f"{name}: {value!r} on prefill, {decode[name]!r} on decode. Run the same model with the "
-        "same settings on both sides, in the same engine where it is the engine that decides."
-        for name, value in sorted(prefill.items())
-        if name in decode and decode[name] != value
-    ]

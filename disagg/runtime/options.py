@@ -61,6 +61,11 @@ RULES: Mapping[str, Rule] = {
     "allow_missing": Rule(list[str], 'a list of owners or roles, such as ["draft"]'),
     "verify": Rule(Literal["checksum"] | None, "'checksum', or None"),
     "stream": Rule(Literal["chunks", "layers"] | None, "'chunks', 'layers', or None"),
+    "contract": Rule(
+        str | None,
+        "HOST:PORT such as 127.0.0.1:9400, or None",
+        lambda place: ListenAddress.parse(f"tcp://{place}"),
+    ),
     "store": Rule(_Path | None, "a URL (docs/store.md), or None"),
     "chunk_tokens": Rule(Annotated[int, Meta(ge=1, le=1 << 20)], "a number from 1 to 1048576"),
     "store_timeout": Rule(Seconds, _BOUNDED),

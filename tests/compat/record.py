@@ -37,7 +37,7 @@ except ImportError:
         from disagg.plan.offered import LayerRange
 
         from disagg.protocol.messages import decode, encode
-    from disagg.protocol.messages import PROTOCOL
+    from disagg.protocol.versions import PROTOCOL
 
 PAGES = {"num_pages": 9, "page_size": 16, "dtype": "bf16"}
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}

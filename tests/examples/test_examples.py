@@ -13,6 +13,8 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "engine_tensors": r"target k \(layers 0-3\): resharded(.|\n)*100 tokens of 4 layers are equal",
+    "picker": r"(?s)'prefill': \['(http\S+)'\], 'decode': \['(http\S+)'\].*'prefill': \[\], 'de"
+    r".*r1: \1 prefills, \2 decodes\nr2: \1 prefills, \2 decodes",
     "request_life": r"shares 12 of 13 pages\n.*0 of \d+ are free.*\n.*\{'kv': 0, 'swa': 0\}",
     "reshard": r"rank 3 of 4: 327,680,000 bytes(.|\n)*bfloat16 on prefill, float16 on decode",
     "snapshot": r"200 tokens(.|\n)*both ranks hold what was written\n2 reasons",
@@ -21,7 +23,7 @@ SAYS = {
 }
 
 
-def test_there_are_six_programs_of_at_most_90_lines():
+def test_there_are_seven_programs_of_at_most_90_lines():
     lines = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     assert sorted(lines) == sorted(["batcher", *SAYS])  # test_batcher.py runs that one
     assert {name: count for name, count in lines.items() if count > 90} == {}

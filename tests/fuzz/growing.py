@@ -25,7 +25,7 @@ from disagg.snapshot.header import Header, decode
 from kvpool import MLAPool
 from kvpool.layout import LayoutError, PoolLayout
 from tests import oracle
-from tests.fuzz import build, machines, planning, samples, stored, wide
+from tests.fuzz import build, contracts, machines, planning, samples, stored, wide
 from tests.fuzz.growth import Growth
 from tests.fuzz.trees import Encode, Grower, Pairs, growers, to_json, to_msgpack, tree
 
@@ -222,5 +222,6 @@ TARGETS: Mapping[str, Growth] = {
         },
     ),
     "geometry": Growth(stored.run, grown(unpacked(next(stored.seeds())), to_msgpack)),
+    "contract": Growth(contracts.run, grown(tree(json.loads(next(contracts.seeds()))), to_json)),
     "aux": Growth(unpack, grown(tree({"a": [1, {"b": "x"}], "c": 1.5}), to_msgpack)),
 }

@@ -15,7 +15,17 @@ from disagg.engines.mooncake import MooncakeEngine
 from disagg.protocol import codec, messages
 from disagg.protocol.versions import PROTOCOL
 from kvpool.layout import LayoutError, PoolLayout
-from tests.fuzz import build, digesting, edits, local, machines, planning, samples, stored
+from tests.fuzz import (
+    build,
+    contracts,
+    digesting,
+    edits,
+    local,
+    machines,
+    planning,
+    samples,
+    stored,
+)
 from tests.fuzz.guard import Finding
 from tests.fuzz.stretch import stretched
 
@@ -156,6 +166,7 @@ TARGETS = {
     "local": Target(local.run, local.seeds, local.mutate),
     "digest": Target(digesting.run, digesting.seeds, mutate_behind),
     "geometry": Target(stored.run, stored.seeds, stored.mutate),
+    "contract": Target(contracts.run, contracts.seeds, mutate_json),
     "prefill": Target(lambda data: machines.prefill(Provided(data)), machines.seeds, None),
     "decode": Target(lambda data: machines.decode(Provided(data)), machines.seeds, None),
 }

@@ -13,9 +13,10 @@ from typing import get_args
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.cli.bench.case import COPY, Measurement
 from disagg.cli.bench.report import BenchReport
-from disagg.cli.hand_off import HandOff, RankSplit as Split, read_side
 from disagg.cli.picture import page as explained
+from disagg.cli.sides import RankSplit as Split, read_side
 from disagg.cli.store.picture import page as store_page
+from disagg.contract.hand_off import HandOff
 from disagg.protocol.metrics import RoomMetrics
 from disagg.store.floors.base import Listed
 from disagg.store.geometry import Geometry

@@ -18,7 +18,7 @@ from kvpool.cli.budget import model_names
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from disagg.cli.hand_off import RankSplit
+    from disagg.cli.sides import RankSplit
     from disagg.protocol.messages import Convention
     from disagg.store.upkeep.compare import ComparedRow, Configuration, StoreComparison
 

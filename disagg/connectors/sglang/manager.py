@@ -23,6 +23,7 @@ from disagg.connectors.rank import Rank
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
+from disagg.connectors.sglang.contract import serve_rank
 from disagg.connectors.sglang.metadata import write_row
 from disagg.connectors.sglang.pools import ModelPools, engine_layout
 from disagg.connectors.sglang.scales import rank_scales
@@ -114,6 +115,7 @@ class KvpoolManager(CommonKVManager):
         """Whether this rank of prefill sends the metadata, which all of them have."""
         if not prefill and self.server_args.disaggregation_decode_enable_radix_cache:
             refuse_windows(self.layout.layout)
+        document = self._conventions(runners)
         self.rank = Rank(
             settings,
             self.layout.layout,
@@ -121,9 +123,10 @@ class KvpoolManager(CommonKVManager):
             consumes=not prefill,
             readers=self.attn_tp_size * self.pp_size,
             log=log,
-            conventions=self._conventions(runners),
+            conventions=document,
             number=self.number,
         )
+        self.contract = serve_rank(self, settings, document)
         if prefill:
             self.local_ip, self.rank_port = split(self.rank.prefill.address)
             super().register_to_bootstrap()
@@ -135,13 +138,13 @@ class KvpoolManager(CommonKVManager):
     @property
     def number(self) -> int:
         """Of this rank among all of the engine's, replicas included."""
-        number: int = self.pp_rank * self.attn_dp_size + self.attn_dp_rank
-        number = number * self.attn_cp_size + self.attn_cp_rank
-        number = number * self.attn_tp_size + self.attn_tp_rank
-        ranks: int = self.pp_size * self.attn_dp_size * self.attn_cp_size * self.attn_tp_size
+        sizes = self.pp_size, self.attn_dp_size, self.attn_cp_size, self.attn_tp_size
+        ranks = self.pp_rank, self.attn_dp_rank, self.attn_cp_rank, self.attn_tp_rank
         # SGLang counts replicas and groups of attention's data parallelism in one
-        replica: int = self.system_dp_rank // self.attn_dp_size
-        return replica * ranks + number
+        number: int = self.system_dp_rank // self.attn_dp_size
+        for size, rank in zip(sizes, ranks):
+            number = number * size + rank
+        return number
 
     def _conventions(self, drafts: list[Any]) -> dict[str, Convention]:
         """What the bytes of this rank mean, where these runners draft."""

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 
 from disagg.connectors import stats
 from disagg.connectors.blocks import Blocks
+from disagg.connectors.contracts import ServingEngine, serve_contract
 from disagg.connectors.conventions import conventions
 from disagg.connectors.memory import SharedAllocation
 from disagg.connectors.rank import Rank
@@ -63,9 +64,9 @@ class KvpoolPromMetrics(metrics.KVConnectorPromMetrics):
 
 @dataclass
 class Handshake(base.KVConnectorHandshakeMetadata):
-    """Of one rank: its address for decode engines, its layout, encoded, and its conventions."""
+    """Of one rank: prefill's address, its layout, encoded, and its conventions."""
 
-    address: str
+    address: str | None
     layout: bytes
     conventions: dict[str, Convention]
 
@@ -154,9 +155,12 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         ranks = [metadata[rank] for rank in sorted(metadata)]
-        self._scheduler.serve([rank.address for rank in ranks])
+        self._scheduler.serve([rank.address for rank in ranks if rank.address])
         if self._scheduler.store is not None:
             self._scheduler.store.open(ranks)
+        number = self._vllm_config.parallel_config.data_parallel_index
+        engine = ServingEngine(package="vllm", size=len(ranks), number=number, **self._roles)
+        self._contract = serve_contract(self._settings, engine, ranks, log)
 
     def reset_cache(self) -> bool | None:
         """Of an engine whose weights may be others from now on."""
@@ -196,10 +200,11 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._worker = ConnectorWorker(rank, layout.groups, layout.layers, cleared, store)
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
-        if not self._roles["produces"]:
+        produces, rank = self._roles["produces"], self._worker.rank
+        if not produces and self._settings.contract is None:
             return None
-        rank = self._worker.rank
-        return Handshake(rank.prefill.address, rank.layout.to_msgpack(), self._said)
+        address = rank.prefill.address if produces else None
+        return Handshake(address, rank.layout.to_msgpack(), self._said)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._worker.settle(kv_connector_metadata)
@@ -236,6 +241,8 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def shutdown(self) -> None:
         if half := getattr(self, "_worker", None) or self._scheduler.store:
             half.close()
+        if contract := getattr(self, "_contract", None):
+            contract.close()
 
     # both
 

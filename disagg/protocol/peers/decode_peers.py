@@ -15,9 +15,10 @@ from disagg.log import log
 from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.planner import PlanCache
 from disagg.protocol import messages
+from disagg.protocol.agreement import all_differences, handshake_problems
 from disagg.protocol.codec import wanted_layout
 from disagg.protocol.events import Connect, ConnectEngine, DropPeer, Effects
-from disagg.protocol.messages import Hello, Message, differences
+from disagg.protocol.messages import Hello, Message
 from disagg.protocol.peers.link import Link, PrefillRank
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Latest, Liveness
 from disagg.protocol.rooms.offered import layers_by_owner
@@ -242,7 +243,7 @@ class DecodePeers:
             return None  # a duplicate
         link = rank.link
         own = replace(self.hello, protocol=rank.protocol)
-        if problems := messages.handshake_problems(own, hello):
+        if problems := handshake_problems(hello, own, own):
             return self._refuse(link, problems, "decode")
         rank.hello = hello
         for drop in rank.untold.values():
@@ -262,8 +263,7 @@ class DecodePeers:
     def _plan(self, link: Link, hellos: Sequence[Hello]) -> LinkChange:
         """Plans the transfer, now that every rank has answered."""
         before, own = self.plans.seconds, self.hello.conventions
-        texts = (text for hello in hellos for text in differences(hello.conventions, own))
-        problems = list(dict.fromkeys(texts))
+        problems = all_differences((hello.conventions for hello in hellos), own)
         try:
             layouts = [self._layout(rank, hello) for rank, hello in zip(link.ranks, hellos)]
             plan = self.plans.plan(layouts, self.layout, self._group)

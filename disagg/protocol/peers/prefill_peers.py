@@ -10,6 +10,7 @@ from msgspec import structs
 
 from disagg.log import log
 from disagg.protocol import messages
+from disagg.protocol.agreement import NO_REGION, handshake_problems
 from disagg.protocol.codec import Pair, layout_for, pairs_of, wanted_pairs
 from disagg.protocol.events import Effects
 from disagg.protocol.messages import Hello, Message, Room
@@ -112,7 +113,7 @@ class PrefillPeers:
             return self.refuse(peer, f"generation {hello.generation!r} {reason}")
         speaks = hello.protocol in spoken(self.hello.protocol)
         own = structs.replace(self.hello, protocol=hello.protocol) if speaks else self.hello
-        reasons = messages.handshake_problems(own, hello)
+        reasons = handshake_problems(own, hello, own)
         final, answer = True, own
         try:
             if not reasons:
@@ -147,7 +148,7 @@ class PrefillPeers:
         say.
         """
         if not wanted:
-            raise ValueError("decode's layout has no region: there is nothing to hand over to it.")
+            raise ValueError(NO_REGION)
         shared = wanted & self._pairs
         # an owner that decode may allow to be missing must be seen where prefill has it, and if
         # nothing is shared a refusal names what is here

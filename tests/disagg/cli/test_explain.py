@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
-from disagg.cli.hand_off import parse_link
 from disagg.cli.picture import STAYS, pieces
+from disagg.cli.sides import parse_link
 from kvpool import MHAPool, Shard
 from kvpool.cli import app
 from kvpool.layout import Axis, Region

@@ -10,7 +10,8 @@ import pytest
 
 import kvpool.models
 from disagg.connectors.conventions import SAMPLE_BYTES, conventions, weights_digest
-from disagg.protocol.messages import checked_conventions, differences
+from disagg.protocol.agreement import differences
+from disagg.protocol.messages import checked_conventions
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 8, "vocab_size": 512}
 SAME = {**SIZES, "rms_norm_eps": 1e-05}

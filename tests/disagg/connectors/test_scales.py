@@ -11,7 +11,8 @@ from disagg.connectors.scales import LayerScale, scale_conventions
 from disagg.connectors.sglang.scales import rank_scales
 from disagg.connectors.tensors import UnknownFormat
 from disagg.connectors.vllm.registered import module_scales
-from disagg.protocol.messages import checked_conventions, differences
+from disagg.protocol.agreement import differences
+from disagg.protocol.messages import checked_conventions
 from kvpool.item import Cell, Repeat, Seq, item_bytes, item_regions
 from kvpool.layout import Buffer, PoolLayout, Space
 from kvpool.layout.formats import fp4_cells, fp8_latent_row, nvfp4_latent_row, scaled

@@ -34,6 +34,10 @@ WRONG = [
     *(("peer_timeout", value, SECONDS) for value in (-5, "10", True, float("nan"))),
     *(("verify", value, "'checksum', or None") for value in ("md5", True, "")),
     *(("stream", value, "'chunks', 'layers', or None") for value in ("bytes", True)),
+    *(
+        ("contract", value, "HOST:PORT such as 127.0.0.1:9400, or None")
+        for value in (9400, ":9400", "127.0.0.1", "http://127.0.0.1:1", "h:99999", "")
+    ),
     *(("store", value, "a URL (docs/store.md), or None") for value in (7, "", True)),
     *(("chunk_tokens", value, "a number from 1 to 1048576") for value in (0, "256", 1.5, True)),
     *(("store_timeout", value, SECONDS) for value in (0, None, "10")),
@@ -60,6 +64,7 @@ RIGHT = {
     "verify": "checksum",
     "stream": "layers",
     "shared_memory": False,
+    "contract": "0.0.0.0:9400",
     "store": "s3://bucket/prefix",
     "chunk_tokens": 512,
     "store_timeout": 2.5,

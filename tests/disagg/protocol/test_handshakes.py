@@ -53,7 +53,7 @@ def test_what_cannot_work_together_is_refused_for_good_also_by_a_prefill_that_is
     stranger = msgspec.structs.replace(hello("d"), engine="nixl")
     (refused,) = answers(prefill, b"d", stranger)
     assert refused.final
-    assert "engine 'local' here, 'nixl' there" in refused.reasons[0]
+    assert "engine 'local' on prefill, 'nixl' on decode" in refused.reasons[0]
 
 
 # one hello a connection

@@ -85,7 +85,9 @@ def test_another_engine_is_listed_too(prefill, caplog):
     other.name = "other"
     with (
         DecodeEndpoint(pool.layout, other, insecure=True) as decode,
-        pytest.raises(HandshakeRefused, match="engine 'local' here, 'other' there") as told,
+        pytest.raises(
+            HandshakeRefused, match="engine 'local' on prefill, 'other' on decode"
+        ) as told,
     ):
         decode.connect([prefill.address], timeout=20)
     (listed,) = prefill.refusals()

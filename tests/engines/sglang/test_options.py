@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("sglang")
 
+import sglang
 from sglang.srt import runtime_context
 from sglang.srt.disaggregation import decode, role_switch
 from sglang.srt.disaggregation.base.conn import KVArgs
@@ -28,6 +29,7 @@ from disagg.connectors.sglang import register
 from disagg.connectors.sglang.manager import KvpoolManager, index_keys, refuse_windows
 from disagg.connectors.sglang.pools import engine_layout
 from disagg.connectors.sglang.states import Ranks
+from disagg.contract import read_contract
 from tests.engines.sglang import sides
 
 LLAMA = {
@@ -169,8 +171,11 @@ def test_deferred_release_is_taken_and_its_absence_refused(resolved, monkeypatch
         start(made)
 
 
-def test_decode_of_a_hybrid_with_latents_starts(resolved):
-    """For such a pool SGLang's decode asks all CP ranks of prefill, also where there is one."""
+def test_decode_of_a_hybrid_with_latents_starts(resolved, monkeypatch):
+    """For such a pool SGLang's decode asks all CP ranks of prefill, also where there is one. It
+    says what it is where that is asked for.
+    """
+    monkeypatch.setenv("KVPOOL_SGLANG", json.dumps({"contract": "127.0.0.1:*"}))
     with sides.alone():
         pool = sides.hybrid(kind="kda", full="mla")
     model = SimpleNamespace(
@@ -190,7 +195,13 @@ def test_decode_of_a_hybrid_with_latents_starts(resolved):
     with manager(resolved("decode"), pool) as made:
         assert made.is_hybrid_mla_backend
         made.start(queue)
+        with made.contract as server:
+            contract = read_contract(f"http://{server.address}")
         made.rank.close()
+        assert (contract.serves, contract.missing) == (("decode",), [])
+        assert contract.versions["sglang"] == sglang.__version__
+        (rank,) = contract.ranks
+        assert rank.layout.fingerprint() == made.layout.layout.fingerprint()
         assert not made.drafts
         assert {"latent", "temporal"} <= {region.role for region in made.layout.layout.regions}
 
