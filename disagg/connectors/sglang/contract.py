@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sglang.srt.disaggregation.utils import DisaggregationMode
-
 from disagg.connectors.contracts import RankDescription, ServingEngine, serve_contract
 from disagg.connectors.settings import Settings
 from disagg.contract.server import ContractServer
@@ -25,7 +23,7 @@ def serve_rank(
     """
     if settings.contract is None or manager.is_dummy_cp_rank:
         return None
-    prefill = manager.disaggregation_mode == DisaggregationMode.PREFILL
+    prefill = manager.rank.address is not None
     engine = ServingEngine(
         package="sglang",
         produces=prefill,

@@ -22,11 +22,7 @@ LAYERS = 4
 @dataclass
 class Rank:
     layout: Any
-    address: str
-
-    @property
-    def prefill(self):
-        return self
+    address: str | None
 
 
 @dataclass
@@ -63,7 +59,7 @@ RANKS = [(stage, rank) for stage in range(2) for rank in range(2)]
 
 def serve(port, **fields):
     settings = Settings(contract=f"127.0.0.1:{port}")
-    return serve_rank(Manager(**fields), settings, {"model": "m"}, prefill=True)
+    return serve_rank(Manager(**fields), settings, {"model": "m"})
 
 
 @pytest.mark.parametrize("data_parallel", [{"attn_dp_rank": 1}, {"system_dp_size": 2}])
@@ -83,5 +79,5 @@ def test_all_ranks_together_are_the_engine(data_parallel):
 
 
 def test_where_nobody_asks_for_it_and_on_ranks_that_send_nothing_none_is_served():
-    assert serve_rank(Manager(), Settings(), {}, prefill=True) is None
+    assert serve_rank(Manager(), Settings(), {}) is None
     assert serve(free_port(), is_dummy_cp_rank=True) is None
