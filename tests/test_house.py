@@ -18,7 +18,7 @@ FUNCTION_LINES = 60
 POSITIONAL = 5
 
 CODE_LINES = {
-    "disagg/connectors/vllm": 910,
+    "disagg/connectors/vllm": 900,
     "disagg/connectors/sglang": 950,
     "disagg/connectors/sglang_store": 600,
 }

@@ -181,14 +181,10 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         scales = module_scales(modules, layout.layers)
         said = engine_conventions(config) | scale_conventions(layout.layout, scales)
         parallel = config.parallel_config
-        readers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        readers *= parallel.prefill_context_parallel_size
+        options: dict[str, Any] = {"readers": parallel.world_size, "conventions": said, "log": log}
         # of a dense model each replica is an engine of its own, which knows its index
         number = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        ranks = {"readers": readers, "number": number}
-        rank = Rank(
-            self._settings, layout.layout, **self._roles, **ranks, log=log, conventions=said
-        )
+        rank = Rank(self._settings, layout.layout, **self._roles, **options, number=number)
         cleared = []
         if self._kv_cache_config.needs_kv_cache_zeroing and self._roles["consumes"]:
             for group in self._kv_cache_config.transfer_groups:
@@ -200,11 +196,10 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._worker = ConnectorWorker(rank, layout.groups, layout.layers, cleared, store)
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
-        produces, rank = self._roles["produces"], self._worker.rank
-        if not produces and self._settings.contract is None:
+        rank = self._worker.rank
+        if rank.address is None and self._settings.contract is None:
             return None
-        address = rank.prefill.address if produces else None
-        return Handshake(address, rank.layout.to_msgpack(), self._said)
+        return Handshake(rank.address, rank.layout.to_msgpack(), self._said)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._worker.settle(kv_connector_metadata)
@@ -239,10 +234,9 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return None if numbers is None else KvpoolStats(numbers)
 
     def shutdown(self) -> None:
-        if half := getattr(self, "_worker", None) or self._scheduler.store:
-            half.close()
-        if contract := getattr(self, "_contract", None):
-            contract.close()
+        half = getattr(self, "_worker", None) or self._scheduler.store
+        for each in filter(None, (half, getattr(self, "_contract", None))):
+            each.close()
 
     # both
 

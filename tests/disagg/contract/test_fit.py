@@ -27,7 +27,7 @@ def test_it_says_yes_exactly_where_a_handshake_of_all_ranks_succeeds(prefill, de
     assert bool(found) == (refusal is not None), (refusal, found)
     said = [one.reason for one in found]
     for line in (refusal or "").splitlines():
-        if line.startswith(("protocol", "engine", "model", "theta")):
+        if line.startswith(("engine", "model", "theta")):
             assert line in said
 
 
