@@ -78,6 +78,7 @@ class MooncakeEngine(ThreadedEngine):
             raise ValueError(f"chunk={chunk}: must be at least 1 byte.")
         mooncake.package()
         mooncake.choose(protocol)
+        mooncake.check_ipv6(hostname)
         super().__init__(hostname)
         self._protocol, self._device, self._chunk = protocol, device, chunk
         self.over_tcp = protocol == "tcp"

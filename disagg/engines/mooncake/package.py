@@ -20,6 +20,7 @@ SWITCHES = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 """Variables that force a transport. Mooncake ignores the protocol that it is given."""
 DEFAULTS = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_PROGRESS_TIMEOUT_SEC": "3"}
 """Set unless the environment sets them. A call fails after 3 seconds without progress."""
+IPV6 = "MC_USE_IPV6"
 CUDA_BUILDS = "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"
 """Distributions whose engine reads and writes CUDA memory."""
 WAKE = struct.pack("ll", 0, 1000)
@@ -58,6 +59,16 @@ def choose(protocol: str) -> None:
             )
     if protocol in SWITCHES:
         os.environ.setdefault(SWITCHES[protocol], "1")
+
+
+def check_ipv6(hostname: str) -> None:
+    """Raises EngineUnavailable for an IPv6 address that Mooncake would not resolve."""
+    # Mooncake reads the variable when it is loaded, and resolves no IPv4 address then
+    if hostname.startswith("[") and os.environ.get(IPV6) != "1":
+        raise EngineUnavailable(
+            f"hostname {hostname!r}: Mooncake reaches IPv6 addresses only if {IPV6}=1 was set when "
+            "it was loaded. Set it in the environment of both sides, or give an IPv4 address."
+        )
 
 
 def moves_cuda() -> bool:

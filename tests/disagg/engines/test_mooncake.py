@@ -394,6 +394,12 @@ def test_destroying_a_transfer_engine_does_not_wait_for_its_listener():
     assert seconds[1] < seconds[0] / 2
 
 
+def test_an_ipv6_address_is_refused_where_mooncake_would_not_resolve_it(monkeypatch):
+    monkeypatch.delenv("MC_USE_IPV6", raising=False)
+    with pytest.raises(EngineUnavailable, match=r"'\[::1\]'.*MC_USE_IPV6=1.*both sides"):
+        create_engine("mooncake", hostname="[::1]")
+
+
 def test_a_protocol_is_established_or_refused():
     # the package itself takes any protocol and uses TCP
     code = """
