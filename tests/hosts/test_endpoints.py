@@ -95,9 +95,11 @@ def test_engine_local_refuses_what_is_on_another_host():
         keys = f"{network.folder}/keys"
         write_keys(keys)
         here, there = network.hosts
-        with here.child(offer, f"tcp://{here.ipv4}:*", keys) as prefill:
-            with there.child(ask, prefill.answer(), keys) as decode:
-                for side in decode, prefill:
-                    state, reason = side.answer()
-                    assert state is KVPoll.Failed
-                    assert "the peer is on another host. Use engine nixl" in reason
+        with (
+            here.child(offer, f"tcp://{here.ipv4}:*", keys) as prefill,
+            there.child(ask, prefill.answer(), keys) as decode,
+        ):
+            for side in decode, prefill:
+                state, reason = side.answer()
+                assert state is KVPoll.Failed
+                assert "the peer is on another host. Use engine nixl" in reason

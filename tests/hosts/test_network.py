@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -51,13 +52,28 @@ def exchange(pipe, address):
             pipe.send(error)
 
 
+class Facts(NamedTuple):
+    """What tells a host from another."""
+
+    name: str
+    boot: str
+    processes: int
+    files: set[str]
+
+
 def facts(pipe):
-    """What tells this host from another."""
-    Path("/tmp/of this host").touch()
-    Path("/dev/shm/of this host").touch()
-    names = {path.name for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir()}
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    pipe.send((socket.gethostname(), boot, os.getpid(), len(list(Path("/proc").glob("[0-9]*"))), names))
+    """The facts of this host."""
+    folders = Path("/tmp"), Path("/dev/shm")
+    for folder in folders:
+        (folder / "of this host").touch()
+    pipe.send(
+        Facts(
+            name=socket.gethostname(),
+            boot=Path("/proc/sys/kernel/random/boot_id").read_text(),
+            processes=len(list(Path("/proc").glob("[0-9]*"))),
+            files={path.name for folder in folders for path in folder.iterdir()},
+        )
+    )
 
 
 @pytest.fixture
@@ -83,12 +99,11 @@ def test_hosts_share_neither_processes_nor_files_nor_a_boot(pair):
     for host in pair.hosts:
         with host.child(facts) as child:
             answers.append(child.answer())
-    names, boots = [a[0] for a in answers], {a[1] for a in answers}
-    assert names == ["host0", "host1"]
-    assert len(boots | {here}) == 3
+    assert [answer.name for answer in answers] == ["host0", "host1"]
+    assert len({here, *(answer.boot for answer in answers)}) == 3
     for answer in answers:
-        assert answer[3] <= 3  # its number 1, itself, and nothing of this machine
-        assert "of this host" in answer[4]
+        assert answer.processes <= 3  # number 1 and itself, and nothing of this machine
+        assert "of this host" in answer.files
     assert not Path("/dev/shm/of this host").exists()
 
 
@@ -183,5 +198,5 @@ def test_nothing_is_left_of_a_run_that_is_killed(name):
 
 
 def test_what_is_refused_is_said():
-    with pytest.raises(Refused, match="privileged container.* said: .*no such device"):
+    with pytest.raises(Refused, match=r"privileged container.* said: .*no such device"):
         called(["ip", "link", "set", "no such device", "up"])

@@ -1,5 +1,5 @@
-"""A process that carries packets between the ports of a switch, late, and not all of them. Linux has
-`netem` for this, which not every kernel has; this needs none and is the same everywhere.
+"""A process that carries packets between the ports of a switch, late, and not all of them. Linux
+has `netem` for this, which not every kernel has; this needs none and is the same everywhere.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ WHOLE = Course(tokens=MOST_TOKENS - 1, salt=7)
 
 
 class HostWorld(World):
-    """Two prefills and two decodes, each on a host of its own: p0, p1, d0, d1 on hosts 0 to 3 unless
-    `places` says otherwise. Messages have TLS.
+    """Two prefills and two decodes, each on a host of its own: p0, p1, d0, d1 on hosts 0 to 3,
+    unless `places` says otherwise. Messages have TLS.
     """
 
     def __init__(
