@@ -35,9 +35,10 @@ class HostWorld(World):
         engine: str,
         *,
         places: Mapping[str, int] | None = None,
+        offer_timeout: float = 300.0,
         **limits: Any,
     ) -> None:
-        self.network = network
+        self.network, self._offer_timeout = network, offer_timeout
         self._places = places or {"p0": 0, "p1": 1, "d0": 2, "d1": 3}
         engines = {}
         if engine == "mooncake":
@@ -66,7 +67,10 @@ class HostWorld(World):
         return f"tcp://{self.address(name)}:{PORT + int(name[1])}"
 
     def setup(self, name: str) -> Setup:
-        return replace(super().setup(name), max_bytes=PART_BYTES)
+        setup = super().setup(name)
+        if setup.bind is None:
+            setup.options["offer_timeout"] = self._offer_timeout
+        return replace(setup, max_bytes=PART_BYTES)
 
     def started(self, name: str, *arguments: Any) -> Peer:
         return Peer(inside, self.host(name).namespaces.pid, main, *arguments)
