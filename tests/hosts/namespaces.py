@@ -42,10 +42,12 @@ def called(command: Sequence[str]) -> str:
 
 
 class Namespaces:
-    """Namespaces of the kinds that `unshare` is asked for, set up by a shell script."""
+    """Namespaces of the kinds that `unshare` is asked for, set up by a shell script. Another one,
+    `after`, runs if this process ends without a call of `end`.
+    """
 
-    def __init__(self, kinds: Sequence[str], script: str) -> None:
-        shell = f"set -e\n{script}\necho up\nexec cat"
+    def __init__(self, kinds: Sequence[str], script: str, after: str = "") -> None:
+        shell = f"set -e\n{script}\necho up\ncat\n{after}"
         try:
             # `cat` ends with its input, which this process alone can write to
             self._keeper = subprocess.Popen(

@@ -74,7 +74,7 @@ class Network:
         try:
             with open(f"{self.folder}/hosts", "w") as file:
                 file.writelines(_names(count, ipv4))
-            self._switch = Namespaces(SWITCH, "ip link set lo up")
+            self._switch = Namespaces(SWITCH, "ip link set lo up", f"rm -rf {self.folder}")
             self._parts.append(self._switch)
             self._ip("link add switch type bridge forward_delay 0 mcast_snooping 0")
             self._ip("link set switch up")
@@ -100,7 +100,8 @@ class Network:
         self.direct()
         for part in (*(host.namespaces for host in self.hosts), *self._parts):
             part.end()
-        shutil.rmtree(self.folder)
+        # the switch's keeper may be removing it too
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def attach(self, host: Host) -> None:
         """Plugs a host in that has no link: its card has the same address each time."""
