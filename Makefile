@@ -123,6 +123,11 @@ $(LOWEST_STAMP): pyproject.toml tests/lowest.py $(NATIVE)
 		$(LOWEST_BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(LOWEST_EXTRAS),torch]'
 	@touch $@
 
+.PHONY: test-hosts
+# by name: `make test` leaves tests/hosts out, since hosts are made by root
+test-hosts: venv  ## endpoints on hosts made of namespaces, over links that fail; needs root
+	$(SUITE) tests/hosts $(TESTS)
+
 vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes, beside a single one
 	$(VLLM_BIN)/python -m tests.engines.vllm.demo $(VLLM_DEMO)
 

@@ -83,7 +83,7 @@ class World:
 
     `engines` makes the engines of some processes. `child` is what runs in each. `mortal` are
     processes that may die; the death of any other is a violation. `logs` is the folder of their
-    output; it is kept unless all of them close properly.
+    output, in `folder`; it is kept unless all of them close properly.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class World:
         read_timeout: float = READ_TIMEOUT,
         engines: Mapping[str, Callable[[], Engine]] | None = None,
         child: type[FaultyChild] = FaultyChild,
+        folder: str | None = None,
     ) -> None:
         self._kind = child
         self.shape, self._peer_timeout, self._lease = shape, peer_timeout, lease
@@ -105,7 +106,7 @@ class World:
         self.tripped: float | None = None
         self.answers: dict[tuple[str, str], Any] = {}
         self.mortal: set[str] = set()
-        self.logs = tempfile.mkdtemp(prefix="faults-")
+        self.logs = tempfile.mkdtemp(prefix="faults-", dir=folder)
         self._keys = f"{self.logs}/keys" if shape.keys else None
         if self._keys is not None:
             write_keys(self._keys)
@@ -260,17 +261,24 @@ class World:
             peer.process.kill()
             peer.process.join()
 
-    def _start(self, name: str) -> None:
+    def bind(self, name: str) -> str:
+        """Where a prefill listens, whenever it is started."""
+        return f"tcp://127.0.0.1:{free_port()}"
+
+    def setup(self, name: str) -> Setup:
+        """How a process is started."""
         which, shape = int(name[1]), self.shape
         options: dict[str, Any] = {"peer_timeout": self._peer_timeout}
         bind = None
         if name[0] == "p":
-            bind = self._ports.setdefault(name, f"tcp://127.0.0.1:{free_port()}")
+            if name not in self._ports:
+                self._ports[name] = self.bind(name)
+            bind = self._ports[name]
             options["lease"] = self._lease
         else:
             options["read_timeout"], options["ranks"] = self._read_timeout, shape.readers
             options["verify"] = "checksum" if which == 0 else None
-        setup = Setup(
+        return Setup(
             engine=shape.engine,
             pool=(shape.prefill if bind else shape.decode)[which],
             salts=PREFILL_SALTS if bind else DECODE_SALTS,
@@ -282,7 +290,13 @@ class World:
             keys=self._keys,
             make=self._engines.get(name),
         )
-        self.peers[name] = Peer(main, setup, self._kind)
+
+    def started(self, name: str, *arguments: Any) -> Peer:
+        """A process that runs `main(pipe, *arguments)`."""
+        return Peer(main, *arguments)
+
+    def _start(self, name: str) -> None:
+        self.peers[name] = self.started(name, self.setup(name), self._kind)
 
     def _settled(self, decode: str) -> bool:
         generations = {

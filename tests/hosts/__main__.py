@@ -1,0 +1,34 @@
+"""`python -m tests.hosts --runs 300`: seeded runs between hosts, each with a link that fails."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from tests.faults.world import Violation
+from tests.hosts.runs import Runs
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.hosts", description=__doc__)
+    parser.add_argument("--runs", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    options = parser.parse_args(arguments)
+    runs, failed, began = Runs(), 0, time.monotonic()
+    try:
+        for seed in range(options.seed, options.seed + options.runs):
+            try:
+                print(f"seed {seed}: {runs.run(seed)}", flush=True)
+            except Violation as violation:
+                failed += 1
+                print(f"{type(violation).__name__}: {violation}", flush=True)
+    finally:
+        runs.close()
+    print(f"{options.runs} runs in {time.monotonic() - began:.0f} s, {failed} violations")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""How links fail and come back, and what must hold then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from disagg import KVPoll
+from tests.faults.orders import Course
+from tests.faults.world import Late, Room
+from tests.hosts.network import Host, Network
+from tests.hosts.world import HostWorld
+
+ENGINES = "nixl", "mooncake"
+RATE = "40mbit"
+"""At which a whole request takes 1.7 s."""
+PEER_TIMEOUT, LEASE, READ_TIMEOUT = 5.0, 20.0, 10.0
+FENCE = 5.0
+"""Seconds that engine `nixl` gives reads of a lost peer before it destroys their agent."""
+SLACK = 3.0
+"""Seconds for a busy machine."""
+SMALL = Course(tokens=30, salt=9)
+WAYS = "both ways", "to it", "from it", "unplugged"
+"""How a host's link is cut: silently, or so that both ends see it."""
+
+
+class Link(NamedTuple):
+    """How the link of a host fails and comes back."""
+
+    network: Network
+    host: Host
+
+    def cut(self, way: str) -> None:
+        if way in ("both ways", "to it"):
+            self.network.deafen(self.host)
+        if way in ("both ways", "from it"):
+            self.network.mute(self.host)
+        if way == "unplugged":
+            self.network.unplug(self.host)
+
+    def mend(self, way: str) -> None:
+        if way == "unplugged":
+            self.network.plug(self.host)
+        else:
+            self.network.unmute(self.host)
+            self.network.rate(self.host, RATE)
+
+
+@contextmanager
+def joined(engine: str, **limits: Any) -> Iterator[HostWorld]:
+    """Prefills p0 and p1 and decodes d0 and d1, all connected, at a slow rate."""
+    usual = {"peer_timeout": PEER_TIMEOUT, "lease": LEASE, "read_timeout": READ_TIMEOUT}
+    with Network(4) as network:
+        world = HostWorld(network, engine, **{**usual, **limits})
+        try:
+            world.ensure()
+            for host in network.hosts:
+                network.rate(host, RATE)
+            yield world
+            world.close()
+        finally:
+            world.kill()
+
+
+def others_go_on(
+    world: HostWorld, links: Sequence[str] = ("p1",), decodes: Sequence[str] = ("d0", "d1")
+) -> None:
+    """New rooms of those whose links are whole succeed."""
+    rooms = [world.order(link, [decode], SMALL) for link in links for decode in decodes]
+    for room in rooms:
+        world.ends(room)
+        assert room.succeeded(), room
+
+
+def fails_in_time(world: HostWorld, room: Room, since: float) -> None:
+    """It fails on each side that lives, within `peer_timeout` and a sixteenth of it; then its pages
+    come back on prefill at once, on decode when no byte can land any more.
+    """
+    assert world.until(room.over, PEER_TIMEOUT * 17 / 16 + FENCE + SLACK), room
+    for name, (at, state, reason) in room.ended.items():
+        assert state is KVPoll.Failed, room
+        assert "silent" in reason or "connection" in reason or "out of reach" in reason, room
+        if at - since > PEER_TIMEOUT * 17 / 16 + SLACK:
+            raise Late(f"{name} noticed after {at - since:.1f} s: {room}")
+    for name in room.ended:
+        fence = FENCE if name[0] == "d" else 0.0
+        assert room.back[name] - room.ended[name][0] <= fence + SLACK, room
+
+
+def recovers(world: HostWorld, link: str = "p0", decodes: Sequence[str] = ("d0", "d1")) -> None:
+    """Without a call: a room succeeds again, to every decode, and no page is lost."""
+    # TCP sends what was lost again only after up to as long as the link was down; a read over such
+    # a connection of NIXL fails, and the next one has a new connection
+    until = time.monotonic() + PEER_TIMEOUT + READ_TIMEOUT + FENCE + SLACK
+    for decode in decodes:
+        while world.failed([(link, decode)], SMALL):
+            assert time.monotonic() < until, f"{link} does not serve {decode} again"
+    world.check_pages()

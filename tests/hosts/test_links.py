@@ -1,0 +1,124 @@
+"""Links that fail while bytes are on their way: the room is right or fails with its reason within
+its bound, both sides have their pages back, others go on, and the link recovers by itself.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.hosts.links import (
+    ENGINES,
+    PEER_TIMEOUT,
+    SLACK,
+    SMALL,
+    WAYS,
+    Link,
+    fails_in_time,
+    joined,
+    others_go_on,
+    recovers,
+)
+
+LONG_WAYS = [("both ways", 15.0), ("to it", 12.0), ("from it", 12.0), ("unplugged", 12.0)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_link_that_is_down_for_2_seconds_delays_a_room(engine, way):
+    with joined(engine) as world:
+        link, room = Link(world.network, world.host("p0")), world.midway("p0", "d0")
+        link.cut(way)
+        others_go_on(world)
+        world.until(lambda: False, 2.0)
+        link.mend(way)
+        assert world.until(room.over, PEER_TIMEOUT * 2 + SLACK), room
+        if engine == "nixl":
+            assert room.succeeded(), room
+        elif not room.succeeded():
+            # TCP may send again only after 3 s, which is when Mooncake gives a read up
+            reasons = [reason for _, _, reason in room.ended.values()]
+            assert all("Mooncake cannot read" in reason for reason in reasons), room
+        recovers(world)
+
+
+@pytest.mark.parametrize(
+    ("way", "seconds"), [*LONG_WAYS, pytest.param("both ways", 60.0, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_link_that_is_down_for_longer_than_the_time_out_fails_its_rooms(engine, way, seconds):
+    with joined(engine) as world:
+        link, room = Link(world.network, world.host("p0")), world.midway("p0", "d0")
+        began = time.monotonic()
+        link.cut(way)
+        others_go_on(world)
+        fails_in_time(world, room, began)
+        others_go_on(world)
+        world.until(lambda: False, began + seconds - time.monotonic())
+        link.mend(way)
+        recovers(world)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_prefill_whose_host_vanishes_is_served_from_again_at_its_address(engine):
+    with joined(engine) as world:
+        network, room = world.network, world.midway("p0", "d0")
+        began = time.monotonic()
+        world.mortal.add("p0")
+        network.vanish(network.hosts[0])
+        others_go_on(world)
+        fails_in_time(world, room, began)
+        others_go_on(world)
+        network.boot(network.hosts[0])
+        world.ensure()
+        recovers(world)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_connection_of_which_only_decode_knows_ends_when_its_prefill_is_back(engine):
+    """A half-open one: the host that has it at its other end came back and has never seen it."""
+    with joined(engine) as world:
+        network, room = world.network, world.midway("p0", "d0")
+        began = time.monotonic()
+        world.mortal.add("p0")
+        network.vanish(network.hosts[0])
+        world.bury("p0")
+        network.boot(network.hosts[0])
+        world.ensure()
+        fails_in_time(world, room, began)
+        recovers(world)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["back at once", "back later"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_decode_whose_host_vanishes_costs_prefill_its_room_alone(engine, at_once):
+    with joined(engine) as world:
+        network, room = world.network, world.midway("p0", "d0")
+        began = time.monotonic()
+        world.mortal.add("d0")
+        network.vanish(network.hosts[2])
+        world.bury("d0")
+        others_go_on(world, ("p0", "p1"), ("d1",))
+        if at_once:
+            network.boot(network.hosts[2])
+            world.ensure()
+        fails_in_time(world, room, began)
+        if not at_once:
+            network.boot(network.hosts[2])
+            world.ensure()
+        recovers(world)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_handshake_of_which_one_half_is_lost_is_made_again(engine):
+    with joined(engine) as world:
+        link = Link(world.network, world.host("p0"))
+        link.cut("from it")
+        world.tell("d0", "reconnect", "p0", world.addresses("p0"))
+        room = world.order("p0", ["d0"], SMALL, offered=False)
+        assert world.until(room.over, PEER_TIMEOUT * 17 / 16 + SLACK), room
+        assert "has not answered for more than 5 s" in room.ended["d0"][2]
+        others_go_on(world)
+        link.mend("from it")
+        recovers(world)
