@@ -125,13 +125,13 @@ def test_leases_that_end_during_reads_fail_rooms_and_none_succeeds_wrongly(monke
     run = Fleet(late).run()
     assert run.failures["prefill lease"] and run.broken == []
 
-    def lie(message):
+    def lie(message, protocol):
         """Prefill says nothing of its leases' ends, and that all were kept."""
         if isinstance(message, messages.Abort):
             message = messages.Pong(generation=message.generation)
         elif isinstance(message, messages.ReleaseAck):
             message = structs.replace(message, leased=True)
-        return codec.encode(message)
+        return codec.encode(message, protocol)
 
     monkeypatch.setattr("disagg.protocol.events.encode", lie)
     assert any("a wrong Success" in line for line in Fleet(late).run().broken)

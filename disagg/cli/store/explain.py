@@ -81,7 +81,7 @@ def explain(
       kvpool store explain llama_3_1_70b llama_3_1_70b --tp 8:4 --packing bf16:fp8
       kvpool store explain file:///cache/3f2a91/0 /models/my-model
     """
-    from disagg.cli.hand_off import parse_splits
+    from disagg.cli.sides import parse_splits
     from disagg.store.upkeep.compare import compare
 
     wholes = {"tp": tp, "pp": pp, "page_size": page_size}
@@ -131,7 +131,7 @@ def _stored(text: str) -> Configuration:
 
 def _planned(text: str, split: RankSplit, chunk_tokens: int) -> Configuration:
     """Of layout files or a model. Raises ValueError."""
-    from disagg.cli.hand_off import read_side
+    from disagg.cli.sides import read_side
     from disagg.store.upkeep.compare import of_ranks
 
     whats = text.split(",") if all(map(isfile, text.split(","))) else [text]
