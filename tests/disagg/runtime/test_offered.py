@@ -29,7 +29,6 @@ OUTWARD = [
     for address in interface_addresses(name)
     if not is_loopback(address)
 ]
-needs_network = pytest.mark.skipif(not OUTWARD, reason="this host has no address but loopback's")
 needs_mooncake = pytest.mark.skipif("mooncake" not in ENGINES, reason="Mooncake is not installed")
 V6 = "tcp://[::1]:*" in ADDRESSES
 ALL = ["tcp://*:*", "tcp://0.0.0.0:*", *(["tcp://[::]:*"] if V6 else [])]
@@ -44,7 +43,6 @@ def link_local():
     return next((row for row in rows if row[3] == "20"), None)
 
 
-needs_link = pytest.mark.skipif(not (V6 and link_local()), reason="no interface has IPv6")
 needs_namespaces = pytest.mark.skipif(
     subprocess.run(["unshare", "-rn", "true"], capture_output=True).returncode != 0,
     reason="this host lets no process have a network of its own",
@@ -65,9 +63,12 @@ def offered(bind, **options):
         return prefill.address
 
 
-@needs_network
 @pytest.mark.parametrize("bind", ALL)
 def test_an_endpoint_at_all_addresses_is_offered_at_one_that_others_reach(bind):
+    if not OUTWARD:
+        with pytest.raises(ValueError, match="it has no address but those of loopback"):
+            offered(bind)
+        return
     host, _, port = arrives_at(bind).removeprefix("tcp://").rpartition(":")
     assert host.strip("[]") in OUTWARD and 1 <= int(port) <= 65535
 
@@ -130,8 +131,11 @@ def test_a_name_that_leads_peers_back_to_themselves_is_refused(monkeypatch):
     assert offered("tcp://gpu-7:*", advertise="tcp://10.0.0.7:*").startswith("tcp://10.0.0.7:")
 
 
-@needs_link
 def test_an_address_that_means_another_host_on_each_link_is_refused():
+    if not (V6 and link_local()):
+        with pytest.raises(ValueError, match=r"Cannot assign|not supported"):
+            offered("tcp://[fe80::1%lo]:*")
+        return
     digits, *_, interface = link_local()
     host = ":".join(digits[n : n + 4] for n in range(0, 32, 4))
     with pytest.raises(ValueError, match="means another host on each link: say which in advertise"):
@@ -268,9 +272,12 @@ with decode_side("mooncake", insecure=True) as (decode, dest, table):
 
 
 @needs_mooncake
-@pytest.mark.skipif(not V6, reason="this host has no IPv6")
 def test_bytes_come_over_ipv6_where_both_packages_were_told_to():
     bind = "tcp://[::1]:*"
+    if not V6:
+        with pytest.raises(ValueError, match=r"Cannot assign|not supported"):
+            offered(bind)
+        return
     with PrefillProcess(bind, lie=over_ipv6, **OPEN) as prefill:
         prefill.ask("r")
         python("-c", DECODE, prefill.address, MC_USE_IPV6="1")
@@ -281,15 +288,16 @@ def test_bytes_come_over_ipv6_where_both_packages_were_told_to():
 
 
 @needs_mooncake
-@needs_network
 @pytest.mark.parametrize("hostname", ["127.0.0.1", "localhost", "[::1]", "0.0.0.0"])
 def test_an_engine_at_loopback_is_refused_where_its_endpoint_is_for_other_hosts(hostname):
     engine = create_engine("mooncake", hostname=hostname)
     with pytest.raises(ValueError) as refused:
-        PrefillEndpoint(pool().layout, engine, "tcp://*:*", **OPEN)
+        PrefillEndpoint(
+            pool().layout, engine, "tcp://127.0.0.1:*", advertise="tcp://203.0.113.7:*", **OPEN
+        )
     text = str(refused.value)
     assert f"engine mooncake: hostname={hostname!r} leads a peer on another host to itself" in text
-    assert any(f"its endpoint is offered at {address}." in text for address in OUTWARD)
+    assert "its endpoint is offered at 203.0.113.7." in text
     engine.close()
 
 

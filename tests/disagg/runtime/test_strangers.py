@@ -205,7 +205,7 @@ def test_over_tcp_an_endpoint_without_keys_must_say_so(bind, decode, caplog):
     with pytest.raises(ValueError, match=f"'tcp://10.0.0.9:5': .*{ways}"):
         decode.connect(["tcp://10.0.0.9:5"])
     assert not caplog.records
-    with prefill_process(bind, insecure=True) as prefill:
+    with prefill_process(LOOPBACK, insecure=True) as prefill:
         prefill.works("r")
     assert f"{prefill.address}: control messages without keys (insecure=True)" in caplog.text
 
