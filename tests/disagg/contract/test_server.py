@@ -18,6 +18,7 @@ from disagg.contract.client import read_contract
 from disagg.contract.labelling import labels
 from disagg.contract.server import ContractServer
 from tests.disagg.contract.sides import Split
+from tests.disagg.runtime.transports import ADDRESSES
 from tests.ports import free_port
 
 CONTRACT = Split(tp=2, conventions={"model": "a"}).contract()
@@ -161,6 +162,10 @@ def test_ranks_listen_beside_one_another_and_are_read_by_the_first_address():
 
 
 def test_an_address_of_ipv6():
+    if "tcp://[::1]:*" not in ADDRESSES:  # this host has no IPv6
+        with pytest.raises(ValueError, match=r"Cannot assign|not supported"):
+            ContractServer("[::1]:*", CONTRACT)
+        return
     with ContractServer("[::1]:*", CONTRACT) as served:
         assert served.address.startswith("[::1]:")
         assert read_contract(f"http://{served.address}") == CONTRACT
@@ -172,7 +177,7 @@ def test_an_address_of_ipv6():
         ("127.0.0.1:65535", 7, "port 65542 of rank 7: a port is at most 65535"),
         ("no.such.host.invalid:1", 0, "Give HOST:PORT of this host."),
         ("127.0.0.1", 0, "an address is ipc://PATH or tcp://HOST:PORT"),
-        ("192.0.2.1:9400", 0, "Cannot assign requested address"),
+        ("203.0.113.7:9400", 0, "Cannot assign requested address"),
     ],
 )
 def test_a_place_that_cannot_be_used_is_refused_by_name(where, offset, reason):

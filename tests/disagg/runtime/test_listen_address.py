@@ -6,10 +6,11 @@ import ipaddress
 import socket
 
 import pytest
-from hypothesis import assume, given, strategies as st
+from hypothesis import given, strategies as st
 
 from disagg.runtime.sockets.address import Address
 from disagg.runtime.sockets.listen_address import ListenAddress
+from tests.disagg.runtime.transports import ADDRESSES
 
 PORTS = st.integers(1, 65535)
 V4 = st.integers(1, 0xDFFFFFFF).map(lambda n: str(ipaddress.IPv4Address(n)))
@@ -39,7 +40,6 @@ def test_what_is_taken_to_dial_is_one_host_and_one_port(text):
     try:
         address = Address.parse(text)
     except ValueError:
-        assume(False)
         return
     assert 1 <= address.port <= 65535
     host, _, port = text.removeprefix("tcp://").rpartition(":")
@@ -85,7 +85,6 @@ def test_what_is_taken_to_listen_at_is_written_as_it_is_read(text):
     try:
         address = ListenAddress.parse(text)
     except ValueError:
-        assume(False)
         return
     assert ListenAddress.parse(str(address)) == address
 
@@ -169,7 +168,7 @@ def test_what_leads_to_no_one_host_is_not_dialled(text, words):
 )
 def test_a_variable_holds_an_address_a_name_or_an_interface(value, hosts, monkeypatch):
     monkeypatch.setenv("POD_IP", value)
-    if value == "lo" and not socket.has_dualstack_ipv6():
+    if value == "lo" and "tcp://[::1]:*" not in ADDRESSES:
         hosts = hosts[:1]
     for text in ("tcp://$POD_IP:1", "tcp://${POD_IP}:1"):
         assert ListenAddress.parse(text).hosts() == hosts
