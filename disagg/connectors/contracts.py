@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from logging import Logger
 from typing import Protocol
 
-from disagg.connectors.rank import Rank
+from disagg.connectors.rank.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.contract.contract import Contract, ContractRank, Serves, versions
 from disagg.contract.server import ContractServer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from disagg.connectors.blocks import BlockGroup, block_table
-from disagg.connectors.rank import LayerId, Rank, Results
+from disagg.connectors.rank.rank import LayerId, Rank, Results
 from disagg.connectors.source import FIRST_TOKEN
 from disagg.connectors.steps import ReceiveTask, SendTask, Step
 from disagg.connectors.tensors import clear_items

@@ -16,7 +16,8 @@ from sglang.srt.runtime_context import get_parallel
 from disagg.connectors.conventions import weights_digest
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
-from disagg.connectors.sglang.manager import SETTINGS, engine_conventions, model_ranks
+from disagg.connectors.sglang.conventions import engine_conventions
+from disagg.connectors.sglang.manager import SETTINGS, model_ranks
 from disagg.connectors.sglang.pools import SglangLayout, engine_layout
 from disagg.connectors.sglang.scales import rank_scales
 from disagg.connectors.sglang_store.cache import KvpoolRadixCache

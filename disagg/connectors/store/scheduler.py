@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from disagg.connectors.blocks import Blocks
+from disagg.connectors.rank.stats import Stats
 from disagg.connectors.settings import Settings
-from disagg.connectors.stats import Stats
 from disagg.connectors.store.steps import Opening, States, StoreRead, StoreStep, StoreWrite
 from disagg.log import log
 from disagg.protocol.messages import Convention

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from disagg.connectors.blocks import BlockGroup, block_table
+from disagg.connectors.rank.stats import Stats
 from disagg.connectors.settings import Settings
-from disagg.connectors.stats import Stats
 from disagg.connectors.store.steps import Opening, StoreRead, StoreStep, StoreWrite
 from disagg.store import ChunkKeys, Store
 from kvpool.layout import PoolLayout, RequestAddress, Span

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 
-from disagg.connectors import stats
 from disagg.connectors.blocks import Blocks
 from disagg.connectors.contracts import ServingEngine, serve_contract
 from disagg.connectors.conventions import conventions
 from disagg.connectors.memory import SharedAllocation
-from disagg.connectors.rank import Rank
+from disagg.connectors.rank import stats
+from disagg.connectors.rank.rank import Rank
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.steps import Step

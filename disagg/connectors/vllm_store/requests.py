@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from disagg.connectors.blocks import Blocks
+from disagg.connectors.rank.stats import Numbers
 from disagg.connectors.settings import Settings
-from disagg.connectors.stats import Numbers
 from disagg.connectors.store.identity import Adapters, Identity
 from disagg.connectors.store.media import MediaDigests
 from disagg.connectors.store.scheduler import StoreScheduler

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from disagg import KVPoll, create_engine
-from disagg.connectors.rank import Rank
+from disagg.connectors.rank.rank import Rank
 from disagg.connectors.settings import Settings
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES

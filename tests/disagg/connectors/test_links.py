@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.connectors.links import DEAD_SECONDS, UNUSED_SECONDS, Links
+from disagg.connectors.rank.links import DEAD_SECONDS, UNUSED_SECONDS, Links
 from kvpool import MLAPool
 from tests.disagg.stepping import MLA, stepped
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from disagg import RoomError
-from disagg.connectors.rank import Rank
+from disagg.connectors.rank.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.protocol import codec
 from kvpool import MLAPool

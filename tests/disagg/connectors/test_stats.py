@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from disagg.connectors import stats
+from disagg.connectors.rank import stats
 from disagg.protocol.metrics import PHASES, RoomMetrics
 from disagg.protocol.status import Failure
 from disagg.store.stats import OUTCOMES, Outcomes

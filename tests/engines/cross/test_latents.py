@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from disagg import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint, create_engine
-from disagg.connectors.sglang.manager import engine_conventions
+from disagg.connectors.sglang.conventions import engine_conventions
 from tests.engines.cross.latents import CONFIGS, TOKENS, value
 from tests.engines.launcher import ROOT
 from tests.engines.sglang import oracle, sides

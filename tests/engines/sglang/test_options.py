@@ -26,7 +26,8 @@ from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.server_args import ServerArgs
 
 from disagg.connectors.sglang import register
-from disagg.connectors.sglang.manager import KvpoolManager, index_keys, refuse_windows
+from disagg.connectors.sglang.conventions import index_keys
+from disagg.connectors.sglang.manager import KvpoolManager, refuse_windows
 from disagg.connectors.sglang.pools import engine_layout
 from disagg.connectors.sglang.states import Ranks
 from disagg.contract import read_contract

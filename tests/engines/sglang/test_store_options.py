@@ -23,7 +23,7 @@ from disagg.connectors import sglang_store
 from disagg.connectors.conventions import conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang import register
-from disagg.connectors.sglang.manager import engine_conventions
+from disagg.connectors.sglang.conventions import engine_conventions
 from disagg.connectors.sglang_store import start
 from tests.engines.sglang.test_options import LLAMA
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from disagg.connectors.stats import Stats
+from disagg.connectors.rank.stats import Stats
 from kvpool.prefix.chain import Chain, token_ids
 from tests.engines.pair import saved
 

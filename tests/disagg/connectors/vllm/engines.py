@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from disagg.connectors.rank import Rank
+from disagg.connectors.rank.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.connectors.steps import ReceiveTask, SendTask, Step
 from disagg.connectors.vllm.layout import engine_layout

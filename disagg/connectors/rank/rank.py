@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from disagg.connectors.links import Links
+from disagg.connectors.rank.links import Links
+from disagg.connectors.rank.stats import Stats
 from disagg.connectors.settings import Settings
-from disagg.connectors.stats import Stats
 from disagg.errors import UnknownRoom, UsageError
 from disagg.host.signals import deferred_signals
 from disagg.protocol.codec import Aux
