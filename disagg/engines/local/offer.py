@@ -224,8 +224,13 @@ class OfferServer:
                 # one byte and the files fit, or the system passes no more files
                 connection.setblocking(False)
                 rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, self._rights
-                connection.sendmsg([b"\0"], [rights], socket.MSG_NOSIGNAL)
+                # registered first: a child forked once the peer has its files must close it too
                 self._selector.register(connection, selectors.EVENT_READ)
+                try:
+                    connection.sendmsg([b"\0"], [rights], socket.MSG_NOSIGNAL)
+                except OSError:
+                    self._selector.unregister(connection)
+                    raise
                 return
         except ConnectionError:  # it has gone
             problem = None
