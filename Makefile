@@ -46,7 +46,7 @@ HAS_CHROMIUM := $(BIN)/python -c 'import sys, tests.pictures.browser as b; sys.e
 .PHONY: help venv demo docs test screenshots lint bench long clean vllm-demo cross-demo store-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
 
 help:  ## list what can be made
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 23
 
 venv: $(STAMP)  ## make the environment at .venv
 
@@ -123,10 +123,18 @@ $(LOWEST_STAMP): pyproject.toml tests/lowest.py $(NATIVE)
 		$(LOWEST_BIN)/python -m pip install -q --disable-pip-version-check -e '.[$(LOWEST_EXTRAS),torch]'
 	@touch $@
 
-.PHONY: test-hosts
+.PHONY: test-hosts test-hosts-endpoints test-hosts-vllm test-hosts-sglang
+test-hosts: test-hosts-endpoints test-hosts-vllm test-hosts-sglang  ## hosts made of namespaces; needs root
+
 # by name: `make test` leaves tests/hosts out, since hosts are made by root
-test-hosts: venv  ## endpoints on hosts made of namespaces, over links that fail; needs root
+test-hosts-endpoints: venv  ## endpoints on hosts, over links that fail
 	$(SUITE) tests/hosts $(TESTS)
+
+test-hosts-vllm: $(VLLM_STAMP)  ## vLLM's engines on hosts
+	$(VLLM_BIN)/python -m pytest tests/hosts/test_vllm.py $(TESTS)
+
+test-hosts-sglang: $(SGLANG_STAMP)  ## SGLang's engines on hosts
+	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest tests/hosts/test_sglang.py $(TESTS)
 
 vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes, beside a single one
 	$(VLLM_BIN)/python -m tests.engines.vllm.demo $(VLLM_DEMO)

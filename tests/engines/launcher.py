@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.hosts.namespaces import inside
+
 ROOT = Path(__file__).parents[2]
 STACKS = signal.SIGUSR2
 """At which an engine writes what its threads do to its log."""
@@ -37,10 +39,18 @@ class Launcher:
             )
 
     def fork(
-        self, line: socket.socket, environ: dict[str, str], log: Path, arguments: dict[str, Any]
+        self,
+        line: socket.socket,
+        environ: dict[str, str],
+        log: Path,
+        arguments: dict[str, Any],
+        *,
+        keeper: int | None = None,
     ) -> int:
-        """Starts an engine; returns its process, which leads its group."""
-        told = {"environ": environ, "log": str(log), "arguments": arguments}
+        """Starts an engine; returns its process, which leads its group. With `keeper`, it runs in
+        that process's namespaces (`tests.hosts`).
+        """
+        told = {"environ": environ, "log": str(log), "arguments": arguments, "keeper": keeper}
         socket.send_fds(self._line, [json.dumps(told).encode()], [line.fileno()])
         return int(self._line.recv(64))
 
@@ -89,6 +99,7 @@ def _child(
     environ: dict[str, str],
     log: str,
     arguments: dict[str, Any],
+    keeper: int | None,
 ) -> None:
     status = 1
     os.setsid()
@@ -99,7 +110,10 @@ def _child(
     faulthandler.register(STACKS)
     try:
         with socket.socket(fileno=descriptor) as line:
-            run(line, arguments)
+            if keeper is None:
+                run(line, arguments)
+            else:
+                inside(line, keeper, run, arguments)
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -110,6 +110,8 @@ def inside(pipe: Any, pid: int, target: Callable[..., Any], *arguments: Any) -> 
     inner = os.fork()
     if inner:
         pipe.close()  # else its other end would not see that the inner process has ended
+        # engines are asked by it what their threads do
+        signal.signal(signal.SIGUSR2, lambda number, _: os.kill(inner, number))
         _, status = os.waitpid(inner, 0)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:

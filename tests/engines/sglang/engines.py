@@ -10,12 +10,15 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from disagg.connectors.sglang.bootstrap import BootstrapServer, join
 from tests.engines.launcher import ROOT, launcher
 from tests.engines.process import Process
 from tests.ports import free_port
+
+if TYPE_CHECKING:
+    from tests.hosts.network import Host
 
 Role = Literal["single", "prefill", "decode"]
 ENVIRON = (
@@ -28,7 +31,8 @@ ENVIRON = (
 
 class Engine(Process):
     """Processes of `tests.engines.sglang.engine`. `extra` is the connector's settings, `watch` a
-    folder for what `watched` sees, `port` the bootstrap server's; other arguments are SGLang's.
+    folder for what `watched` sees, `port` the bootstrap server's, `host` where it runs
+    (`tests.hosts`); other arguments are SGLang's.
     """
 
     def __init__(
@@ -42,9 +46,11 @@ class Engine(Process):
         noise: bool = False,
         port: int | None = None,
         environ: dict[str, str] | None = None,
+        host: Host | None = None,
         **arguments: Any,
     ) -> None:
         self.port = port or free_port()
+        self.address = host.ipv4 if host else "127.0.0.1"
         given: dict[str, Any] = {
             "model_path": str(model),
             "device": "cpu",
@@ -62,6 +68,7 @@ class Engine(Process):
             "page_size": 1,
             "log_level": "info",
             "random_seed": 0,
+            "host": self.address,
             "port": free_port(),
         }
         if role != "single":
@@ -83,7 +90,8 @@ class Engine(Process):
         super().__init__(role, logs)
         with self.theirs:
             forks = launcher("tests.engines.sglang.engine", environ=ENVIRON)
-            self.process = forks.fork(self.theirs, environment, self.log, given)
+            keeper = host and host.namespaces.pid
+            self.process = forks.fork(self.theirs, environment, self.log, given, keeper=keeper)
 
     def held(self) -> list[dict[str, int]]:
         """What each rank holds: `watched.counts`."""
@@ -117,7 +125,11 @@ def asked(
 ) -> tuple[list[str], list[str]]:
     """Requests of both engines, by name, as SGLang's router sends them: to both at once."""
     rooms = [time.monotonic_ns() + number for number in range(len(prompts))]
-    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.port, "tokens": tokens}
+    where = {
+        "bootstrap_host": prefill.address,
+        "bootstrap_port": prefill.port,
+        "tokens": tokens,
+    }
     first = [
         prefill.add(each, bootstrap_room=room, **where, **more)
         for each, room in zip(prompts, rooms)

@@ -7,10 +7,13 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tests.engines.launcher import launcher
 from tests.engines.process import EngineFailed, Process
+
+if TYPE_CHECKING:
+    from tests.hosts.network import Host
 
 Role = Literal["single", "prefill", "decode", "store"]
 KV_ROLE = {"prefill": "kv_producer", "decode": "kv_consumer", "store": "kv_both"}
@@ -49,7 +52,8 @@ ARGUMENTS: dict[str, Any] = {
 class Engine(Process):
     """A process of `tests.engines.vllm.engine`. `extra` is the connector's config, `watch` a folder
     for what `watched.WatchedConnector` sees, `policy` what vLLM does with a request whose state did
-    not come, `python` the environment's that has vLLM; other arguments are vLLM's.
+    not come, `python` the environment's that has vLLM, `host` where it runs (`tests.hosts`); other
+    arguments are vLLM's.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Engine(Process):
         connector: dict[str, Any] | None = None,
         environ: dict[str, str] | None = None,
         python: str = sys.executable,
+        host: Host | None = None,
         **arguments: Any,
     ) -> None:
         given = {"model": str(model), "max_num_batched_tokens": 1024, **ARGUMENTS}
@@ -86,7 +91,8 @@ class Engine(Process):
         super().__init__(role, logs)
         with self.theirs:
             forks = launcher("tests.engines.vllm.engine", python)
-            self.process = forks.fork(self.theirs, environment, self.log, given)
+            keeper = host and host.namespaces.pid
+            self.process = forks.fork(self.theirs, environment, self.log, given, keeper=keeper)
 
     def busy(self) -> tuple[int, int] | None:
         """Blocks in use, and requests that are known."""
