@@ -6,6 +6,7 @@ from .engines.base import (
 )
 from .errors import (
     EndpointClosed as EndpointClosed,
+    EndpointDraining as EndpointDraining,
     HandshakeRefused as HandshakeRefused,
     PeerError as PeerError,
     RoomError as RoomError,

@@ -15,6 +15,10 @@ class EndpointClosed(UsageError, RuntimeError):
     """The endpoint is closed and takes no more calls."""
 
 
+class EndpointDraining(UsageError, RuntimeError):
+    """The endpoint drains: it takes no new rooms, and ends those that are open."""
+
+
 class RoomError(UsageError, ValueError):
     """A call that the room's phase does not allow, or values that do not fit the room."""
 

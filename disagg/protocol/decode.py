@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from disagg.errors import RoomError
+from disagg.errors import EndpointDraining, RoomError
 from disagg.plan import Group
 from disagg.protocol import events, messages
 from disagg.protocol.machine import Machine
@@ -19,7 +19,7 @@ from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFailed, OfAsked
 from disagg.protocol.peers.link import Link, PrefillRank
 from disagg.protocol.rooms.decode_rooms import DecodeRoom, DecodeRooms
-from disagg.protocol.status import Failure, Phase, RoomEvent
+from disagg.protocol.status import Failure, Phase, RoomEvent, failure_kind
 from disagg.protocol.verification import Comparisons, Verification
 from kvpool.layout import PoolLayout
 
@@ -54,7 +54,9 @@ class DecodeMachine(Machine[DecodeRoom]):
         self._comparisons = Comparisons(layout, self._effects)
 
     def handle(self, event: events.DecodeEvent, now: float) -> list[events.Effect]:
-        """Raises RoomError or UnknownRoom, and changes nothing, for a call that does not fit."""
+        """Raises RoomError, UnknownRoom or EndpointDraining, and changes nothing, for a call that
+        does not fit.
+        """
         self._now = now
         match event:
             case events.Received(int(number), message):
@@ -124,6 +126,12 @@ class DecodeMachine(Machine[DecodeRoom]):
         earlier = self.rooms.by_name.get(name)
         if request.declined and earlier and earlier.declined and earlier.link is link:
             return
+        # what is declined is not read: prefill's pages come back the sooner
+        if self.draining and not request.declined and earlier is None:
+            raise EndpointDraining(
+                f"room {name!r}: this decode drains and takes no new rooms, as it will stop or "
+                "change its role. Send the request to another decode."
+            )
         room = DecodeRoom(
             name=name,
             opened_at=self._now,
@@ -164,7 +172,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             case messages.ReleaseAck():
                 self._released(room, source, message.leased)
             case messages.Abort():
-                aborted = Failure("prefill", message.reason, "abort")
+                aborted = Failure("prefill", message.reason, failure_kind(message.reason))
                 self._fail(room, aborted, except_rank=source)
 
     def _link_changed(self, change: LinkChange | None) -> None:

@@ -79,6 +79,10 @@ class AbortAll(Struct, frozen=True):
     closing: bool = False
 
 
+class Drain(Struct, frozen=True):
+    """From now on no new rooms; those that are open end as they would."""
+
+
 class OfferChunk(Struct, frozen=True, kw_only=True):
     """Prefill's caller offers positions `tokens` of a request, of `layers` or of all, once the
     device has done the work before `after`.
@@ -157,7 +161,15 @@ class ReadEnded(Struct, frozen=True):
 
 
 CommonEvent = (
-    Received | Malformed | Unreachable | Tick | DigestComputed | AbortRoom | ForgetRoom | AbortAll
+    Received
+    | Malformed
+    | Unreachable
+    | Tick
+    | DigestComputed
+    | AbortRoom
+    | ForgetRoom
+    | AbortAll
+    | Drain
 )
 PrefillEvent = CommonEvent | OfferChunk | RejectRoom
 ReaderEvent = EngineConnected | ReadBegun | ReadMoved | ReadFailed | ReadEnded

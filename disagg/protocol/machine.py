@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Generic
 
-from disagg.protocol.events import AbortAll, AbortRoom, Effects, ForgetRoom, RoomEnded
+from disagg.protocol.events import AbortAll, AbortRoom, Drain, Effects, ForgetRoom, RoomEnded
 from disagg.protocol.messages import Hello, Room
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.peers.decode_peers import DecodePeers
@@ -23,12 +23,19 @@ class Machine(ABC, Generic[R]):
     def __init__(self, hello: Hello, rooms: Rooms[R], now: float) -> None:
         self.hello, self.rooms, self._now = hello, rooms, now
         self._effects, self.ended, self.totals = Effects(), rooms.ended, Totals()
+        self.draining = False
+        """Whether new rooms are refused."""
 
     def poll(self, name: Room) -> KVPoll:
         return self.rooms.known(name).phase.poll
 
     def failure(self, name: Room) -> Failure | None:
         return self.rooms.known(name).failure
+
+    @property
+    def drained(self) -> bool:
+        """Whether no room is open, no item is held, and none will be."""
+        return self.draining and self.rooms.idle
 
     def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
         """Numbers now, and since the machine was made."""
@@ -48,6 +55,8 @@ class Machine(ABC, Generic[R]):
             case AbortRoom(name, reason):
                 if not self.poll(name).ended:
                     self._fail(self.rooms.known(name), Failure(self.side, reason, "abort"))
+            case Drain():
+                self.draining = True
             case AbortAll(reason, closing):
                 for room in list(self.rooms.open.values()):
                     self._fail(room, Failure(self.side, reason, "abort"))

@@ -10,7 +10,7 @@ import math
 
 from msgspec.structs import replace
 
-from disagg.errors import RoomError
+from disagg.errors import EndpointDraining, RoomError
 from disagg.protocol import events, messages
 from disagg.protocol.codec import encode, pack_aux
 from disagg.protocol.machine import Machine
@@ -21,7 +21,7 @@ from disagg.protocol.peers.prefill_peers import OfServed, PrefillPeers
 from disagg.protocol.rooms.block_tables import BlockTables
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.rooms.prefill_rooms import MAX_TOLD, FailureNotice, PrefillRoom, PrefillRooms
-from disagg.protocol.status import Failure, Phase, RoomEvent
+from disagg.protocol.status import DRAINING, Failure, Phase, RoomEvent
 from disagg.protocol.verification import DigestAnswers
 from kvpool.layout import PoolLayout
 from kvpool.layout.types import MAX_NAME
@@ -32,6 +32,10 @@ MAX_UNSENT = 1 << 16
 """Open rooms that a decode has asked for and of which nothing was sent."""
 KEPT_ATTEMPTS = 1000
 """Attempts of rooms that have ended, of which a request may come once more: the latest."""
+DRAINS = (
+    f"{DRAINING}this prefill takes no new rooms, as it will stop or change its role. Send the "
+    "request to another prefill."
+)
 LONGEST_ATTEMPT = "x" * MAX_NAME
 
 
@@ -55,7 +59,9 @@ class PrefillMachine(Machine[PrefillRoom]):
         self._lease, self._next_check = math.inf if lease is None else lease, 0.0
 
     def handle(self, event: events.PrefillEvent, now: float) -> list[events.Effect]:
-        """Raises RoomError or UnknownRoom, and changes nothing, for a call that does not fit."""
+        """Raises RoomError, UnknownRoom or EndpointDraining, and changes nothing, for a call that
+        does not fit.
+        """
         self._now = now
         match event:
             case events.Received(bytes(peer), message, origin):
@@ -84,7 +90,10 @@ class PrefillMachine(Machine[PrefillRoom]):
 
     def _offer(self, chunk: events.OfferChunk) -> None:
         name, tokens = chunk.room, chunk.tokens
-        room = self.rooms.by_name.get(name) or self.rooms.new(name, self._now)
+        room = self.rooms.by_name.get(name)
+        if room is None and self.draining:
+            raise EndpointDraining(f"room {name!r}: {DRAINS}")
+        room = room or self.rooms.new(name, self._now)
         if problem := room.chunk_problem(chunk):
             raise RoomError(f"room {name!r}: {problem}")
         self._block_tables.check(name, chunk.address, tokens, last=chunk.last)
@@ -207,6 +216,8 @@ class PrefillMachine(Machine[PrefillRoom]):
         forgotten = self.rooms.untold(request, decode.generation, self._now)
         if forgotten is not None:
             return forgotten
+        if room is None and self.draining:
+            return DRAINS
         if len(decode.rooms) >= MAX_REQUESTED:
             return f"a decode may ask for at most {MAX_REQUESTED} rooms at once."
         if room is not None:

@@ -38,8 +38,20 @@ class KVPoll(IntEnum):
 
 Side = Literal["prefill", "decode"]
 FailureKind = Literal[
-    "abort", "aux", "device", "digest", "lease", "lost", "protocol", "read", "refused", "timeout"
+    "abort",
+    "aux",
+    "device",
+    "digest",
+    "draining",
+    "lease",
+    "lost",
+    "protocol",
+    "read",
+    "refused",
+    "timeout",
 ]
+DRAINING = "draining: "
+"""How prefill's reason begins where it drains. Every release begins so: `failure_kind` reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,12 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.side}: {self.reason}"
+
+
+def failure_kind(reason: str) -> FailureKind:
+    """Of an abort of the other side."""
+    # in the text, so that a decode of any protocol is told and one that knows the word counts it
+    return "draining" if reason.startswith(DRAINING) else "abort"
 
 
 class Phase(Enum):
@@ -205,6 +223,11 @@ class Rooms(ABC, Generic[R]):
         self.by_name: dict[Room, R] = {}
         self.open: dict[Room, R] = {}
         self.ended = EndedRooms()
+
+    @property
+    def idle(self) -> bool:
+        """Whether none is open, and none holds items."""
+        return not self.open
 
     def known(self, name: Room) -> R:
         """The room of that name; raises UnknownRoom."""

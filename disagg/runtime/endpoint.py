@@ -189,6 +189,41 @@ class Endpoint(Generic[M]):
         self.engine.yield_gil()
         return busy
 
+    def drain(self, timeout: float | None = None) -> bool:
+        """From now on this side takes no new rooms: `send` and `receive` raise EndpointDraining,
+        and a decode that asks for one is told at once (a failure of kind `draining`). Open rooms
+        end as they would, and links stay. Returns `drained`; there is no way back but another
+        endpoint.
+
+        With `timeout` (seconds), waits for that: raises TimeoutError with what is open still, and
+        EndpointClosed if the endpoint is closed before. May be called again.
+        """
+        self.driver.call(events.Drain())
+        if timeout is None:
+            return self.drained
+        self.driver.wait(lambda: self.machine.drained, timeout)
+        self._loop.check_open()  # first: a close ends what is open by force
+        with self._loop.lock:
+            if not self.machine.drained:
+                rooms = self.machine.rooms.open
+                waits = [f"room {name!r} waits for {r.waits_for}" for name, r in rooms.items()]
+                first = waits[0] if waits else "a read of a room that has failed has not ended"
+                raise TimeoutError(f"{len(waits)} rooms are open after {timeout:g} s: {first}.")
+        return True
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no new rooms."""
+        return self.machine.draining
+
+    @property
+    def drained(self) -> bool:
+        """Whether it takes no new rooms, none is open, and no read may write any more: it may be
+        closed, and its pool may go. What is declined to a draining decode opens a room again.
+        """
+        with self._loop.lock:
+            return self.machine.drained
+
     def close(self) -> None:
         """Aborts open rooms, tells peers, ends the loop and closes the engine. If a signal's
         handler ends it before that, it goes on where it was when it is called again.

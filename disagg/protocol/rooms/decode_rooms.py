@@ -247,6 +247,11 @@ class DecodeRooms(Rooms[DecodeRoom]):
         self._declined: deque[DecodeRoom] = deque()
         self.offer_timeout, self._next_check = offer_timeout, 0.0
 
+    @property
+    def idle(self) -> bool:
+        # of a room that has failed, a read may still write to its pages
+        return not self.open and not any(room.reading for room in self.by_name.values())
+
     def add(self, room: DecodeRoom) -> None:
         """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
         not have, if its block table cannot be right (BlockTables), or if another writes its items.
