@@ -1,8 +1,10 @@
 """A NIXL agent, from its registrations until nothing that it posted can land.
 
-Only destroying an agent stops its reads: after NIXL's release and disconnect, bytes of reads in
-flight still land. NIXL's objects stay inside `Agent`, which hands out numbers for them: an object
-that an exception's traceback refers to would keep the agent alive.
+After NIXL's release and disconnect, bytes of reads in flight still land. They stop once the agent
+is destroyed; but UCX makes progress while it destroys an agent, so that a whole read which waits in
+its sockets lands just then. So only `destroy` destroys an agent that has reads in flight. NIXL's
+objects stay inside `Agent`, which hands out numbers for them: an object to which an exception's
+traceback refers would keep the agent alive.
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from disagg.engines.base import TransferError
+from disagg.host.exits import keep_for_ever
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.types import HOST
 
 WHEELS = ("nixl_cu12", "nixl_cu13", "nixl")
 WITHOUT_ERRORS = {"posix", "sysv", "xpmem", "sm", "shm"}
 """UCX transports that work only with UCX's error handling turned off."""
-NEED_PROGRESS = {"tcp", "posix", "sysv"}
+NEED_PROGRESS = {"tcp", "posix", "sysv", "cma", "sm", "shm", "self"}
 """UCX transports over which no byte lands here unless this side makes progress."""
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 SEGMENTS = {HOST: "DRAM", "cuda": "VRAM"}
 MAX_DEVICE = 1 << 16
@@ -44,6 +48,13 @@ class NixlMemory(NamedTuple):
     name: str
     segment: str
     device: int
+
+
+READING: set[Agent] = set()
+"""Agents that have reads in flight, or reads that were given up: what refers to them no more, the
+garbage collector and the end of the interpreter do not destroy them.
+"""
+keep_for_ever(READING)
 
 
 class Agent:
@@ -115,6 +126,7 @@ class Agent:
         action = f"read of {batch.runs} runs"
         number = next(self._number)
         self._held[number] = self._call(action, "initialize_xfer", "READ", local, remote, name)
+        READING.add(self)
         return number
 
     def post(self, read: int) -> bool:
@@ -135,7 +147,10 @@ class Agent:
 
     def release(self, number: int) -> None:
         """Frees a read that is complete or was never posted."""
-        self._call("release", "release_xfer_handle", self._held.pop(number))
+        read = self._held.pop(number)
+        if not self._held:
+            READING.discard(self)
+        self._call("release", "release_xfer_handle", read)
 
     def progress(self) -> None:
         """Polls for notifications, which drives UCX's transports."""
@@ -194,9 +209,27 @@ def _check_selection(backend: str, name: str, value: str, variable: str) -> None
         )
 
 
+def lands_by_progress(
+    backend: str, options: Mapping[str, str], transport: str | None = None
+) -> bool:
+    """Whether bytes of a read between host memories land only while this side makes progress: over
+    the transport that was selected here or by UCX_TLS, or over all that UCX has without RDMA.
+    """
+    # NIXL's own threads make progress by themselves
+    if backend != "UCX" or options.get("num_threads", "0") != "0":
+        return False
+    selected = transport or os.environ.get("UCX_TLS", "")
+    return NEED_PROGRESS.issuperset(selected.split(",")) or not rdma_devices()
+
+
+def rdma_devices() -> list[str]:
+    """Names of this host's RDMA devices."""
+    return [path.name for path in RDMA_DEVICES.glob("*")]
+
+
 def nixl_api() -> Any:
     """NIXL's Python module, whichever wheel installed it. Raises ImportError."""
-    if not any(Path("/sys/class/infiniband").glob("*")):
+    if not rdma_devices():
         # UCX's InfiniBand modules load a second libnl, which can crash the process at exit
         os.environ.setdefault("UCX_MODULES", "^ib")
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")

@@ -1,8 +1,8 @@
 """NIXL: RDMA, NVLink, TCP or shared memory through UCX and other backends.
 
 Three facts shape this engine (docs/engines.md shows them). Without its progress thread an agent
-uses no core, and the side that is read must make progress itself. NIXL has no time-out. Only
-destroying the whole agent stops a read that does not complete.
+uses no core, and the side that is read must make progress itself. NIXL has no time-out. A read that
+does not complete stops only with its whole agent: that makes no progress any more, or is destroyed.
 """
 
 from __future__ import annotations
@@ -14,14 +14,23 @@ from dataclasses import dataclass, field
 import msgspec
 
 from disagg.engines.base import Engine, TransferError, decode_metadata, one_memory, wait_until
-from disagg.engines.nixl.agent import NEED_PROGRESS, Agent, backend_options, memory_of, nixl_api
+from disagg.engines.nixl.agent import (
+    Agent,
+    backend_options,
+    lands_by_progress,
+    memory_of,
+    nixl_api,
+)
 from disagg.plan.bind import CopyBatch
 from kvpool.extras import install
 from kvpool.layout import Slab
 from kvpool.layout.types import HOST
 
-MAX_KEPT_AGENTS = 8
-"""Retired agents that are kept undestroyed; beyond, the oldest is destroyed."""
+MAX_KEPT_AGENTS = 16
+KEPT_AGENTS = iter(range(MAX_KEPT_AGENTS))
+"""One for each retired agent of this process that is kept undestroyed until the process ends. When
+they are used up, a retired agent is destroyed before its fence ends.
+"""
 
 
 class NixlMetadata(msgspec.Struct, frozen=True):
@@ -59,8 +68,8 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
     `transports` is one UCX transport (`tcp`, `posix`, `rc`, …), `device` one network device of UCX
     (`eth0`, `mlx5_0:1`); the variables UCX_TLS and UCX_NET_DEVICES select several. A fence waits
     `patience` seconds for reads to complete before it retires their agent. Destroying an agent can
-    crash a peer that it reads over TCP, so over transports that need this side's progress a retired
-    agent is kept instead.
+    crash a peer that it reads over TCP, so where reads land only by this side's progress a retired
+    agent is kept instead, without progress and until the process ends.
     """
 
     name = "nixl"
@@ -80,12 +89,11 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
     ) -> None:
         self._backend, self._patience = backend, patience
         self._options = backend_options(backend, options, transports, device)
-        self._keep_retired = transports in NEED_PROGRESS
+        self._by_progress = lands_by_progress(backend, options, transports)
         self._memory = ""
         self._slabs: list[tuple[int, int, int, str]] = []
         self._peers: list[NixlPeer] = []
         self._retiring: list[Agent] = []
-        self._kept: list[Agent] = []
         self._agents_ended = 0
         self._agent: Agent | None = None
         self._current()
@@ -167,8 +175,6 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
             self.fence(peer)
         self._retire(self._agent)
         self._end_agents()
-        while self._kept:
-            _destroy(self._kept.pop())
 
     def _current(self) -> Agent:
         """The agent that reads and is read; a new one if the last was retired."""
@@ -228,16 +234,19 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
             for peer in self._peers:
                 if peer.agent is agent:
                     peer.agent = None
-            if left and self._keep_retired:
-                self._kept.append(agent)
-            else:
+            if not (left and self._keeps(left)):
                 _destroy(agent)
             self._retiring.remove(agent)
             self._agents_ended += bool(left)
             for transfer in left:
                 transfer.peer.open.remove(transfer)
-        while len(self._kept) > MAX_KEPT_AGENTS:
-            _destroy(self._kept.pop(0))
+
+    def _keeps(self, reads: list[NixlTransfer]) -> bool:
+        """Whether an agent stays undestroyed without any of these reads landing."""
+        memories = {self._memory, *(transfer.peer.metadata.memory for transfer in reads)}
+        # a copy by a GPU may be under way, and ends without progress
+        by_progress = self._by_progress and memories == {HOST}
+        return by_progress and next(KEPT_AGENTS, None) is not None
 
 
 def _check(transfer: NixlTransfer, is_complete: Callable[[int], bool]) -> None:

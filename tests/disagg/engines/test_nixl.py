@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 import socket
+import sys
 import time
 from contextlib import suppress
 from itertools import pairwise
@@ -15,12 +17,13 @@ import numpy as np
 import pytest
 
 from disagg.engines.base import TransferError, create_engine
-from disagg.engines.nixl import agent as nixl_agent
+from disagg.engines.nixl import agent as nixl_agent, engine as nixl_engine
 from disagg.host.interfaces import interface_addresses, interface_names, is_loopback
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
+from tests.disagg.engines import giving_up
 from tests.disagg.engines.owners import Owner, batch_of, engine_of, finish, pattern, read
-from tests.processes import Child
+from tests.processes import FORKS, Child, started
 
 MIB = 1 << 20
 SIZE = 16 * MIB
@@ -41,6 +44,13 @@ def friends():
 
     yield friend
     assert {name: owner.close() for name, owner in owners.items()} == dict.fromkeys(owners, 0)
+
+
+@pytest.fixture(autouse=True)
+def kept_agents(monkeypatch):
+    """As many as a process of its own could keep."""
+    places = iter(range(nixl_engine.MAX_KEPT_AGENTS))
+    monkeypatch.setattr(nixl_engine, "KEPT_AGENTS", places)
 
 
 def blank(size):
@@ -105,11 +115,11 @@ def to_the_end(other, memory):
 
 @pytest.mark.parametrize(
     ("transports", "seen"),
-    [("tcp", True), ("tcp", False), ("posix", True), ("posix", False), ("tcp by option", True)],
+    [("tcp", True), ("tcp", False), ("posix", True), ("posix", False), ("tcp by option", False)],
 )
 def test_after_a_fence_nothing_lands_when_a_stopped_peer_continues(transports, seen, friends):
-    """UCX can end a peer whose connection closes before it answers. The peer survives if the engine
-    knows that nothing lands over this transport without progress here.
+    """UCX can end a peer whose connection closes before it answers: the agent is kept, and the peer
+    survives.
     """
     memory, more = blank(SIZE), blank(MIB)
     good, options = friends(transports.partition(" ")[0]), TRANSPORTS.get(transports, BY_OPTION)
@@ -135,7 +145,103 @@ def test_after_a_fence_nothing_lands_when_a_stopped_peer_continues(transports, s
         with pytest.raises(TransferError, match="Connect again"):
             engine.read(peer, to_the_end(bad, memory))
         assert engine.fence(peer, 0), "once fenced, always fenced"
-        assert transports == "tcp by option" or bad.close() == 0
+        assert bad.close() == 0
+
+
+ENDS = {"its engine is closed": "close", "nothing refers to it": "drop"}
+
+
+@pytest.mark.parametrize("transports", ["tcp", "posix"])
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_read_that_was_given_up_does_not_land_when(end, transports, tmp_path):
+    """Its bytes wait in sockets and segments, and UCX makes progress while it destroys an agent.
+    The memory is a file, which this process sees too.
+    """
+    memory = np.memmap(tmp_path / "memory", dtype=np.uint8, mode="w+", shape=(SIZE,))
+    with Owner("nixl", SIZE, transports=transports) as owner:
+        place = owner.metadata, owner.base
+        with Child(giving_up.give_up, end, memory.filename, place, transports) as reader:
+            given_up(reader.pipe, owner, memory)
+            assert owner.close() == 0
+            assert (memory == 0xEE).all()
+
+
+EXITS = {"after it was given up": "exit", "during the read": "reading"}
+
+
+@pytest.mark.parametrize("end", EXITS.values(), ids=EXITS)
+def test_no_byte_lands_while_the_interpreter_ends(end, tmp_path):
+    """It destroys what is left, unlike a process that is forked off another."""
+    memory = np.memmap(tmp_path / "memory", dtype=np.uint8, mode="w+", shape=(SIZE,))
+    pipe, line = FORKS.Pipe()
+    command = [sys.executable, "-m", giving_up.__name__, str(line.fileno())]
+    with (
+        Owner("nixl", SIZE, transports="tcp") as owner,
+        started(command, pass_fds=[line.fileno()]) as reader,
+    ):
+        pipe.send((end, memory.filename, (owner.metadata, owner.base), "tcp"))
+        given_up(pipe, owner, memory)
+        pipe.send(None)
+        assert reader.wait(60) == 0
+        assert (memory == 0xEE).all()
+    for each in pipe, line:
+        each.close()
+
+
+def given_up(pipe, owner, memory):
+    """Leads a reader to where it has ended its agent, after the owner has sent what it can."""
+    pipe.recv()
+    memory[:] = 0xEE
+    owner.stop()
+    pipe.send(None)
+    pipe.recv()
+    os.kill(owner.process.pid, signal.SIGCONT)
+    for _ in range(100):
+        owner.step()
+    owner.pipe.send(("serve",))
+    pipe.send(None)
+    pipe.recv()
+
+
+def test_beyond_those_that_are_kept_an_agent_is_destroyed_before_its_fence_ends(monkeypatch):
+    monkeypatch.setattr(nixl_engine, "KEPT_AGENTS", iter(range(1)))
+    memory, options, alive = blank(SIZE), TRANSPORTS["posix"], []
+    with engine_of("nixl", memory, patience=0.0, **options) as engine:
+        for _ in range(2):
+            with Owner("nixl", SIZE, **options) as bad:
+                peer, transfer = stuck(engine, bad, memory)
+                assert engine.fence(peer)
+                alive.append(transfer.agent._alive() is not None)
+                memory[:] = 0xEE
+                bad.go_on()
+                assert bad.close() == 0
+                assert (memory == 0xEE).all()
+    assert alive == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "transport", "selected", "device", "by_progress"),
+    [
+        ("UCX", {}, None, None, False, True),
+        ("UCX", {}, None, None, True, False),
+        ("UCX", {}, None, "tcp,cma", True, True),
+        ("UCX", {}, None, "tcp,rc", True, False),
+        ("UCX", {}, "tcp", None, True, True),
+        ("UCX", {}, "rc", None, True, False),
+        ("UCX", {"num_threads": "2"}, "tcp", None, False, False),
+        ("LIBFABRIC", {}, None, None, False, False),
+    ],
+)
+def test_where_reads_land_by_progress_of_their_reader_alone(
+    backend, options, transport, selected, device, by_progress, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(nixl_agent, "RDMA_DEVICES", tmp_path)
+    if device:
+        (tmp_path / "mlx5_0").touch()
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    if selected:
+        monkeypatch.setenv("UCX_TLS", selected)
+    assert nixl_agent.lands_by_progress(backend, options, transport) == by_progress
 
 
 def test_a_fence_lets_reads_complete():
@@ -185,8 +291,9 @@ def test_a_dead_peer_is_fenced_and_others_are_still_read(transports, patience, f
         small_read(engine, good, memory, friend)
 
 
-def test_what_keeps_an_agent_alive():
+def test_what_keeps_an_agent_alive(monkeypatch):
     """A kept exception does not; a reference does, and then the fence raises."""
+    monkeypatch.setattr(nixl_engine, "KEPT_AGENTS", iter(()))
     memory = blank(SIZE)
     with (
         Owner("nixl", SIZE, transports="tcp") as other,
@@ -221,6 +328,7 @@ def come_and_go(pipe, metadata: bytes, base: int, size: int, options: dict, cycl
             assert engine.fence(peer, 0)
         assert np.array_equal(memory, truth)
         pipe.send(usage())
+    pipe.recv()
 
 
 @pytest.mark.parametrize("transports", TRANSPORTS)
@@ -266,11 +374,16 @@ def test_a_peer_that_is_connected_again_and_again_costs_no_more_files_on_either_
 
 def break_connections():
     """Ends every TCP connection of this process, as a network does that is down for long."""
+    before = open_files(os.getpid())
     for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as copy:
-            if copy.family == socket.AF_INET and copy.type == socket.SOCK_STREAM:
-                copy.getpeername()
-                copy.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            if not Path(f"/proc/self/fd/{number}").is_socket():
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as copy:
+                if copy.family == socket.AF_INET and copy.type == socket.SOCK_STREAM:
+                    copy.getpeername()
+                    copy.shutdown(socket.SHUT_RDWR)
+    assert open_files(os.getpid()) == before
 
 
 @pytest.mark.parametrize("transports", ["default", "tcp"])
