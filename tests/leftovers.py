@@ -7,13 +7,13 @@ A process is known by the environment that it was started with, which has the ru
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from uuid import uuid4
 
@@ -98,7 +98,7 @@ class Guard:
 def main(run: str, parent: str, patience: str) -> None:
     """The guard's process."""
     with suppress(ProcessLookupError):  # it has ended
-        select.select([os.pidfd_open(int(parent))], [], [])
+        wait([os.pidfd_open(int(parent))])
     end(lambda: alive(run), float(patience))
 
 

@@ -5,10 +5,10 @@ takes from send to Success; many prefills beside one; and what a room costs that
 from __future__ import annotations
 
 import gc
-import select
 import time
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from multiprocessing.connection import wait
 from statistics import median
 
 import pytest
@@ -43,7 +43,7 @@ def forget(endpoint, ended):
 
 def wait_ended(endpoint, seconds):
     """What has ended, as an event loop learns of it."""
-    select.select([endpoint], [], [], seconds)
+    wait([endpoint], seconds)
     return endpoint.ended()
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,8 +67,7 @@ class Process:
                     self._events.remove(event)
                     return event
             left = until - time.monotonic()
-            ready, _, _ = select.select([self._line], [], [], max(left, 0))
-            if not ready:
+            if not wait([self._line], max(left, 0)):
                 raise EngineFailed(
                     f"{self.role}: no {kind} {fields} for {timeout} s.\n{self.tail()}"
                 )

@@ -5,12 +5,12 @@ has `netem` for this, which not every kernel has; this needs none and is the sam
 from __future__ import annotations
 
 import random
-import select
 import socket
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 ALL = 0x0003
@@ -50,8 +50,7 @@ def carry(pipe: Any, ports: Sequence[str], delay: float, loss: float) -> None:
                 if wire is not source:
                     with suppress(OSError):  # a full queue, or a port that is down
                         wire.send(frame)
-        wait = late[0][0] - now if late else None
-        readable, _, _ = select.select([pipe, *wires], [], [], wait)
+        readable = wait([pipe, *wires], late[0][0] - now if late else None)
         if pipe in readable:
             return
         for source in readable:

@@ -5,13 +5,13 @@ offer of a request's last chunk to Success, by engine and family.
 from __future__ import annotations
 
 import os
-import select
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from multiprocessing.connection import wait
 
 import numpy as np
 import torch
@@ -105,7 +105,7 @@ class BareReader:
             while not self.engine.poll(transfer):
                 if time.monotonic() > ends:
                     raise TransferError(f"no {batch.total} bytes in {READER_TIMEOUT:.0f} s.")
-                if pause and select.select([self._wake], [], [], WAIT_SECONDS)[0]:
+                if pause and wait([self._wake], WAIT_SECONDS):
                     os.read(self._wake, 4096)
 
 

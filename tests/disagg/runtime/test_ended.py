@@ -5,9 +5,9 @@ that wait: for a room, for any, in an event loop.
 from __future__ import annotations
 
 import asyncio
-import select
 import threading
 import time
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -124,7 +124,7 @@ THREADS = 60
 
 
 def readable(endpoint, seconds=0.0):
-    return bool(select.select([endpoint], [], [], seconds)[0])
+    return bool(wait([endpoint], seconds))
 
 
 def tables_of(count):

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import sys
 import time
 from collections import Counter
+from multiprocessing.connection import wait
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -93,8 +93,7 @@ class Served:
     def serve(self) -> None:
         while True:
             work = self.scheduler.has_requests()
-            ready, _, _ = select.select([self.line], [], [], 0.0 if work else 0.05)
-            if ready:
+            if wait([self.line], 0.0 if work else 0.05):
                 data = self.line.recv(1 << 20)
                 if not data:
                     return
