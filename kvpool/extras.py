@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 EXTRAS = {
+    "aiohttp": ("aiohttp", "proxy"),
     "cryptography": ("cryptography", "keys"),
     "obstore": ("obstore", "store"),
     "prometheus_client": ("prometheus-client", "metrics"),

@@ -18,9 +18,10 @@ from pathlib import Path
 from rich.table import Table
 
 from tests.engines.demo import console, pair_parser, shown
+from tests.engines.servers import Server, greedy, kvpool_proxy, tokens
 from tests.engines.vllm import models
 from tests.engines.vllm.engines import prompts
-from tests.engines.vllm.servers import Server, api_server, greedy, proxy_server, tokens
+from tests.engines.vllm.servers import api_server
 
 
 def main() -> int:
@@ -49,7 +50,7 @@ def _run(stack: contextlib.ExitStack, options: argparse.Namespace, folder: Path)
         stack.enter_context(api_server("single", model, logs, block_size=theirs)),
     ]
     _, decode, single = servers
-    pair = stack.enter_context(proxy_server(prefill, decode, logs))
+    pair = stack.enter_context(kvpool_proxy([prefill], [decode], logs))
     with console.status("starting prefill, decode, a single server and the proxy"):
         for server in (*servers, pair):
             server.ready(600)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from tests.engines.servers import Server, greedy, kvpool_proxy, tokens
 from tests.engines.vllm import models
 from tests.engines.vllm.engines import prompts
-from tests.engines.vllm.servers import PLUGIN, Server, api_server, greedy, proxy_server, tokens
+from tests.engines.vllm.servers import PLUGIN, api_server
 
 pytestmark = pytest.mark.timeout(900)
 CHAT = "/v1/chat/completions"
@@ -50,7 +51,7 @@ def servers(tmp_path_factory):
             "decode", model, folder, extra=extra, **exact, transfer=PLUGIN, block_size=32
         ) as decode,
         api_server("single", model, folder, **exact) as single,
-        proxy_server(prefill, decode, folder) as pair,
+        kvpool_proxy([prefill], [decode], folder) as pair,
     ):
         for server in (prefill, decode, single, pair):
             server.ready(600)
