@@ -1,0 +1,1 @@
+"""A fleet that is replaced process by process, while it serves."""
