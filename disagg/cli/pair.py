@@ -72,20 +72,21 @@ def pair(
     if as_json:
         document = {
             "pair": not objections,
-            **{side: _summary(contract) for side, contract in contracts.items()},
+            **{side: summary(contract) for side, contract in contracts.items()},
             "refused": [asdict(objection) for objection in objections],
             "explained": fit and as_dict(fit.hand_off, rate),
         }
         typer.echo(json.dumps(document))
     else:
-        _print(contracts, objections)
+        print_outcome(contracts, objections)
         if fit is not None and not objections:
             print_plans(fit.hand_off, rate)
     if objections:
         raise typer.Exit(1)
 
 
-def _print(contracts: Mapping[str, Contract], objections: Sequence[Objection]) -> None:
+def print_outcome(contracts: Mapping[str, Contract], objections: Sequence[Objection]) -> None:
+    """Yes or no, of which engines, and every reason against."""
     count = f"{len(objections)} reason{'s' if len(objections) > 1 else ''}"
     typer.echo(f"no, for {count}" if objections else "yes")
     for side, contract in contracts.items():
@@ -95,7 +96,8 @@ def _print(contracts: Mapping[str, Contract], objections: Sequence[Objection]) -
         typer.echo(f"refused: {objection.prefill} -> {objection.decode}: {objection.reason}")
 
 
-def _summary(contract: Contract) -> dict[str, object]:
+def summary(contract: Contract) -> dict[str, object]:
+    """A contract in JSON, without its layouts."""
     from disagg.contract.labelling import labels
 
     return {

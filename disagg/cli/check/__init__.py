@@ -1,0 +1,1 @@
+"""Whether two engines can work together over the network between them: tried with other memory."""
