@@ -101,7 +101,7 @@ class _Proxy:
             steps = exchange.seconds | {"total": time.perf_counter() - began}
             response = await _pass_on(request, answer, steps)
             if not answer.failed:
-                await exchange.finish()
+                exchange.complete()
             return response
         except NotHandedOver as error:
             return _error(400, f"kvpool proxy between vLLM and SGLang: {error}")

@@ -60,16 +60,18 @@ class Exchange:
             self.prefill.addresses = ()  # a prefill that was started again has others
         return found
 
-    async def finish(self) -> None:
-        """Waits for prefill's own answer, where decode's was complete before it."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+    def complete(self) -> None:
+        """Decode's answer is passed on. Prefill's own is not ended, which may be a little later."""
+        for task in self._tasks:
+            _ending.add(task)
+            task.add_done_callback(_ended)
+        self._tasks, self._responses = [], []
 
     def close(self) -> None:
         """Ends what is still asked for: a server aborts a request whose connection is closed."""
         for task in self._tasks:
-            if not task.cancel() and not task.cancelled():
-                task.exception()  # else the event loop logs that nobody has seen it
+            task.cancel()
+            task.add_done_callback(_ended)
         for response in self._responses:
             response.close()
 
@@ -158,3 +160,13 @@ class Exchange:
 def new_room() -> int:
     """As SGLang's router makes them: any number of 63 bits."""
     return secrets.randbits(63)
+
+
+_ending: set[asyncio.Future[Answer]] = set()
+"""The event loop itself keeps no reference to a task."""
+
+
+def _ended(task: asyncio.Future[Answer]) -> None:
+    _ending.discard(task)
+    if not task.cancelled():
+        task.exception()  # else the event loop logs that nobody has seen it

@@ -363,6 +363,28 @@ def test_a_client_that_leaves_ends_the_request_on_both_sides(begun):
     with_proxy(client, [prefill], [decode])
 
 
+def test_a_client_does_not_wait_for_prefills_own_answer():
+    late, answered = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: web.Request) -> web.Response:
+        await late.wait()
+        answered.set()
+        return web.json_response({})
+
+    prefill, decode = Engine(mode="prefill", answers={TEXT: slow}), Engine(mode="decode")
+
+    async def client(session, url):
+        for _ in range(2):
+            async with session.post(url + TEXT, json=BODY) as answer:
+                assert await answer.json() == decode_answer(decode)
+        await session.close()
+        late.set()
+        await answered.wait()
+        assert not prefill.left.is_set()
+
+    with_proxy(client, [prefill], [decode])
+
+
 def test_an_answer_that_breaks_off_breaks_off_for_the_client():
     async def breaks(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
