@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from logging import Logger
+from types import FrameType
 from typing import Protocol
 
 from disagg.connectors.rank.rank import Rank
@@ -101,3 +104,18 @@ def serve_contract(
         return None
     log.info("the contract of this engine: http://%s/contract", server.address)
     return server
+
+
+def drain_at_sigterm(server: ContractServer) -> None:
+    """`/healthz` says from SIGTERM on that the engine ends. For an engine that handles it, ends its
+    requests then, and tells a connector only when that is done.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        return
+
+    def drain(number: int, frame: FrameType | None) -> None:
+        server.drain()
+        handler(number, frame)
+
+    signal.signal(signal.SIGTERM, drain)

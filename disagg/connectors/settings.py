@@ -45,6 +45,8 @@ class Settings:
     """Seconds for which a request waits in which nothing happens."""
     peer_timeout: float | None = None
     """Seconds: an engine that is silent for longer is dead."""
+    drain_seconds: float = 3.0
+    """At the end of an engine: seconds in which other engines may still read what it has sent."""
     verify: Literal["checksum"] | None = None
     """"checksum": digests of both sides are compared before a request goes on."""
     stream: Literal["chunks", "layers"] | None = None

@@ -1,8 +1,9 @@
 """A contract over HTTP: `GET /contract`, `/labels` and `/healthz`, by threads that serve nothing
 else.
 
-Answers are made once. Of a request the head is read, within bounds of bytes and seconds, and never
-a body; at most `MAX_READERS` are answered at once.
+Answers are made once; `/healthz` has another, with status 503, from `drain` on. Of a request the
+head is read, within bounds of bytes and seconds, and never a body; at most `MAX_READERS` are
+answered at once.
 """
 
 from __future__ import annotations
@@ -61,7 +62,12 @@ class ContractServer(AbstractContextManager["ContractServer"]):
         )
         self._thread.start()
 
+    def drain(self) -> None:
+        """The engine takes no new requests any more: `/healthz` says so."""
+        self._server.unhealthy = b"draining\n"
+
     def close(self) -> None:
+        self.drain()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -73,6 +79,7 @@ class ContractServer(AbstractContextManager["ContractServer"]):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     answers: dict[str, tuple[str, bytes]]
+    unhealthy: bytes | None = None
 
     def __init__(self, family: socket.AddressFamily, place: Any) -> None:
         self.address_family = family
@@ -115,12 +122,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.settimeout(ANSWER_SECONDS)  # of `sendall`, in all
 
     def do_GET(self) -> None:
-        answer = self.server.answers.get(self.path.partition("?")[0])
+        path = self.path.partition("?")[0]
+        answer = self.server.answers.get(path)
         if answer is None:
             self.send_error(404)
             return
-        kind, data = answer
-        self.send_response(200)
+        (kind, data), unhealthy = answer, self.server.unhealthy
+        if path != "/healthz" or unhealthy is None:
+            self.send_response(200)
+        else:
+            data = unhealthy
+            self.send_response(503)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

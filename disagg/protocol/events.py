@@ -80,7 +80,11 @@ class AbortAll(Struct, frozen=True):
 
 
 class Drain(Struct, frozen=True):
-    """From now on no new rooms; those that are open end as they would."""
+    """From now on no new rooms; those that are open end as they would. With `stopped`, those end at
+    once for which the caller still has something to do.
+    """
+
+    stopped: bool = False
 
 
 class OfferChunk(Struct, frozen=True, kw_only=True):

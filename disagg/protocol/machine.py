@@ -11,7 +11,7 @@ from disagg.protocol.messages import Hello, Room
 from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
 from disagg.protocol.peers.decode_peers import DecodePeers
 from disagg.protocol.peers.prefill_peers import PrefillPeers
-from disagg.protocol.status import Failure, KVPoll, R, Rooms, Side
+from disagg.protocol.status import STOPPED, Failure, KVPoll, R, Rooms, Side
 
 
 class Machine(ABC, Generic[R]):
@@ -55,8 +55,11 @@ class Machine(ABC, Generic[R]):
             case AbortRoom(name, reason):
                 if not self.poll(name).ended:
                     self._fail(self.rooms.known(name), Failure(self.side, reason, "abort"))
-            case Drain():
+            case Drain(stopped):
                 self.draining = True
+                for room in list(self.rooms.open.values()) if stopped else ():
+                    if room.needs_caller:
+                        self._fail(room, Failure(self.side, STOPPED, "draining"))
             case AbortAll(reason, closing):
                 for room in list(self.rooms.open.values()):
                     self._fail(room, Failure(self.side, reason, "abort"))

@@ -21,7 +21,7 @@ from disagg.protocol.peers.prefill_peers import OfServed, PrefillPeers
 from disagg.protocol.rooms.block_tables import BlockTables
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.rooms.prefill_rooms import MAX_TOLD, FailureNotice, PrefillRoom, PrefillRooms
-from disagg.protocol.status import DRAINING, Failure, Phase, RoomEvent
+from disagg.protocol.status import DRAINING, Failure, Phase, RoomEvent, failure_kind
 from disagg.protocol.verification import DigestAnswers
 from kvpool.layout import PoolLayout
 from kvpool.layout.types import MAX_NAME
@@ -166,7 +166,8 @@ class PrefillMachine(Machine[PrefillRoom]):
             case messages.Abort() as abort:
                 room = self._room_of(peer, abort)
                 if room is not None and room.name in self.rooms.open:
-                    self._fail(room, Failure("decode", abort.reason, "abort"), except_peer=peer)
+                    kind = failure_kind(abort.reason)
+                    self._fail(room, Failure("decode", abort.reason, kind), except_peer=peer)
             case Failure() as failure:
                 self._drop(peer, failure)
 
@@ -207,7 +208,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         asked_by_all = room is not None and 0 < room.readers == len(room.requests)
         if room is None or (drop.room in self.rooms.open and not asked_by_all):
             room = self.rooms.at(drop.room, self._now)
-            self._fail(room, Failure("decode", drop.reason, "abort"))
+            self._fail(room, Failure("decode", drop.reason, failure_kind(drop.reason)))
 
     def _reject_reason(self, peer: bytes, request: messages.ReadRequest) -> str | None:
         room, decode = self.rooms.by_name.get(request.room), self.peers.alive[peer]

@@ -51,7 +51,11 @@ FailureKind = Literal[
     "timeout",
 ]
 DRAINING = "draining: "
-"""How prefill's reason begins where it drains. Every release begins so: `failure_kind` reads it."""
+"""How a reason begins where a side drains. Every release begins so: `failure_kind` reads it."""
+STOPPED = (
+    f"{DRAINING}this engine has stopped and ends no room that waits for it. Send the request to "
+    "another."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,11 @@ class PhasedRoom(ABC):
     @abstractmethod
     def waits_for(self) -> str:
         """What must happen next."""
+
+    @property
+    @abstractmethod
+    def needs_caller(self) -> bool:
+        """Whether it is in vain if its caller does nothing any more."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:

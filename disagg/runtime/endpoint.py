@@ -189,16 +189,17 @@ class Endpoint(Generic[M]):
         self.engine.yield_gil()
         return busy
 
-    def drain(self, timeout: float | None = None) -> bool:
+    def drain(self, timeout: float | None = None, *, stopped: bool = False) -> bool:
         """From now on this side takes no new rooms: `send` and `receive` raise EndpointDraining,
         and a decode that asks for one is told at once (a failure of kind `draining`). Open rooms
-        end as they would, and links stay. Returns `drained`; there is no way back but another
-        endpoint.
+        end as they would, and links stay. With `stopped`, for an engine that makes no step any
+        more, those end at once of which a chunk is lacking, and all of a decode. Returns `drained`;
+        there is no way back but another endpoint.
 
         With `timeout` (seconds), waits for that: raises TimeoutError with what is open still, and
         EndpointClosed if the endpoint is closed before. May be called again.
         """
-        self.driver.call(events.Drain())
+        self.driver.call(events.Drain(stopped))
         if timeout is None:
             return self.drained
         self.driver.wait(lambda: self.machine.drained, timeout)

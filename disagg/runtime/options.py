@@ -60,6 +60,9 @@ RULES: Mapping[str, Rule] = {
     "lease": Rule(_Positive | None, "a number of seconds above 0, or None"),
     "allow_missing": Rule(list[str], 'a list of owners or roles, such as ["draft"]'),
     "verify": Rule(Literal["checksum"] | None, "'checksum', or None"),
+    "drain_seconds": Rule(
+        Annotated[float, Meta(ge=0, le=MAX_TIMEOUT)], f"a number of seconds up to {MAX_TIMEOUT:.0f}"
+    ),
     "stream": Rule(Literal["chunks", "layers"] | None, "'chunks', 'layers', or None"),
     "contract": Rule(
         str | None,

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from disagg.connectors.rank.end import end
 from disagg.connectors.rank.links import Links
 from disagg.connectors.rank.stats import Stats
 from disagg.connectors.settings import Settings
@@ -87,6 +88,7 @@ class Rank:
         number: int = 0,
     ) -> None:
         self.layout, self.stats, self._log = layout, Stats(), log
+        self._drain_seconds = settings.drain_seconds
         options = settings.options(conventions)
         self._prefill: PrefillEndpoint | None = None
         self._links: Links | None = None
@@ -276,10 +278,14 @@ class Rank:
         for endpoint in filter(self._has_rooms, self._endpoints):
             endpoint.driver.turn_for_caller(BUSY_SECONDS)
 
-    def close(self) -> None:
-        """Aborts what is open, tells peers and closes the engines."""
+    def drain(self) -> None:
+        """Takes no new rooms from now on."""
         for endpoint in self._endpoints:
-            endpoint.close()
+            endpoint.drain()
+
+    def close(self) -> None:
+        """Ends what is open, the engine having stopped, and closes the endpoints."""
+        end(self._endpoints, self._drain_seconds, self._log)
 
     def _has_rooms(self, endpoint: PrefillEndpoint | DecodeEndpoint) -> bool:
         return bool(self._receiving if isinstance(endpoint, DecodeEndpoint) else self._sending)

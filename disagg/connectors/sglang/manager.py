@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from typing import Any
 
 import requests
@@ -60,6 +61,7 @@ class KvpoolManager(CommonKVManager):
     """
 
     supports_deferred_decode_kv_release = True
+    supports_role_switch = True
 
     def __init__(self, args: Any, mode: DisaggregationMode, *more: Any) -> None:
         self._next_turn = 0.0
@@ -70,6 +72,7 @@ class KvpoolManager(CommonKVManager):
         """Rooms of which SGLang has not been told the end."""
         self.reading: dict[int, int] = {}
         """Rows of the metadata, by room that was asked for and whose pages a read may touch."""
+        self.stopped = False
         self.known: dict[str, set[tuple[str, ...]]] = defaultdict(set)
         """Endpoint addresses by bootstrap address, as they were when they were used last."""
         super().__init__(args, mode, *more)
@@ -126,6 +129,9 @@ class KvpoolManager(CommonKVManager):
             number=self.number,
         )
         self.contract = serve_rank(self, settings, document)
+        # SGLang tells no manager that its process ends
+        self.stop = Finalize(None, self._stop, exitpriority=1)
+        """SGLang makes no step any more, in this role or at all."""
         if prefill:
             self.local_ip, self.rank_port = split(self.rank.prefill.address)
             super().register_to_bootstrap()
@@ -203,10 +209,24 @@ class KvpoolManager(CommonKVManager):
         """Of pipeline stages SGLang polls the first one's senders only, and reads of the others how
         their rooms stand.
         """
-        while True:
+        while not self.stopped:
             time.sleep(STAGE_SECONDS)
             if self.sending:
                 self.turn()
+
+    def _stop(self) -> None:
+        self.stopped = True
+        if self.contract is not None:
+            self.contract.drain()
+        self.rank.close()
+        if self.contract is not None:
+            self.contract.close()
+
+    def teardown(self) -> None:
+        """SGLang changes the engine's role: another manager takes over its pools."""
+        self.stop()
+        self.server_socket.close(linger=0)
+        self._zmq_ctx.destroy(linger=0)
 
     def _ended(self, room: int, why: object, aux: Aux | None) -> None:
         """Tells SGLang that a room has ended: `why` it failed, or what has come with it."""

@@ -11,7 +11,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 
 from disagg.connectors.blocks import Blocks
-from disagg.connectors.contracts import ServingEngine, serve_contract
+from disagg.connectors.contracts import ServingEngine, drain_at_sigterm, serve_contract
 from disagg.connectors.conventions import conventions
 from disagg.connectors.memory import SharedAllocation
 from disagg.connectors.rank import stats
@@ -161,6 +161,8 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         number = self._vllm_config.parallel_config.data_parallel_index
         engine = ServingEngine(package="vllm", size=len(ranks), number=number, **self._roles)
         self._contract = serve_contract(self._settings, engine, ranks, log)
+        if self._contract is not None:
+            drain_at_sigterm(self._contract)
 
     def reset_cache(self) -> bool | None:
         """Of an engine whose weights may be others from now on."""

@@ -86,6 +86,10 @@ class DecodeRoom(PhasedRoom):
         awaited = first.awaited or f"chunks from position {first.stop} on,"
         return f"{awaited} of {link.names(open_ranks)}"
 
+    @property
+    def needs_caller(self) -> bool:
+        return True
+
     def facts(self) -> dict[str, Any]:
         generations = (hello.generation if hello else "" for hello in self.link.hellos)
         return {

@@ -81,6 +81,10 @@ class PrefillRoom(PhasedRoom):
         return self.offered.closed and not self.unpublished
 
     @property
+    def needs_caller(self) -> bool:
+        return not self.offered.closed
+
+    @property
     def readers(self) -> int:
         """How many read it; 0 while none has asked."""
         return next(iter(self.requests.values())).readers if self.requests else 0

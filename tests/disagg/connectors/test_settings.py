@@ -41,6 +41,7 @@ WRONG = [
     *(("store", value, "a URL (docs/store.md), or None") for value in (7, "", True)),
     *(("chunk_tokens", value, "a number from 1 to 1048576") for value in (0, "256", 1.5, True)),
     *(("store_timeout", value, SECONDS) for value in (0, None, "10")),
+    *(("drain_seconds", value, "a number of seconds up to 86400") for value in (-1, None, "3")),
     *(
         ("store_room", value, 'bytes, 1,048,576 or more, or text with a unit such as "4GiB"')
         for value in (0, -1, 256, 2.5e9, True, "", "4", "4G", "-1GiB", "all")
@@ -60,6 +61,7 @@ RIGHT = {
     "insecure": False,
     "lease": None,
     "offer_timeout": 60,
+    "drain_seconds": 0,
     "peer_timeout": 0.5,
     "verify": "checksum",
     "stream": "layers",

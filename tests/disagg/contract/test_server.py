@@ -54,6 +54,16 @@ def rest(connection) -> bytes:
     return data
 
 
+def test_from_drain_on_it_says_so_and_the_contract_stays(served):
+    assert ask(served, "/healthz") == (b"ok\n", "text/plain")
+    for _ in range(2):
+        served.drain()
+        with pytest.raises(HTTPError) as error:
+            ask(served, "/healthz")
+        assert error.value.code == 503 and error.value.read() == b"draining\n"
+    assert ask(served, "/contract")[0] == CONTRACT.to_json().encode()
+
+
 def test_it_answers_its_three_paths(served):
     assert ask(served, "/contract") == (CONTRACT.to_json().encode(), "application/json")
     assert ask(served, "/contract?x=1")[0] == CONTRACT.to_json().encode()

@@ -150,6 +150,49 @@ def test_a_decode_that_drains_ends_what_is_open_and_takes_no_more(place):
         no_leases(prefill, decode)
 
 
+def test_a_prefill_that_has_stopped_ends_what_it_will_not_send():
+    with (
+        prefill_side() as (prefill, given),
+        reading_from(prefill.address) as (decode, dest, into),
+    ):
+        prefill.send("sent", given)
+        decode.receive("asked", into["asked"])
+        decode.receive("begun", into["begun"])
+        until(prefill, lambda: prefill.poll("asked") is KVPoll.WaitingForInput)
+        prefill.send("begun", part(given, 32), last=False)
+        until(decode, lambda: decode.poll("begun") is KVPoll.Transferring)
+        prefill.drain(stopped=True)
+        for room in ("asked", "begun"):
+            assert decode.wait(room, LONG) is prefill.wait(room, LONG) is KVPoll.Failed
+            for side in (decode, prefill):
+                failure = side.failure(room)
+                assert (failure.side, failure.kind) == ("prefill", "draining")
+                assert failure.reason.endswith("Send the request to another.")
+        decode.receive("sent", into["sent"])
+        arrived(decode, "sent", dest, into["sent"])
+        assert prefill.drain(timeout=LONG)
+        no_leases(prefill, decode)
+
+
+def test_a_decode_that_has_stopped_gives_prefills_pages_back():
+    with (
+        prefill_side() as (prefill, given),
+        reading_from(prefill.address) as (decode, _, into),
+    ):
+        for room in ("asked", "begun"):
+            decode.receive(room, into[room])
+        prefill.send("begun", part(given, 32), last=False)
+        until(decode, lambda: decode.poll("begun") is KVPoll.Transferring)
+        until(prefill, lambda: prefill.poll("asked") is KVPoll.WaitingForInput)
+        decode.drain(stopped=True)
+        assert decode.drain(timeout=LONG)
+        for room in ("asked", "begun"):
+            assert prefill.wait(room, LONG) is KVPoll.Failed
+            failure = prefill.failure(room)
+            assert (failure.side, failure.kind) == ("decode", "draining")
+        no_leases(prefill, decode)
+
+
 def test_a_drain_waits_for_reads_of_rooms_that_have_failed():
     pair = Pair()
     pair.ask("r")

@@ -3,7 +3,8 @@
 `python -m tests.engines.sglang.engine FD` imports SGLang once, and forks an engine for each line
 that it reads: `{"environ": ..., "log": ..., "arguments": ...}`, with the engine's socket beside it.
 The engine's own processes are forked too. An engine's commands: `add` (a request), `abort`,
-`counts` (what the scheduler of each rank holds), `close`. Each line that comes back is an event.
+`switch` (to another role), `counts` (what the scheduler of each rank holds), `close`. Each line
+that comes back is an event.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Served:
                     task.add_done_callback(self.tasks.discard)
                 case "abort":
                     self.engine.tokenizer_manager.abort_request(command["id"])
+                case "switch":
+                    await self.switch(command["role"])
                 case "counts":
                     self.counts()
                 case "close":
@@ -81,6 +84,14 @@ class Served:
             logprobs=[meta.get("output_token_logprobs"), meta.get("output_top_logprobs")],
             cached=meta.get("cached_tokens"),
         )
+
+    async def switch(self, role: str) -> None:
+        """SGLang's role switch."""
+        from sglang.srt.managers.io_struct import PdRoleSwitchReqInput
+
+        asked = PdRoleSwitchReqInput(new_role=role, decode_cuda_graph_memory_gb=0.0)
+        answer = await self.engine.tokenizer_manager.pd_role_switch(asked)
+        self.reply(event="switched", success=answer.success, message=answer.message)
 
     def counts(self) -> None:
         """`watched.counts` of every rank."""
