@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from disagg.protocol.messages import Convention, Hello
-from disagg.protocol.versions import fields_lacked, mismatch, spoken
+from disagg.protocol.versions import EARLIER, fields_lacked, mismatch, spoken
 
 NO_REGION = "decode's layout has no region: there is nothing to hand over to it."
 
@@ -34,7 +34,8 @@ def protocol_problems(prefill: Party, decode: Party) -> list[str]:
         return []
     return [
         f"protocol {prefill.protocol} on prefill, {decode.protocol} on decode, and each speaks the "
-        "number before its own too. Run the same release on both sides, or one and the next."
+        f"{EARLIER} numbers before its own too. Run the same release on both sides, or one and the "
+        "next."
     ]
 
 

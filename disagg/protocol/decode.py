@@ -143,6 +143,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             expected=frozenset(request.expected),
             declined=request.declined,
             at_most=request.at_most,
+            traceparent=request.traceparent,
         )
         self.rooms.add(room)
         if link.refusal is not None:
@@ -199,6 +200,7 @@ class DecodeMachine(Machine[DecodeRoom]):
                 num_tokens=room.address.num_tokens,
                 readers=room.link.asks[rank.source],
                 timeout=self.rooms.offer_timeout,
+                traceparent=room.traceparent,
             )
             self.peers.send(rank, request)
 

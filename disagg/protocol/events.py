@@ -116,6 +116,7 @@ class DisconnectLink(Struct, frozen=True):
 class RequestRoom(Struct, frozen=True, kw_only=True):
     """Decode's caller asks for positions `start` to the end of `address`, or with `at_most` to one
     before it, and for the aux values `expected`; or (`declined`) that prefill's pages come back.
+    Its spans belong to `traceparent`.
     """
 
     room: Room
@@ -125,6 +126,7 @@ class RequestRoom(Struct, frozen=True, kw_only=True):
     expected: Collection[str] = ()
     declined: bool = False
     at_most: bool = False
+    traceparent: str | None = None
 
 
 class EngineConnected(Struct, frozen=True):

@@ -19,6 +19,7 @@ from msgspec.structs import force_setattr
 
 from disagg.errors import RoomError, WireError
 from disagg.protocol.rooms.offered import LayerRange
+from disagg.protocol.trace_context import Traceparent
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
 from kvpool.layout.sentences import PRINTABLE, is_name, one_line
@@ -141,6 +142,8 @@ class ReadRequest(_OfRoom, frozen=True, kw_only=True, tag="read_request"):
     readers: Annotated[int, Meta(ge=1, le=1 << 16)]
     timeout: Seconds | None = None
     """Seconds in which decode waits for a chunk (None: without limit)."""
+    traceparent: Traceparent | None = None
+    """Of the request, if its caller has one."""
 
 
 class WireSpan(Struct, frozen=True, forbid_unknown_fields=True):

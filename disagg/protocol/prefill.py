@@ -190,6 +190,7 @@ class PrefillMachine(Machine[PrefillRoom]):
             return
         room = self.rooms.at(name, self._now)
         room.requests[peer], room.doubtful = request, False
+        room.traceparent = room.traceparent or request.traceparent
         room.generations.append(decode.generation)
         decode.rooms.add(name)
         room.move(RoomEvent.ASKED)

@@ -166,6 +166,8 @@ class PhasedRoom(ABC):
     opened_at: float
     phase: Phase = Phase.HANDSHAKE
     failure: Failure | None = None
+    traceparent: str | None = None
+    """Of the request, where decode's caller has given one."""
 
     @property
     @abstractmethod

@@ -1,5 +1,5 @@
-"""Which protocols a kvpool speaks, and what each of them added: its own number, and the one before.
-docs/protocol.md (Versions) says what follows for a peer.
+"""Which protocols a kvpool speaks, and what each of them added: its own number and `EARLIER` before
+it. docs/protocol.md (Versions) says what follows for a peer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from msgspec import Struct
 
 # Raise it with any change to the fields, tag or meaning of a message or of a layout in a hello, and
 # to how digests are computed. What is new goes into ADDED, and its bytes into tests/compat.
-PROTOCOL = 7
+PROTOCOL = 8
+EARLIER = 2
+"""How many numbers before its own a kvpool speaks."""
 
 # By number, what it added: a message's tag, `tag.field`, or `space.field` of a layout. A new field
 # of a message is empty, None or False unless it is used. What came before the numbers listed:
@@ -22,6 +24,7 @@ PROTOCOL = 7
 # 5: chunks of some layers (`layers`), digests of positions that ranks share out
 # 6: `DropRoom`
 ADDED: Mapping[int, frozenset[str]] = {
+    8: frozenset({"read_request.traceparent"}),
     7: frozenset({"hello.conventions"})
     | {f"space.{name}" for name in ("items_per_block", "partial", "ring", "whole")},
 }
@@ -30,7 +33,7 @@ _REFUSED = re.compile("protocol ([0-9]{1,9}) here, ")
 
 def spoken(own: int) -> range:
     """The numbers that a kvpool of number `own` speaks."""
-    return range(own - 1, own + 1)
+    return range(own - EARLIER, own + 1)
 
 
 def lacked_by(protocol: int) -> frozenset[str]:
@@ -71,10 +74,10 @@ def excess(message: Struct, protocol: int) -> str | None:
 
 def mismatch(own: int, peer: int) -> str:
     """Why a hello of number `peer` is refused. Every release begins so: `named_in` reads it."""
-    low, *_, high = spoken(own)
+    numbers = spoken(own)
     return (
-        f"protocol {own} here, {peer} there. This kvpool speaks {low} and {high}: run the same "
-        "release on both sides, or one and the next."
+        f"protocol {own} here, {peer} there. This kvpool speaks {numbers[0]} to {numbers[-1]}: run "
+        "the same release on both sides, or one and the next."
     )
 
 

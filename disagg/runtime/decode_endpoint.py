@@ -27,6 +27,7 @@ from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.link import Link
 from disagg.protocol.rooms.offered import layer_names, layers_by_owner
 from disagg.protocol.status import KVPoll
+from disagg.protocol.trace_context import checked_traceparent
 from disagg.runtime.endpoint import Endpoint
 from disagg.runtime.options import Options, check_values
 from disagg.runtime.staging import staging_buffers
@@ -172,6 +173,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         at_most: bool = False,
         link: Link | None = None,
         aux: Collection[str] = (),
+        traceparent: str | None = None,
     ) -> None:
         """Asks for a room: positions `start` (the first that is lacking) to the end, to be read to
         the pages of the block table `address`.
@@ -191,14 +193,15 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         also after `abort`: `request.address()` pins its request as long, the pages of any other
         block table are yours to keep. Slots and rings come whole, whatever `start` is. Allocate
         with `Allocator.extend(..., received=True)`, which knows what is dead and will not come.
+        `traceparent` is W3C's of the request, whose trace the spans of both sides join.
 
         Raises RoomError for a room that is there already, for items that another room writes (pages
         before `start` are only kept, and may be shared), and for a block table that lacks items of
         live positions from `start` on, that lists a reserved item or one outside the pool for them
         (with `at_most` items of a window are not looked at), or a block for two spaces of its pool;
         lists of owners or roles in `allow_missing` may be left out. Raises ValueError if the
-        request is not what its block table says any more, or shares pages that would be written;
-        RequestPinned while another room offers or receives it.
+        request is not what its block table says any more, or shares pages that would be written,
+        and for a traceparent that is none; RequestPinned while another room offers or receives it.
         """
         if isinstance(aux, str):
             raise ValueError(f"aux={aux!r}: a list of names.")
@@ -212,6 +215,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
                     link=link or self._only_link(name),
                     expected=aux,
                     at_most=at_most,
+                    traceparent=checked_traceparent(traceparent),
                 )
             )
 

@@ -4,7 +4,8 @@ its endpoints. It runs the code of that release, which has to be first on the pa
     git worktree add --detach /tmp/six c24fd4d3
     PYTHONPATH=/tmp/six python tests/compat/record.py > tests/compat/golden/6.json
 
-6 was written by c24fd4d3, 7 by bedf554f. A file is never written again once its number is released.
+6 was written by c24fd4d3, 7 by bedf554f, 8 by the commit that has added it. A file is never written
+again once its number is released.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ except ImportError:
 
 PAGES = {"num_pages": 9, "page_size": 16, "dtype": "bf16"}
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+HAS_TRACES = "traceparent" in messages.ReadRequest.__struct_fields__
 STEPS = 200
 """Turns in which everything has happened that will."""
 
@@ -53,6 +56,11 @@ class Clock:
 
 
 # messages
+
+
+def traced() -> dict[str, str]:
+    """What a request says of its trace, in a release that knows of any."""
+    return {"traceparent": TRACEPARENT} if HAS_TRACES else {}
 
 
 def every_message() -> dict[str, Any]:
@@ -76,7 +84,7 @@ def every_message() -> dict[str, Any]:
         "disconnect": messages.Disconnect(),
         "drop_room": messages.DropRoom(room="r1", reason="gave up"),
         "read_request": messages.ReadRequest(
-            **room, start=20, num_tokens=100, readers=2, timeout=30.0
+            **room, start=20, num_tokens=100, readers=2, timeout=30.0, **traced()
         ),
         "read_request of a number": messages.ReadRequest(
             generation="5f0c", room=1 << 40, attempt="a3e9", start=0, num_tokens=0, readers=1
@@ -224,9 +232,9 @@ class Session:
             self.prefill.step()
             self.decode.step()
 
-    def receive(self, room: Any, tokens: int, start: int = 0) -> None:
-        self.note("receive", room, tokens, start)
-        self.decode.receive(room, table(tokens, 2), start=start)
+    def receive(self, room: Any, tokens: int, start: int = 0, **more: str) -> None:
+        self.note("receive", room, tokens, start, *more.values())
+        self.decode.receive(room, table(tokens, 2), start=start, **more)
 
     def send(self, room: Any, tokens: range, last: bool, layers: range | None = None) -> None:
         aux = {"first": 7, "text": "yes"} if last else {}
@@ -249,7 +257,7 @@ def record_conversation() -> dict[str, Any]:
         session.abort("decode", "early")
         session.turn()
         session.turn(2.5)  # a ping
-        session.receive("whole", 60, 16)
+        session.receive("whole", 60, 16, **traced())
         session.turn()
         session.send("whole", range(32), False)
         session.turn()

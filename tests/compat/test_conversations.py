@@ -21,9 +21,11 @@ from disagg.protocol.rooms.offered import layer_range
 from disagg.protocol.versions import PROTOCOL
 from kvpool.layout import PoolLayout
 from tests.compat.golden import SPOKEN, fields_of, frames, golden
-from tests.compat.record import table
+from tests.compat.record import TRACEPARENT, table
 
 START = 1000.0
+TRACED = 8
+"""The first number with traces."""
 
 
 def rebuilt(layout: PoolLayout) -> tuple[PoolLayout, list[np.ndarray]]:
@@ -150,9 +152,14 @@ def asked(number: int, attempts: list[str], monkeypatch) -> tuple[list[bytes], D
                 message = codec.decode(bytes.fromhex(values[0]))
                 replay.tell(decode, Received(len(links) - 1, message))
             case "receive":
-                room, tokens, start = values
+                room, tokens, start, *traced = values
                 request = events.RequestRoom(
-                    room=room, address=table(tokens, 2), start=start, link=links[-1]
+                    room=room,
+                    address=table(tokens, 2),
+                    start=start,
+                    link=links[-1],
+                    # also to a release that knows of no traces, which is not told of this one
+                    traceparent=next(iter(traced), TRACEPARENT if number < TRACED else None),
                 )
                 replay.tell(decode, request)
             case "abort" if values[0] == "decode":

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import inspect
 
-from disagg.protocol import messages
+from disagg.protocol import messages, trace_context
 
 TOP = (1 << 63) - 1
 BLOBS = (b"", bytes(8), b"\x01" + bytes(15), b"\x80", b"\x81\xa1x\x07")
@@ -80,6 +80,8 @@ def _float(kind: inspect.FloatType, choices: Choices) -> float:
 
 
 def _str(kind: inspect.StrType, choices: Choices) -> str:
+    if kind.pattern == trace_context.PATTERN:
+        return f"00-{choices.number(1, TOP):032x}-{choices.number(1, TOP):016x}-01"
     most = 4096 if kind.max_length is None else kind.max_length
     size = pick(choices, (kind.min_length or 0, 1, 5, min(most, 5000)))
     some = ("kv", "x", "é", "%s", "a b", *(() if kind.pattern else ("\n", "\x1b[2K", "\u202e")))

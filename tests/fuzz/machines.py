@@ -21,7 +21,7 @@ from disagg.digest.digest import from_wire
 from disagg.protocol import codec, messages
 from disagg.protocol.events import ReadEnded
 from disagg.protocol.peers.link import Read
-from disagg.protocol.versions import PROTOCOL
+from disagg.protocol.versions import PROTOCOL, spoken
 from disagg.runtime.reader import Reader
 from disagg.runtime.staging import StagingBuffers
 from disagg.runtime.transport import MemoryNetwork, MemoryTransport
@@ -68,7 +68,7 @@ def hostile(
         "readers": (1, 1, 2, 1 << 16),
         "timeout": (1.0, messages.MIN_TIMEOUT, messages.MAX_TIMEOUT),
         "engine": ("local",) * 5 + ("nixl",),
-        "protocol": (PROTOCOL,) * 4 + (PROTOCOL - 1, 99),
+        "protocol": (PROTOCOL,) * 4 + (*spoken(PROTOCOL)[:-1], 99),
         "leased": (True, False),
         "final": (True, False, False),
         "aux": (*[b"\x80"] * 2, *AUXES),

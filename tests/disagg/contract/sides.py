@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from disagg import DecodeEndpoint, HandshakeRefused, PrefillEndpoint, create_engine
 from disagg.contract.contract import Contract, ContractRank
 from disagg.plan import IncompatibleLayouts
-from disagg.protocol.versions import PROTOCOL
+from disagg.protocol.versions import EARLIER, PROTOCOL
 from kvpool import MHAPool, MLAPool, NSAPool
 from kvpool.layout.formats import Shard
 from kvpool.pools.base import KVPool
@@ -92,7 +92,7 @@ def splits(**fixed: object) -> st.SearchStrategy[Split]:
         "page": st.sampled_from([8, 16]),
         "dtype": mostly("bf16", "f16"),
         "engine": mostly("local", "other"),
-        "protocol": mostly(PROTOCOL, PROTOCOL - 2),
+        "protocol": mostly(PROTOCOL, PROTOCOL - EARLIER - 1),
         "allow_missing": mostly((), ("index_key",)),
         "conventions": st.just({}) | said_values(),
         "said_by_last": st.just({}) | said_values(),

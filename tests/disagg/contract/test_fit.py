@@ -7,10 +7,10 @@ from hypothesis import given, settings
 
 from disagg.contract.contract import Contract
 from disagg.contract.fit import Fit
-from disagg.protocol.versions import PROTOCOL
+from disagg.protocol.versions import EARLIER, PROTOCOL
 from tests.disagg.contract.sides import LAYERS, Split, shake_hands, splits
 
-OLDER = PROTOCOL - 2
+OLDER = PROTOCOL - EARLIER - 1
 
 
 def objections(prefill: Split, decode: Split):

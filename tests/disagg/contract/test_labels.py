@@ -11,13 +11,13 @@ from hypothesis import given, settings, strategies as st
 from disagg.contract.contract import Contract, ContractRank
 from disagg.contract.fit import Fit
 from disagg.contract.labelling import labels
-from disagg.protocol.versions import PROTOCOL
+from disagg.protocol.versions import EARLIER, PROTOCOL
 from kvpool.layout import LayoutError
 from tests.disagg.contract.sides import LAYERS, Split, splits
 from tests.disagg.plan.test_geometry import geometries
 from tests.fuzz import samples
 
-OLDER = PROTOCOL - 2
+OLDER = PROTOCOL - EARLIER - 1
 
 
 def label(split: Split):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import inspect
 
-from disagg.protocol import messages
+from disagg.protocol import messages, trace_context
 from disagg.protocol.status import TRANSITIONS, Phase, RoomEvent
 from disagg.protocol.versions import PROTOCOL
 from kvpool.layout import sentences
@@ -33,6 +33,8 @@ def words(kind):
             return "finite float"
         case inspect.IntType(ge=int(low), le=high) | inspect.FloatType(ge=float(low), le=high):
             return f"{name} from {low:,} to {high:,}"
+        case inspect.StrType(pattern=trace_context.PATTERN):
+            return "traceparent"
         case inspect.StrType(max_length=int(most), pattern=pattern):
             printable = {None: "text", sentences.PRINTABLE: "printable text"}
             what = (

@@ -13,11 +13,14 @@ from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.events import ConnectLink, Received, Send
 from disagg.protocol.peers.link import Link
 from disagg.protocol.prefill import PrefillMachine
-from disagg.protocol.versions import PROTOCOL
+from disagg.protocol.versions import EARLIER, PROTOCOL, spoken
 from tests.disagg.protocol.pair import Pair, asks, hello, pool
 from tests.disagg.protocol.test_handshakes import answers
 
 OLD = PROTOCOL - 1
+LOWEST = spoken(PROTOCOL)[0]
+PEERS = range(LOWEST, spoken(PROTOCOL)[-1] + EARLIER + 1)
+"""The highest numbers of releases with which today's has one in common."""
 
 
 def of(number, generation, **more):
@@ -49,31 +52,29 @@ class Dialled:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "spoken"),
+    ("prefill", "decode"),
     [
-        (PROTOCOL, PROTOCOL, PROTOCOL),
-        (PROTOCOL + 1, PROTOCOL, PROTOCOL),
-        (PROTOCOL, PROTOCOL + 1, PROTOCOL),
-        (OLD, PROTOCOL, OLD),
-        (PROTOCOL, OLD, OLD),
+        (PROTOCOL, PROTOCOL),
+        *((peer, PROTOCOL) for peer in PEERS if peer != PROTOCOL),
+        *((PROTOCOL, peer) for peer in PEERS if peer != PROTOCOL),
     ],
 )
 def test_releases_that_follow_one_another_speak_the_highest_number_that_both_know(
-    prefill, decode, spoken, monkeypatch
+    prefill, decode, monkeypatch
 ):
     monkeypatch.setattr("tests.disagg.protocol.pair.PROTOCOLS", (prefill, decode))
     pair = Pair(verify=True)
     assert pair.link.refusal is None
-    assert pair.link.ranks[0].hello.protocol == spoken
+    assert pair.link.ranks[0].hello.protocol == min(prefill, decode)
     pair.ask()
     assert pair.polls() == (KVPoll.WaitingForInput, KVPoll.WaitingForInput)
 
 
-@pytest.mark.parametrize("apart", [2, 3, -2])
+@pytest.mark.parametrize("apart", [EARLIER + 1, EARLIER + 2, -EARLIER - 1])
 def test_releases_that_do_not_are_refused_with_both_numbers(apart, monkeypatch):
     monkeypatch.setattr("tests.disagg.protocol.pair.PROTOCOLS", (PROTOCOL, PROTOCOL + apart))
     pair = Pair()
-    reason = f"protocol {PROTOCOL} here, {PROTOCOL + apart} there. This kvpool speaks {OLD} and"
+    reason = f"protocol {PROTOCOL} here, {PROTOCOL + apart} there. This kvpool speaks {LOWEST} to"
     assert pair.link.refusal.startswith(reason)
     (listed,) = pair.prefill.peers.refusals
     assert reason in listed
@@ -92,7 +93,7 @@ def test_a_refused_number_is_said_again_once_and_lower():
 @pytest.mark.parametrize(
     "reason",
     [
-        f"protocol {OLD - 1} here, {PROTOCOL} there.",
+        f"protocol {LOWEST - 1} here, {PROTOCOL} there.",
         f"protocol {PROTOCOL + 1} here, {PROTOCOL} there.",
         "engine 'nixl' here, 'local' there.",
         "protocol six here, 7 there.",
@@ -156,7 +157,8 @@ def test_messages_and_fields_of_a_later_number_are_neither_sent_nor_taken(monkey
     (refused,) = answers(prefill, b"old", asks(room="s", timeout=30.0))
     assert "has no read_request.timeout" in refused.why
     fields = msgspec.msgpack.decode(codec.encode(asks(timeout=30.0), OLD))
-    assert fields.keys() == {*messages.ReadRequest.__struct_fields__, "type"} - {"timeout"}
+    lacked = {"timeout", "traceparent"}
+    assert fields.keys() == {*messages.ReadRequest.__struct_fields__, "type"} - lacked
     decode = Dialled()
     decode.hears(refusal(OLD, PROTOCOL))
     decode.hears(of(OLD, "p"))

@@ -12,7 +12,7 @@ import pytest
 from disagg import DecodeEndpoint, HandshakeRefused, KVPoll, PrefillEndpoint, create_engine
 from disagg.plan import IncompatibleLayouts
 from disagg.protocol import codec, messages
-from disagg.protocol.versions import PROTOCOL
+from disagg.protocol.versions import PROTOCOL, spoken
 from tests import oracle
 from tests.disagg.protocol import pair
 from tests.disagg.stepping import stepped
@@ -21,8 +21,10 @@ from tests.pools import mla
 from tests.streams import dial
 
 OWN = PROTOCOL
+LOWEST = spoken(OWN)[0]
+UNSPOKEN = LOWEST - 1
 OTHERS = [
-    {"type": "hello", "protocol": OWN - 2, "generation": "old"},
+    {"type": "hello", "protocol": UNSPOKEN, "generation": "old"},
     {"type": "hello", "protocol": OWN + 1, "generation": "old", "layout": [1], "more": {"a": 1}},
 ]
 
@@ -45,7 +47,7 @@ def where(prefill, stream):
 @pytest.mark.parametrize("hello", OTHERS)
 def test_another_protocol_is_refused_with_both_numbers_listed_and_logged(prefill, hello, caplog):
     said = (
-        f"protocol {OWN} here, {hello['protocol']} there. This kvpool speaks {OWN - 1} and {OWN}: "
+        f"protocol {OWN} here, {hello['protocol']} there. This kvpool speaks {LOWEST} to {OWN}: "
         "run the same release on both sides, or one and the next."
     )
     with dial(prefill.address) as stranger:
@@ -69,14 +71,14 @@ def test_whose_hello_it_was_is_said_as_far_as_it_can_be_read(prefill, generation
 
 
 def test_a_decode_of_another_protocol_is_told_both_numbers(prefill, monkeypatch):
-    monkeypatch.setattr("disagg.runtime.endpoint.PROTOCOL", OWN - 2)
+    monkeypatch.setattr("disagg.runtime.endpoint.PROTOCOL", UNSPOKEN)
     pool = mla()
     with DecodeEndpoint(pool.layout, create_engine("local"), insecure=True) as decode:
-        with pytest.raises(HandshakeRefused, match=f"protocol {OWN} here, {OWN - 2} there"):
+        with pytest.raises(HandshakeRefused, match=f"protocol {OWN} here, {UNSPOKEN} there"):
             decode.connect([prefill.address], timeout=20)
         until(prefill, prefill.refusals)
         (listed,) = prefill.refusals()
-        assert f"protocol {OWN} here, {OWN - 2} there" in listed
+        assert f"protocol {OWN} here, {UNSPOKEN} there" in listed
         assert listed.startswith(f"decode {decode.layout.generation} (")
 
 
