@@ -27,6 +27,7 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"plan"},
         {"digest", "engines"},
         {"protocol", "portable"},
+        {"tracing"},
         {"runtime", "snapshot", "store", "timeline"},
         {"contract"},
         {"connectors", "exporter"},

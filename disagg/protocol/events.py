@@ -10,7 +10,7 @@ from msgspec import Struct
 from disagg.digest.digest import Piece
 from disagg.protocol.codec import Aux, encode
 from disagg.protocol.messages import Hello, Message, Room
-from disagg.protocol.metrics import Shares
+from disagg.protocol.metrics import RoomSpan, Shares
 from disagg.protocol.peers.link import Link, PrefillRank, Read
 from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.versions import PROTOCOL, excess, lacks, spoken
@@ -229,9 +229,10 @@ class ComputeDigest(Struct, frozen=True):
 
 
 class RoomEnded(Struct, frozen=True):
-    """A room has ended: who waits for that may go on."""
+    """A room has ended: who waits for that may go on, and its `span` is recorded."""
 
     room: Room
+    span: RoomSpan | None = None
 
 
 Effect = (

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Generic
+from typing import Any, ClassVar, Generic
 
 from disagg.protocol.events import AbortAll, AbortRoom, Drain, Effects, ForgetRoom, RoomEnded
 from disagg.protocol.messages import Hello, Room
-from disagg.protocol.metrics import RoomMetrics, Snapshot, Totals, log_failure
+from disagg.protocol.metrics import (
+    RoomMetrics,
+    RoomSpan,
+    Snapshot,
+    Totals,
+    is_logged,
+    log_end,
+)
 from disagg.protocol.peers.decode_peers import DecodePeers
 from disagg.protocol.peers.prefill_peers import PrefillPeers
 from disagg.protocol.status import STOPPED, Failure, KVPoll, R, Rooms, Side
+from disagg.protocol.trace_context import trace_of
 
 
 class Machine(ABC, Generic[R]):
@@ -73,11 +81,28 @@ class Machine(ABC, Generic[R]):
         """Ends a room, and tells the other side."""
 
     def _record_end(self, room: R, metrics: RoomMetrics) -> None:
-        self._effects.append(RoomEnded(room.name))
         self.totals.add(metrics, room.failure)
-        if room.failure is not None:
+        traceparent, logged = room.traceparent, is_logged(room.failure)
+        span, facts = None, dict[str, Any]()
+        if traceparent is not None or logged:
             # the generation is always prefill's: a room of decode says it
-            own = {"room": room.name, "generation": self.hello.generation}
-            moved, seconds = metrics.bytes_moved, round(metrics.total_seconds, 6)
-            facts = own | room.facts() | {"bytes_moved": moved, "seconds": seconds}
-            log_failure(room.failure, **facts)
+            facts = {"room": room.name, "generation": self.hello.generation} | room.facts()
+        if traceparent is not None:
+            span = RoomSpan(
+                side=self.side,
+                traceparent=traceparent,
+                failure=room.failure,
+                metrics=metrics,
+                facts=facts,
+            )
+        self._effects.append(RoomEnded(room.name, span))
+        if logged:
+            log_end(
+                self.side,
+                room.failure,
+                **facts,
+                trace=traceparent and trace_of(traceparent),
+                bytes_moved=metrics.bytes_moved,
+                seconds=round(metrics.total_seconds, 6),
+                times=metrics.times(),
+            )

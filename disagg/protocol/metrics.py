@@ -1,4 +1,6 @@
-"""Bytes, runs and seconds of a room and of an endpoint, and the log line of a failed room."""
+"""Bytes, runs and seconds of a room and of an endpoint, and what is told of a room that has ended:
+a line of the log, and a span of the trace that its request belongs to.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from disagg.log import log
 from disagg.plan.runs import Route
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
-from disagg.protocol.status import Failure
+from disagg.protocol.status import Failure, Side
 from kvpool.layout.types import MAX_REASON
 
 PHASES = ("plan", "bind", "wait", "wire", "verify", "total")
+LOGGED = ("asked", "wait", "bind", "wire", "verify", "done")
 
 Shares = Iterable[tuple[Route, int, int]]
 """Runs and bytes of routes (`CopyBatch.shares`)."""
@@ -51,7 +54,9 @@ class ReadTimes:
 
 @dataclass(slots=True, kw_only=True)
 class RoomMetrics:
-    """Bytes and runs of one room on one decode rank; times in seconds.
+    """Bytes and runs of one room on one decode rank; times in seconds. A room of prefill, which
+    sees no reads, has `chunks`, `asked_seconds` until a decode asks for it, `done_seconds` until
+    all is computed, and `total_seconds`.
 
     `plan_seconds` is the link's. `asked_seconds` is from the request of the room until prefill was
     asked, `wait_seconds` to the first chunk, `done_seconds` until all was read, and verified,
@@ -98,9 +103,27 @@ class RoomMetrics:
         self.bytes_moved += nbytes
         self.wire_seconds += seconds
 
+    def times(self) -> dict[str, float]:
+        """Seconds of what there was, by name."""
+        seconds = ((name, getattr(self, f"{name}_seconds")) for name in LOGGED)
+        return {name: round(value, 6) for name, value in seconds if value}
+
     def copy(self) -> RoomMetrics:
         reads, released = list(self.reads), dict(self.released)
         return replace(self, by_role=dict(self.by_role), reads=reads, released=released)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomSpan:
+    """A room that has ended just now, of a request that has a `traceparent`. `facts` are those of
+    the log.
+    """
+
+    side: Side
+    traceparent: str
+    failure: Failure | None
+    metrics: RoomMetrics
+    facts: Mapping[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,11 +177,24 @@ def _add(by_role: dict[Roles, RoleMetrics], roles: Roles, runs: int, nbytes: int
     by_role[roles] = RoleMetrics(runs, nbytes)
 
 
-def log_failure(failure: Failure, **facts: object) -> None:
-    """Logs a failed room as one line of JSON: an abort as information, all else as a warning.
-    `facts`: `room`, `peer`, `generation`, positions `start` and `tokens`, `bytes_moved`, `seconds`.
+def is_logged(failure: Failure | None) -> bool:
+    """Whether the log takes the line of a room that has ended."""
+    return log.isEnabledFor(_level(failure))
+
+
+def log_end(side: Side, failure: Failure | None, **facts: object) -> None:
+    """Logs a room that has ended on a side as one line of JSON: a success for debugging, an abort
+    as information, all else as a warning. `facts`: `room`, the `trace` of its request, `peer`,
+    `generation`, positions `start` and `tokens`, `bytes_moved`, `seconds`, and `times` of what.
     """
-    reason = failure.reason[:MAX_REASON]
-    why = {"event": "room failed", "side": failure.side, "kind": failure.kind, "reason": reason}
-    level = logging.INFO if failure.kind == "abort" else logging.WARNING
-    log.log(level, "%s", json.dumps(why | facts))
+    why = {"event": "room succeeded", "side": side}
+    if failure is not None:
+        reason = failure.reason[:MAX_REASON]
+        why = {"event": "room failed", "side": failure.side, "kind": failure.kind, "reason": reason}
+    log.log(_level(failure), "%s", json.dumps(why | facts))
+
+
+def _level(failure: Failure | None) -> int:
+    if failure is None:
+        return logging.DEBUG
+    return logging.INFO if failure.kind == "abort" else logging.WARNING

@@ -26,6 +26,7 @@ from disagg.protocol.prefill import PrefillMachine
 from disagg.protocol.status import Ended
 from disagg.runtime.reader import Reader
 from disagg.runtime.transport import Lost, Transport
+from disagg.tracing import record_span
 from kvpool.layout import PoolLayout
 from kvpool.layout.sentences import one_line
 from kvpool.layout.types import MAX_REASON
@@ -195,7 +196,9 @@ class EventLoop(Generic[M]):
                 problem = self.transport.send(peer, data)
                 if problem is not None:
                     self.handle(events.Unreachable(peer, problem))
-            case events.RoomEnded(room):
+            case events.RoomEnded(room, span):
+                if span is not None:
+                    record_span(span)
                 self.waiters.ended(room)
             case events.StartRead(read):
                 self.reader.add(read)

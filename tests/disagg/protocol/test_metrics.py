@@ -17,7 +17,7 @@ from disagg import KVPoll, ReadTimes
 from disagg.exporter import export
 from disagg.plan import plan
 from disagg.protocol.events import ReadBegun, ReadEnded
-from disagg.protocol.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, log_failure
+from disagg.protocol.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, log_end
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.status import Failure
@@ -301,7 +301,7 @@ def test_without_its_package_the_exporter_says_what_to_install(monkeypatch):
 def test_a_failure_is_one_line_that_reads_back(reason, peer, name):
     facts = {"room": name, "peer": peer, "start": 3, "bytes_moved": 1 << 40, "seconds": 0.123457}
     with mock.patch.object(logging.getLogger("disagg"), "log") as log:
-        log_failure(Failure("decode", reason, "read"), **facts)
+        log_end("decode", Failure("decode", reason, "read"), **facts)
     (level, form, line), _ = log.call_args
     assert (level, form) == (logging.WARNING, "%s")
     assert line.isascii() and len(line.splitlines()) == 1
