@@ -10,6 +10,7 @@ from typing import Any
 
 from disagg.errors import RoomError
 from disagg.protocol.messages import MAX_ROOM_NAME, Room, room_name
+from disagg.protocol.trace_context import is_traceparent
 from kvpool.layout.sentences import is_name
 
 FIRST_TOKEN = "first_token"
@@ -69,6 +70,14 @@ class Source:
                 f"prefill computed another prompt ({self.prompt!r}), this one is {ours!r}. Do both "
                 "engines have the same tokenizer and chat template?"
             )
+
+
+def traceparent_in(headers: Mapping[str, str] | None) -> str | None:
+    """Of what an engine keeps of a request's headers. A client writes them: what is none is left
+    out, and the request goes on.
+    """
+    traceparent = (headers or {}).get("traceparent")
+    return traceparent if is_traceparent(traceparent) else None
 
 
 def prompt_digest(ids: Sequence[int]) -> str:

@@ -36,6 +36,7 @@ class ReceiveTask:
     start: int
     stop: int
     waits: bool = False
+    traceparent: str | None = None
 
 
 @dataclass(slots=True)

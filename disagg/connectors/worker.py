@@ -145,8 +145,14 @@ class ConnectorWorker:
         try:
             self._clear(receive)
             address = block_table(self.groups, receive.blocks, receive.stop)
-            peers = source.addresses
-            self.rank.receive(receive.request, source.room, address, start=start, peers=peers)
+            self.rank.receive(
+                receive.request,
+                source.room,
+                address,
+                start=start,
+                peers=source.addresses,
+                traceparent=receive.traceparent,
+            )
         except Exception as error:  # of one request: the engine serves others
             self.rank.not_received(receive.request, error)
         if receive.waits:

@@ -201,10 +201,11 @@ class Rank:
         start: int,
         peers: tuple[str, ...],
         aux: Collection[str] = (),
+        traceparent: str | None = None,
     ) -> None:
         """Asks `peers` for positions from `start` on, and `aux`. ValueError: see `not_received`."""
         link = self.links.to(peers)
-        self.decode.receive(room, address, start=start, link=link, aux=aux)
+        self.decode.receive(room, address, start=start, link=link, aux=aux, traceparent=traceparent)
         self._receiving[room] = _Receiving(request, link)
 
     def not_received(self, request: str, why: Exception) -> None:

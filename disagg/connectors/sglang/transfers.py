@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, CommonKVSend
 
 from disagg.connectors.sglang.bootstrap import join
 from disagg.connectors.sglang.metadata import read_row
-from disagg.connectors.source import FIRST_TOKEN
+from disagg.connectors.source import FIRST_TOKEN, traceparent_in
 
 
 def raise_failure(request: Any) -> None:
@@ -23,6 +23,25 @@ def raise_failure(request: Any) -> None:
         why = request.kv_mgr.failure_records.pop(request.bootstrap_room, None)
     reason = why or "it has failed on another rank."
     raise KVTransferError(request.bootstrap_room, reason, is_from_another_rank=why is None)
+
+
+def tokens_of(request: Any) -> int:
+    """How many tokens prefill is to have computed, of which the pages alone do not tell."""
+    # what decode has computed already is handed over with the prompt
+    again = getattr(request, "pd_rebootstrap_in_progress", False)
+    return len(request.origin_input_ids) + (len(request.output_ids) if again else 0)
+
+
+def traceparent_of(request: Any) -> str | None:
+    """Of the span that SGLang has of a request, where it records any (`--enable-trace`)."""
+    traced = request.time_stats.trace_ctx
+    if not traced.tracing_enable:
+        return None
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    headers: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(headers, traced.root_span_context)
+    return traceparent_in(headers)
 
 
 class KvpoolSender(CommonKVSender):
@@ -138,9 +157,18 @@ class KvpoolReceiver(CommonKVReceiver):
             return
         first, aux = start // mgr.kv_args.page_size, (FIRST_TOKEN,)
         try:
-            address = mgr.layout.address(self._tokens(), kv_indices, state_indices, first)
+            request = self._request()
+            address = mgr.layout.address(tokens_of(request), kv_indices, state_indices, first)
             mgr.known[self.bootstrap_addr].add(peers := self._peers())
-            mgr.rank.receive(str(room), room, address, start=start, peers=peers, aux=aux)
+            mgr.rank.receive(
+                str(room),
+                room,
+                address,
+                start=start,
+                peers=peers,
+                aux=aux,
+                traceparent=traceparent_of(request),
+            )
             mgr.reading[room] = aux_index
             mgr.update_status(room, KVPoll.Transferring)
         except Exception as error:  # of one request: the engine serves others
@@ -162,13 +190,11 @@ class KvpoolReceiver(CommonKVReceiver):
             with suppress(ValueError):
                 mgr.rank.drop(room, self._peers())
 
-    def _tokens(self) -> int:
-        """How many tokens prefill is to have computed, of which the pages alone do not tell."""
+    def _request(self) -> Any:
+        """SGLang's, of this room."""
         for entry in self.kv_mgr.queue.queue:
             if entry.kv_receiver is self:
-                # what decode has computed already is handed over with the prompt
-                again = getattr(entry.req, "pd_rebootstrap_in_progress", False)
-                return len(entry.req.origin_input_ids) + (len(entry.req.output_ids) if again else 0)
+                return entry.req
         raise ValueError("SGLang's queue has no request of this room, so its length is unknown.")
 
     def _peers(self) -> tuple[str, ...]:

@@ -13,7 +13,13 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from disagg.connectors.blocks import Blocks
-from disagg.connectors.source import Source, named_room, prompt_digest, request_room
+from disagg.connectors.source import (
+    Source,
+    named_room,
+    prompt_digest,
+    request_room,
+    traceparent_in,
+)
 from disagg.connectors.steps import ReceiveTask, SendTask, Step
 from disagg.protocol.messages import Room
 from disagg.protocol.peers.liveness import Latest
@@ -217,7 +223,13 @@ class ConnectorScheduler:
             stop = self._handed_over(request, source)
             start, ids = stop - external, self._transferred(blocks.get_block_ids())
             receive = ReceiveTask(
-                request=name, source=source, blocks=ids, start=start, stop=stop, waits=self.waits
+                request=name,
+                source=source,
+                blocks=ids,
+                start=start,
+                stop=stop,
+                waits=self.waits,
+                traceparent=traceparent_in(request.trace_headers),
             )
             self._step.receives.append(receive)
 

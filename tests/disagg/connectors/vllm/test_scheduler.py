@@ -7,6 +7,7 @@ import pytest
 from disagg.connectors.steps import Step
 from disagg.connectors.vllm.scheduler import ConnectorScheduler
 from disagg.protocol.messages import room_name
+from disagg.protocol.trace_context import EXAMPLE
 
 GROUPS = SimpleNamespace(select_transfer_block_ids=tuple)
 """Cache groups which are all handed over."""
@@ -25,6 +26,7 @@ def request(name, tokens, status="FINISHED_LENGTH_CAPPED", **params):
         sampling_params=SimpleNamespace(allowed_token_ids=None),
         status=SimpleNamespace(name=status),
         kv_transfer_params=params,
+        trace_headers=None,
     )
 
 
@@ -79,6 +81,17 @@ def test_all_tokens_but_the_last_are_handed_over(moves):
     assert receive.blocks == ((7, 8, 9), (0, 6, 5))
     here.allocated(asked, BLOCKS, 0)  # vLLM calls again when the state has come
     assert here.step() == Step()
+
+
+@pytest.mark.parametrize("said", [EXAMPLE, "00-what-a-client-sends", f"{EXAMPLE}\n", "", None])
+def test_a_trace_goes_to_the_workers_and_what_is_none_does_not(said):
+    here = scheduler()
+    asked = arrives(here, "d", **prefilled(scheduler()))
+    asked.trace_headers = None if said is None else {"traceparent": said, "tracestate": "a=b"}
+    here.matched(asked, 0)
+    here.allocated(asked, BLOCKS, 39)
+    (receive,) = here.step().receives
+    assert receive.traceparent == (EXAMPLE if said == EXAMPLE else None)
 
 
 @pytest.mark.parametrize("state", [False, True])

@@ -43,6 +43,7 @@ def request(name, tokens, **said):
             "cache_salt": None,
             "skip_reading_prefix_cache": False,
             "kv_transfer_params": None,
+            "trace_headers": None,
             "status": SimpleNamespace(name="FINISHED_STOPPED"),
             **said,
         }
