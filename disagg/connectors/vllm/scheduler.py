@@ -39,12 +39,15 @@ KEPT_ROOMS = 10_000
 
 @dataclass(slots=True, kw_only=True)
 class _Sending:
-    """A request of prefill: `stop` positions, before token `following`, of which `sent` went."""
+    """A request of prefill: `stop` positions, before token `following`, of which `sent` went.
+    `samples`: that token is the one that prefill samples.
+    """
 
     request: Any
     room: Room
     stop: int
     following: int | None
+    samples: bool
     sent: int = 0
 
 
@@ -97,7 +100,7 @@ class ConnectorScheduler:
         name = request.request_id
         try:
             if params.get("do_remote_decode") and name not in self._sending:
-                self._offers(request, params.get("room"))
+                self._offers(request, params)
             if params.get("do_remote_prefill"):
                 self._wants(request, params)
             elif others := [role for role in OTHER_ROLES if params.get(role)]:
@@ -113,30 +116,36 @@ class ConnectorScheduler:
 
     # prefill
 
-    def _offers(self, request: Any, named: Any) -> None:
-        """Prefill's request, cut where it must not compute what decode does. Raises ValueError."""
+    def _offers(self, request: Any, params: dict[str, Any]) -> None:
+        """Prefill's request, cut where it must not compute what decode does. Of a `whole` one,
+        decode is another engine's, which computes nothing of the prompt. Raises ValueError.
+        """
         if not self.produces:
             raise ValueError("this engine is a kv_consumer. Send it to a kv_producer.")
         ids, name = request.prompt_token_ids, request.request_id
         if self.state and ids is None:
             raise ValueError("of embeddings, this model's state is not that of a token less.")
-        room = named_room(named, ids)
+        whole, room = bool(params.get("whole")), named_room(params.get("room"), ids)
+        if whole and self.recomputes > 1:
+            raise ValueError("whole: the drafter's state ends before the prompt does.")
         if room is None or room in self._named:
             room = request_room(name, next(self._numbers))
         else:
             self._named[room] = None
-        stop = request.num_prompt_tokens - self.recomputes
-        following = ids[stop] if ids and stop >= 0 else None
-        self._sending[name] = _Sending(request=request, room=room, stop=stop, following=following)
+        stop = request.num_prompt_tokens - (0 if whole else self.recomputes)
+        following = ids[stop] if ids and stop >= 0 and not whole else None
+        self._sending[name] = _Sending(
+            request=request, room=room, stop=stop, following=following, samples=whole
+        )
         if stop < 1:
             return
         if self.state or self.window:
             request.max_tokens = 1
-        if self.state:
+        if self.state and not whole:
             del ids[stop:]
             del request._all_token_ids[stop:]
             request.num_prompt_tokens = stop
-        if self.state and self.drafts:
+        if self.state and self.drafts and not whole:
             # the drafter reads what is sampled as the token behind the prompt
             request.sampling_params.allowed_token_ids = [following]
 
@@ -153,7 +162,9 @@ class ConnectorScheduler:
                 sending.room, sending.sent = request_room(name, next(self._numbers)), 0
         for name, tokens in output.num_scheduled_tokens.items():
             if sending := self._sending.get(name):
-                stop = min(sending.request.num_computed_tokens + tokens, sending.stop)
+                # the last position goes with the token after it
+                most = sending.stop - sending.samples
+                stop = min(sending.request.num_computed_tokens + tokens, most)
                 if stop > sending.sent:
                     blocks = output.kv_connector_block_state.resolve_block_ids(name)
                     self._send(sending, blocks, stop)
@@ -259,6 +270,8 @@ class ConnectorScheduler:
             if sending.sent:
                 self._step.aborts.append(name)
             return False, None
+        if sending.samples:
+            sending.following = request.output_token_ids[0]
         if sending.sent < sending.stop:
             self._send(sending, blocks, sending.stop)
         ids, stop = request.prompt_token_ids, sending.stop

@@ -306,3 +306,26 @@ def test_an_engine_of_the_other_role_computes_the_request_itself(caplog):
     assert producer.matched(asked, 0) == (0, False)
     assert "Send it to a kv_consumer" in caplog.text
     assert producer.step() == consumer.step() == Step()
+
+
+@pytest.mark.parametrize("moves", [{}, {"window": True}, {"state": True}, {"stream": True}])
+def test_a_whole_prompt_goes_with_the_token_that_prefill_samples(moves):
+    """For a decode of SGLang's, which computes nothing of the prompt."""
+    made = scheduler(**moves)
+    asked = computing(made, room=7, whole=True)
+    made.scheduled(output(asked, 40, ([1, 2, 3], [0, 4, 5])))
+    asked.output_token_ids = [99]
+    stays, params = made.finished(asked, ([1, 2, 3], [0, 4, 5]))
+    sends = made.step().sends
+    ranges = [(send.start, send.stop, send.last, send.following) for send in sends]
+    early = [(0, 39, False, None)] if "stream" in moves else []
+    assert ranges == [*early, (39 if early else 0, 40, True, 99)]
+    assert stays and sends[0].room == 7 and params["remote_num_tokens"] == 40
+    assert asked.num_prompt_tokens == len(asked.prompt_token_ids) == 40
+
+
+def test_a_whole_prompt_is_refused_where_a_drafter_reads_ahead(caplog):
+    made = scheduler(recomputes=3, drafts=True)
+    asked = computing(made, whole=True)
+    assert made.finished(asked, ([1], [2])) == (False, None)
+    assert "whole: the drafter's state ends before the prompt does" in caplog.text
