@@ -44,8 +44,7 @@ def _record(api: Any, room: RoomSpan) -> None:
     tracer = api.get_tracer(TRACER)
     span = tracer.start_span(f"kvpool.{room.side}", context=context, start_time=begun)
     if span.is_recording():
-        for name, value in attributes(room):
-            span.set_attribute(f"kvpool.{name}", value)
+        span.set_attributes({f"kvpool.{name}": value for name, value in attributes(room)})
         for name, seconds in steps(room):
             span.add_event(name, timestamp=begun + _nanoseconds(seconds))
         if room.failure is not None:
