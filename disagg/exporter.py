@@ -7,14 +7,16 @@ with export({"prefill": prefill, "decode": decode}, 9400, allocators={"kv": allo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
 from wsgiref.simple_server import WSGIServer
 
 from disagg.log import log
-from disagg.protocol.metrics import Snapshot
+from disagg.protocol.metrics import Histogram, Snapshot
+from disagg.series import ALLOCATOR, ENDPOINT, PREFIX, STORE, UP, Series, StateT
 from kvpool.extras import needed_by
 
 if TYPE_CHECKING:
@@ -22,15 +24,8 @@ if TYPE_CHECKING:
 
     from disagg.store.stats import StoreStats
     from kvpool.allocation.allocator import Usage
-    from kvpool.allocation.prefix_cache import PrefixStats
 
 __all__ = ["Observed", "Server", "export"]
-
-StateT = TypeVar("StateT")
-Numbers = float | Mapping[Any, float]
-"""A number, or numbers by the value of a label, or by the values of several."""
-Series = tuple[str, str, Callable[[StateT], Numbers], str]
-"""Name (`_total`: of a counter), labels after the first, the numbers of a state, their meaning."""
 
 
 class Observed(Protocol):
@@ -121,8 +116,8 @@ class _Collector:
         usages = {name: source.usage() for name, source in list(self.allocators.items())}
         caches = {name: usage.prefix for name, usage in usages.items() if usage.prefix is not None}
         outcomes = {name: store.stats() for name, store in list(self.stores.items())}
-        up = {name: float(name in snapshots) for name in endpoints}
-        yield from _families("endpoint", up, UP)
+        up = {name: name in snapshots for name in endpoints}
+        yield from _families("endpoint", up, [UP])
         yield from _families("endpoint", snapshots, ENDPOINT)
         yield from _families("allocator", usages, ALLOCATOR)
         yield from _families("allocator", caches, PREFIX)
@@ -133,63 +128,21 @@ def _families(
     label: str, states: Mapping[str, StateT], table: Iterable[Series[StateT]]
 ) -> Iterator[Metric]:
     """Families with samples of every state, labelled by its name."""
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client import core
 
-    for metric, labels, numbers_of, meaning in table:
-        kind = CounterMetricFamily if metric.endswith("_total") else GaugeMetricFamily
-        family: Any = kind(metric.removesuffix("_total"), meaning, labels=[label, *labels.split()])
+    kinds: dict[str, Any] = {
+        "counter": core.CounterMetricFamily,
+        "gauge": core.GaugeMetricFamily,
+        "histogram": core.HistogramMetricFamily,
+    }
+    for series in table:
+        labels = [label, *series.labels.split()]
+        family = kinds[series.kind](series.name.removesuffix("_total"), series.help, labels=labels)
         for name, state in states.items():
-            numbers = numbers_of(state)
-            parts = numbers.items() if isinstance(numbers, Mapping) else [((), numbers)]
-            for values, number in parts:
-                values = (values,) if isinstance(values, str) else values
-                family.add_metric([name, *values], number)
+            for values, number in series.samples(state).items():
+                if isinstance(number, Histogram):
+                    buckets = zip([*map(str, series.buckets), "+Inf"], accumulate(number.counts))
+                    family.add_metric([name, *values], [*buckets], number.total)
+                else:
+                    family.add_metric([name, *values], number)
         yield family
-
-
-def _by_roles(snapshot: Snapshot, number: str) -> Numbers:
-    return {roles: getattr(runs, number) for roles, runs in snapshot.totals.by_role.items()}
-
-
-UP: tuple[Series[float], ...] = (("kvpool_up", "", float, "Whether the endpoint answers."),)
-ALLOCATOR: tuple[Series[Usage], ...] = (
-    ("kvpool_free_items", "ids", lambda u: u.free, "Items that no request holds."),
-    ("kvpool_used_items", "ids", lambda u: u.used, "Items that requests hold."),
-    ("kvpool_requests", "", lambda u: u.requests, "Live requests."),
-)
-PREFIX: tuple[Series[PrefixStats], ...] = (
-    ("kvpool_kept_items", "ids", lambda s: s.kept, "Items of prefixes."),
-    ("kvpool_prefix_lookups_total", "outcome",
-     lambda s: {"hit": s.hits, "miss": s.lookups - s.hits}, "Requests that began with tokens."),
-    ("kvpool_prefix_tokens_total", "tokens",
-     lambda s: {"asked": s.asked_tokens, "found": s.found_tokens},
-     "Tokens with which requests began, and those of them that were there."),
-    ("kvpool_prefix_items_total", "change", lambda s: {"stored": s.stored, "removed": s.removed},
-     "Items that became a prefix's, and were taken again."),
-)  # fmt: skip
-STORE: tuple[Series[StoreStats], ...] = (
-    ("kvpool_store_outcomes_total", "outcome", lambda s: s.counts,
-     "Lookups, reads and objects to write, by what has become of them."),
-    ("kvpool_store_tokens_total", "outcome", lambda s: s.tokens, "Their tokens."),
-    ("kvpool_store_bytes_total", "outcome", lambda s: s.nbytes, "Their bytes."),
-    ("kvpool_store_queued_bytes", "", lambda s: s.queued_bytes,
-     "Bytes that are copied and not written yet."),
-)  # fmt: skip
-ENDPOINT: tuple[Series[Snapshot], ...] = (
-    ("kvpool_rooms_total", "outcome", lambda s: s.totals.rooms, "Rooms that have ended."),
-    ("kvpool_failures_total", "side kind", lambda s: s.totals.failures, "Rooms that failed."),
-    ("kvpool_chunks_total", "", lambda s: s.totals.chunks, "Chunks bound, per source rank."),
-    ("kvpool_moved_bytes_total", "", lambda s: s.totals.bytes_moved, "Bytes that have arrived."),
-    ("kvpool_bound_bytes_total", "owner roles", lambda s: _by_roles(s, "nbytes"), "Bytes bound."),
-    ("kvpool_runs_total", "owner roles", lambda s: _by_roles(s, "runs"), "Runs bound."),
-    ("kvpool_phase_seconds_total", "phase", lambda s: s.totals.seconds, "Time of ended rooms."),
-    ("kvpool_plans_total", "cache", lambda s: s.plans, "Plans asked for."),
-    ("kvpool_open_rooms", "", lambda s: s.open_rooms, "Rooms that have not ended."),
-    ("kvpool_alive_peers", "", lambda s: s.peers, "Peers that answer."),
-    ("kvpool_leased_items", "space", lambda s: s.leases.leased, "Items of open rooms."),
-    ("kvpool_quarantined_items", "space", lambda s: s.leases.quarantined,
-     "Items of ended rooms that may still be written."),
-    ("kvpool_engine", "engine counter",
-     lambda s: {(s.engine, name): number for name, number in s.telemetry.items()},
-     "The engine's own counters, in its units."),
-)  # fmt: skip

@@ -29,7 +29,7 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
         {"protocol", "portable"},
         {"tracing"},
         {"runtime", "snapshot", "store", "timeline"},
-        {"contract"},
+        {"contract", "series"},
         {"connectors", "exporter"},
         {"testing"},
         {"cli"},

@@ -40,6 +40,10 @@ class ConnectorWorker:
     """By request, what is waited for layer by layer in this step."""
     _invalid: set[int] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        if self.store is not None:
+            self.store.stats = self.rank.stats
+
     def settle(self, step: Step) -> None:
         """Before the engine clears or fills any block in a step."""
         if self.store is not None and step.store is not None:
@@ -103,7 +107,7 @@ class ConnectorWorker:
         results.failed -= self._loading.keys()
         self._loading.clear()
         if self.store is not None:
-            stored = self.store.results(self.rank.stats)
+            stored = self.store.results()
             results.received |= stored.received
             results.failed |= stored.failed
         return results

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from disagg.protocol.messages import Convention, Hello
+from disagg.protocol.peers.counts import RefusalKind
 from disagg.protocol.versions import EARLIER, fields_lacked, mismatch, spoken
 
 NO_REGION = "decode's layout has no region: there is nothing to hand over to it."
@@ -69,6 +70,13 @@ def handshake_problems(prefill: Hello, decode: Hello, own: Hello) -> list[str]:
     if prefill.protocol != decode.protocol:  # nothing else can be read
         return [mismatch(own.protocol, (decode if own is prefill else prefill).protocol)]
     return engine_problems(prefill, decode) or unsaid_conventions(own.conventions, own.protocol)
+
+
+def handshake_kind(prefill: Hello, decode: Hello) -> RefusalKind:
+    """What kind the `handshake_problems` of two endpoints are, of two that have any."""
+    if prefill.protocol != decode.protocol:
+        return "protocol"
+    return "engine" if engine_problems(prefill, decode) else "conventions"
 
 
 def differences(prefill: Mapping[str, Convention], decode: Mapping[str, Convention]) -> list[str]:

@@ -110,8 +110,12 @@ class DecodeMachine(Machine[DecodeRoom]):
 
     def snapshot(self, engine: str, telemetry: Mapping[str, float]) -> Snapshot:
         snapshot, plans = super().snapshot(engine, telemetry), self.peers.plans
-        snapshot.totals.seconds["plan"] += plans.seconds
-        return replace(snapshot, plans={"hit": plans.hits, "miss": plans.misses})
+        return replace(
+            snapshot,
+            links=self.peers.links_by_state(),
+            plans={"hit": plans.hits, "miss": plans.misses},
+            plan_seconds=plans.seconds,
+        )
 
     def succeeded(self, name: Room, what: str) -> DecodeRoom:
         """A room that has succeeded; else raises RoomError, as `what` is true only then."""

@@ -51,7 +51,11 @@ class Machine(ABC, Generic[R]):
             totals=self.totals.copy(),
             open_rooms=len(self.rooms.open),
             peers=self.peers.live(),
+            losses=self.peers.counts.losses,
+            refusals=dict(self.peers.counts.refusals),
             leases=self.rooms.leases(),
+            quarantined_rooms=self.rooms.quarantined(),
+            draining=self.draining,
             engine=engine,
             telemetry=telemetry,
         )

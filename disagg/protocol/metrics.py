@@ -6,21 +6,24 @@ from __future__ import annotations
 
 import json
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from disagg.log import log
 from disagg.plan.runs import Route
+from disagg.protocol.peers.counts import RefusalKind
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.status import Failure, Side
 from kvpool.layout.types import MAX_REASON
 
-PHASES = ("plan", "bind", "wait", "wire", "verify", "total")
+PHASES = ("bind", "wait", "wire", "verify", "total")
 LOGGED = ("asked", "wait", "bind", "wire", "verify", "done")
+BOUNDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Of a histogram's buckets, in seconds."""
 
 Shares = Iterable[tuple[Route, int, int]]
 """Runs and bytes of routes (`CopyBatch.shares`)."""
@@ -33,6 +36,23 @@ class RoleMetrics(NamedTuple):
 
     runs: int = 0
     nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How many observations are at most each of BOUNDS and above the one before, those above all of
+    them last; and their sum.
+    """
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
+    total: float = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(BOUNDS, value)] += 1
+        self.total += value
+
+    def copy(self) -> Histogram:
+        return Histogram(list(self.counts), self.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +99,12 @@ class RoomMetrics:
     by_role: dict[Roles, RoleMetrics] = field(default_factory=dict)
     reads: list[ReadTimes] = field(default_factory=list)
     released: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, of those that have taken any (PHASES)."""
+        seconds = {phase: getattr(self, f"{phase}_seconds") for phase in PHASES}
+        return {phase: taken for phase, taken in seconds.items() if taken}
 
     @property
     def bytes_per_run(self) -> float:
@@ -129,7 +155,7 @@ class RoomSpan:
 @dataclass(slots=True, kw_only=True)
 class Totals:
     """What rooms that have ended add up to, on one endpoint since it was made: `failures` by side
-    and kind, `seconds` by phase (`PHASES`).
+    and kind; of those that succeeded the seconds of each phase (`RoomMetrics.phases`).
     """
 
     rooms: dict[str, int] = field(default_factory=lambda: {"success": 0, "failed": 0})
@@ -137,7 +163,7 @@ class Totals:
     chunks: int = 0
     bytes_moved: int = 0
     by_role: dict[Roles, RoleMetrics] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    phases: dict[str, Histogram] = field(default_factory=dict)
 
     def add(self, room: RoomMetrics, failure: Failure | None = None) -> None:
         """Counts a room that has ended."""
@@ -148,17 +174,26 @@ class Totals:
         self.bytes_moved += room.bytes_moved
         for roles, (runs, nbytes) in room.by_role.items():
             _add(self.by_role, roles, runs, nbytes)
-        for phase in PHASES[1:]:  # rooms of a link share its plan, which the machine counts
-            self.seconds[phase] += getattr(room, f"{phase}_seconds")
+        for phase, seconds in () if failure else room.phases.items():
+            self.phases.setdefault(phase, Histogram()).observe(seconds)
 
     def copy(self) -> Totals:
-        return deepcopy(self)
+        return replace(
+            self,
+            rooms=dict(self.rooms),
+            failures=self.failures.copy(),
+            by_role=dict(self.by_role),
+            phases={phase: histogram.copy() for phase, histogram in self.phases.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """An endpoint at one moment: `totals` is a copy, `peers` are those that are alive, `telemetry`
-    is the engine's, `plans` those that were known (`hit`) and those that were made (`miss`).
+    """An endpoint at one moment: `totals` is a copy, `peers` are those that are alive, `losses` how
+    many were lost, `refusals` those of peers by side and kind (PeerCounts), `links` decode's by
+    state (LINK_STATES), `quarantined_rooms` ended ones to which an engine may still write;
+    `draining`: it takes no new ones. `telemetry` is the engine's, `plans` those that were known
+    (`hit`) and those that were made (`miss`), which took `plan_seconds`.
     """
 
     totals: Totals
@@ -167,7 +202,13 @@ class Snapshot:
     leases: Leases
     engine: str
     telemetry: Mapping[str, float]
+    losses: int = 0
+    refusals: Mapping[tuple[Side, RefusalKind], int] = field(default_factory=dict)
+    links: Mapping[str, int] = field(default_factory=dict)
+    quarantined_rooms: int = 0
+    draining: bool = False
     plans: Mapping[str, int] = field(default_factory=dict)
+    plan_seconds: float = 0.0
 
 
 def _add(by_role: dict[Roles, RoleMetrics], roles: Roles, runs: int, nbytes: int) -> None:

@@ -240,6 +240,7 @@ class PrefillMachine(Machine[PrefillRoom]):
 
     def _drop(self, peer: bytes, failure: Failure) -> None:
         """Serves a peer no more: the rooms fail that it has asked for and is not done with."""
+        self.peers.counts.losses += failure.kind == "lost" and peer in self.peers.alive
         for name in self.peers.drop(peer):
             room = self.rooms.open.get(name)
             if room and peer in room.requests and peer not in room.done:

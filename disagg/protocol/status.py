@@ -251,6 +251,10 @@ class Rooms(ABC, Generic[R]):
     def leases(self) -> Leases:
         """Items that must not be reused."""
 
+    def quarantined(self) -> int:
+        """Ended rooms to whose items an engine may still write."""
+        return 0
+
     @abstractmethod
     def forget(self, name: Room, now: float) -> None:
         """Drops an ended room; raises RoomError if it has not ended."""

@@ -87,7 +87,7 @@ class Rank:
         conventions: Mapping[str, Convention],
         number: int = 0,
     ) -> None:
-        self.layout, self.stats, self._log = layout, Stats(), log
+        self.layout, self.stats, self._log = layout, Stats(number), log
         self._drain_seconds = settings.drain_seconds
         options = settings.options(conventions)
         self._prefill: PrefillEndpoint | None = None
@@ -99,6 +99,7 @@ class Rank:
                 layout, engine, **addresses, lease=settings.lease, **options
             )
             self._endpoints.append(self._prefill)
+            self.stats.watch_endpoint("prefill", self._prefill.snapshot)
         if consumes:
             decode = DecodeEndpoint(
                 layout,
@@ -111,6 +112,7 @@ class Rank:
             )
             self._links = Links(decode)
             self._endpoints.append(decode)
+            self.stats.watch_endpoint("decode", decode.snapshot)
         memory = layout.buffers[0].memory
         self._device = None if memory == "cpu" else get_device(memory.partition(":")[0])
         self._sending: dict[Room, _Sending] = {}
@@ -307,12 +309,11 @@ class Rank:
         while self._ended:
             endpoint, (room, _, failure) = self._ended[0]
             with self._contained(room):
+                self.stats.changed()
                 if isinstance(endpoint, DecodeEndpoint):
                     self._received(room, failure)
-                else:
-                    if sending := self._sending.get(room):
-                        sending.ended, sending.failure = True, failure
-                    self.stats.sent(failure)
+                elif sending := self._sending.get(room):
+                    sending.ended, sending.failure = True, failure
             with self._contained(room):
                 endpoint.forget(room)
             self._ended.popleft()
@@ -345,6 +346,5 @@ class Rank:
                 "of its tokens are accepted until it has seen a request's own.",
                 roles,
             )
-        metrics = decode.metrics(room)
-        self._log.debug("request %s: %s", request, metrics)
+        self._log.debug("request %s: %s", request, metrics := decode.metrics(room))
         self.stats.received(metrics, failure)

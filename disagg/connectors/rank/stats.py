@@ -1,124 +1,144 @@
-"""What an operator sees. A rank counts; its engine carries plain data to its log and Prometheus."""
+"""What a rank counts, as plain data, which its engine carries to its log and to Prometheus.
+
+Its endpoints and stores are asked for the series of `disagg.series`; counters are told as what has
+come since the last time, gauges as they are. Times are told room by room: Prometheus' histograms
+take nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from disagg.protocol.metrics import PHASES, RoomMetrics
+from disagg.protocol.metrics import RoomMetrics, Snapshot
 from disagg.protocol.status import Failure
-
-if TYPE_CHECKING:
-    from disagg.store import StoreStats
+from disagg.series import ENDPOINT, STORE, Series
+from disagg.store.stats import StoreStats
 
 Numbers = dict[str, Any]
-"""By `series label`: counts of `rooms` (read, failed to be read, served and not served), of
-`failures` by side and kind, and of `bytes`; of `seconds`, by phase, a list of one number a room. Of
-a store, by outcome, how often (`store`), and `store_tokens` or `store_bytes`.
+"""By series and values of its labels, joined by tabs: how much more a counter is, the observations
+of a histogram as a list, or a gauge by rank. So the numbers of ranks, and of intervals, are told
+together by `total`, whatever the series.
 """
-
-
-class Series(NamedTuple):
-    """A counter of Prometheus, or a histogram if it has `buckets`; `label` is its own."""
-
-    help: str
-    label: str | None = None
-    buckets: tuple[float, ...] = ()
-
-
-BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-SERIES = {
-    "rooms": Series("Hand-offs that ended, by outcome.", "outcome"),
-    "failures": Series("Failed hand-offs, by side and kind.", "kind"),
-    "bytes": Series("Bytes of KV state read from prefill."),
-    "seconds": Series("Seconds of a hand-off, by phase.", "phase", BUCKETS),
-    "store": Series("What a store was asked for and was given, by outcome.", "outcome"),
-    "store_tokens": Series("Tokens of lookups and failed reads of a store, by outcome.", "outcome"),
-    "store_bytes": Series("Bytes read from a store and given to it, by outcome.", "outcome"),
+SECONDS = 1.0
+"""How often sources are asked while no room ends."""
+PHASE_SERIES = next(series for series in ENDPOINT if series.kind == "histogram")
+LOGGED = {
+    "kvpool_rooms_total": "rooms",
+    "kvpool_failures_total": "failures",
+    "kvpool_refusals_total": "refusals",
+    "kvpool_lost_peers_total": "lost peers",
+    "kvpool_store_outcomes_total": "store",
+    "kvpool_store_tokens_total": "tokens",
+    "kvpool_store_bytes_total": "bytes",
 }
-IN_BYTES = "read", "written", "already there", "not written", "dropped", "gone"
-"""Outcomes at a store (`disagg.store.stats`) that are counted in bytes, the others in tokens."""
+"""Counters that the log has, as it names them."""
+
+
+class _Source(NamedTuple):
+    """What is asked for the series of a table."""
+
+    table: Sequence[Series[Any]]
+    state: Callable[[], Any]
 
 
 class Stats:
-    """Numbers of one rank since they were taken."""
+    """Numbers of one rank since they were taken. Any thread may call."""
 
-    def __init__(self) -> None:
-        self._numbers: Numbers = {}
-        self._store: StoreStats | None = None
+    def __init__(self, rank: int | str = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rank, self._clock, self._lock = str(rank), clock, threading.Lock()
+        self._sources: dict[str, _Source] = {}
+        """By the value of the label that names them."""
+        self._counted: dict[str, float] = {}
+        self._gauges: Numbers = {}
+        self._observed: Numbers = {}
+        self._due = -math.inf
 
-    def sent(self, failure: Failure | None) -> None:
-        """Counts a room of prefill that has ended."""
-        self._ended("unserved" if failure else "served", failure)
+    def watch_endpoint(self, side: str, snapshot: Callable[[], Snapshot]) -> None:
+        self._watch(side, _Source(ENDPOINT, snapshot))
+
+    def watch_store(self, stats: Callable[[], StoreStats]) -> None:
+        self._watch("kv", _Source(STORE, stats))
 
     def received(self, metrics: RoomMetrics, failure: Failure | None) -> None:
-        """Counts a room of decode that has ended."""
-        self._ended("failed" if failure else "read", failure)
-        self._count("bytes", metrics.bytes_moved)
-        for phase in PHASES if failure is None else ():
-            seconds = self._numbers.setdefault(f"seconds {phase}", [])
-            seconds.append(getattr(metrics, f"{phase}_seconds"))
+        """A room of decode has ended."""
+        with self._lock:
+            for phase, seconds in () if failure else metrics.phases.items():
+                self._observed.setdefault(_key(PHASE_SERIES, "decode", phase), []).append(seconds)
+        self.changed()
 
-    def stored(self, stats: StoreStats) -> None:
-        """Counts what has become of a store's lookups, reads and writes since the last call."""
-        before, self._store = self._store, stats
-        for name, count in stats.counts.items():
-            more = count - (before.counts[name] if before else 0)
-            if more:
-                size = stats.sizes[name] - (before.sizes[name] if before else 0)
-                unit = "bytes" if name in IN_BYTES else "tokens"
-                self._count(f"store {name}", more)
-                self._count(f"store_{unit} {name}", size)
+    def changed(self) -> None:
+        """Sources are asked when the numbers are taken next: something has ended."""
+        self._due = -math.inf
 
     def take(self) -> Numbers | None:
-        """The numbers since the last call; None where nothing has ended."""
-        taken, self._numbers = self._numbers, {}
+        """The numbers since the last call; None where nothing is new."""
+        now = self._clock()
+        if now < self._due:
+            return None
+        with self._lock:
+            self._due = now + SECONDS
+            taken, self._observed = self._observed, {}
+            gauges: Numbers = {}
+            for label, source in self._sources.items():
+                state = source.state()
+                for series in source.table:
+                    if series.kind != "histogram":
+                        numbers = gauges if series.kind == "gauge" else taken
+                        self._add(numbers, series, label, series.samples(state))
+            # a gauge that no source has any more is 0: a space of which no item is leased
+            gauges |= {key: {self._rank: 0} for key in self._gauges.keys() - gauges.keys()}
+            if taken or gauges != self._gauges:
+                self._gauges = gauges
+                taken |= gauges
         return taken or None
 
-    def _ended(self, outcome: str, failure: Failure | None) -> None:
-        self._count(f"rooms {outcome}", 1)
-        if failure:
-            self._count(f"failures {failure.side}/{failure.kind}", 1)
+    def _watch(self, label: str, source: _Source) -> None:
+        with self._lock:
+            self._sources[label] = source
+            # one that was made again counts from 0
+            kept = {k: n for k, n in self._counted.items() if k.split("\t")[1] != label}
+            self._counted = kept
+        self.changed()
 
-    def _count(self, name: str, more: int) -> None:
-        self._numbers[name] = self._numbers.get(name, 0) + more
-
-
-def instruments(prefix: str, labels: Sequence[str], counter: Any, histogram: Any) -> dict[str, Any]:
-    """Prometheus' counters and histograms, by series; `labels`: those of the engine."""
-    made = {}
-    for name, series in SERIES.items():
-        own = [*labels, *([series.label] if series.label else [])]
-        named = {"name": f"{prefix}{name}", "documentation": series.help, "labelnames": own}
-        made[name] = (
-            histogram(**named, buckets=series.buckets) if series.buckets else counter(**named)
-        )
-    return made
+    def _add(
+        self, numbers: Numbers, series: Series[Any], label: str, samples: Mapping[Any, Any]
+    ) -> None:
+        for values, number in samples.items():
+            key = _key(series, label, *values)
+            if series.kind == "gauge":
+                numbers[key] = {self._rank: number}
+            elif number != self._counted.get(key):  # also a first 0: the series is there from then
+                numbers[key] = number - self._counted.get(key, 0)
+                self._counted[key] = number
 
 
 def total(first: Numbers, second: Numbers) -> Numbers:
     """The numbers of two ranks, or of two intervals, together."""
-    shared = {name: first[name] + second[name] for name in first.keys() & second.keys()}
-    return first | second | shared
+    together = first | second
+    for key in first.keys() & second.keys():
+        one, other = first[key], second[key]
+        together[key] = one | other if isinstance(one, dict) else one + other
+    return together
 
 
 def summary(numbers: Numbers) -> dict[str, int | float]:
     """One log line: counts, MB, and the mean milliseconds of each phase."""
     line: dict[str, int | float] = {}
-    for name, value in numbers.items():
-        if name == "bytes":
-            line["MB read"] = round(value / 1e6, 3)
-        elif not isinstance(value, list):
-            line[name.replace("_", " ").capitalize()] = value
-        elif any(value):
-            phase = name.removeprefix("seconds ")
-            line[f"Mean {phase} (ms)"] = round(1e3 * sum(value) / len(value), 3)
+    for key, number in numbers.items():
+        name, source, *values = key.split("\t")
+        words = "/".join(values)
+        if name == PHASE_SERIES.name:
+            line[f"{source} mean {words} (ms)"] = round(1e3 * sum(number) / len(number), 3)
+        elif name == "kvpool_moved_bytes_total" and number:
+            line[f"{source} MB"] = round(number / 1e6, 3)
+        elif name in LOGGED and number:
+            line[f"{source} {LOGGED[name]} {words}".strip()] = number
     return line
 
 
-def observations(numbers: Numbers) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """What Prometheus is told: a series, the value of its label, and a count or an observation."""
-    for name, value in numbers.items():
-        series, *label = name.split(" ", 1)
-        for observation in value if SERIES[series].buckets else (value,):
-            yield series, tuple(label), observation
+def _key(series: Series[Any], *values: str) -> str:
+    return "\t".join((series.name, *values))

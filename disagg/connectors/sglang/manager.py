@@ -200,8 +200,8 @@ class KvpoolManager(CommonKVManager):
             if self.request_status.get(room) == KVPoll.Bootstrapping and self.rank.asked(room):
                 self.update_status(room, KVPoll.WaitingForInput)
         now = time.monotonic()
-        if now > self._next_line and (numbers := self.rank.stats.take()):
-            line = ", ".join(f"{name} {number}" for name, number in summary(numbers).items())
+        if now > self._next_line and (numbers := summary(self.rank.stats.take() or {})):
+            line = ", ".join(f"{name} {number}" for name, number in numbers.items())
             log.info("kvpool: %s", line)
             self._next_line = now + LINE_SECONDS
 

@@ -47,7 +47,7 @@ class StoreScheduler:
     """
 
     def __init__(self, settings: Settings, *, recomputes: int = 1, unit: int = 1) -> None:
-        self.stats = Stats()
+        self.stats = Stats("scheduler")
         self._settings, self._recomputes = settings, recomputes
         self._chunk = settings.chunk_tokens
         self._unit = math.lcm(self._chunk, unit)
@@ -65,6 +65,7 @@ class StoreScheduler:
         """
         opening = Opening.of(ranks)
         self._store = opening.store(self._settings)
+        self.stats.watch_store(self._store.stats)
         self._step.opening = opening
         log.info("store %s: namespace %s", self._store.url, self._store.namespace)
 
@@ -72,7 +73,6 @@ class StoreScheduler:
         step, self._step = self._step, StoreStep()
         if self._store is not None:
             self._take_ended(self._store)
-            self.stats.stored(self._store.stats())
         return step
 
     def arrived(
@@ -250,6 +250,7 @@ class StoreScheduler:
 
     def _take_ended(self, store: Store) -> None:
         for ended in store.ended():
+            self.stats.changed()
             request = self._asked.pop(ended.job, None)
             if request is not None:
                 request.job, request.hit = None, ended.hit

@@ -39,6 +39,8 @@ class StoreWorker:
         self._settings, self._layout, self._groups = settings, layout, groups
         self._rank, self._log = rank, log
         self._store: Store | None = None
+        self.stats: Stats | None = None
+        """Of the rank, if it is to count what becomes of the store."""
         self._reads: dict[int, str] = {}
         """Requests, by the number of what is read for them."""
         self._results = StoreResults()
@@ -74,17 +76,17 @@ class StoreWorker:
                     "request %s is not stored: %s", write.request, error, exc_info=traceback
                 )
 
-    def results(self, stats: Stats | None = None) -> StoreResults:
-        """What has ended since the last call; counted in `stats`."""
+    def results(self) -> StoreResults:
+        """What has ended since the last call."""
         if self._store is not None:
             for ended in self._store.ended():
+                if self.stats is not None:
+                    self.stats.changed()
                 name = self._reads.pop(ended.job, None)
                 if name is not None:
                     self._results.received.add(name)
                     if ended.failure:
                         self._failed(name, ended.failure)
-            if stats is not None:
-                stats.stored(self._store.stats())
         results, self._results = self._results, StoreResults()
         return results
 
@@ -98,6 +100,9 @@ class StoreWorker:
             self._store = opening.store(self._settings, self._rank, self._layout)
         except (ValueError, OSError) as error:
             self._log.error("the store is off on rank %s: %s", self._rank, error)
+        else:
+            if self.stats is not None:
+                self.stats.watch_store(self._store.stats)
 
     def _read(self, read: StoreRead) -> None:
         if self._store is None:

@@ -15,6 +15,7 @@ from disagg.connectors.contracts import ServingEngine, drain_at_sigterm, serve_c
 from disagg.connectors.conventions import conventions
 from disagg.connectors.memory import SharedAllocation
 from disagg.connectors.rank import stats
+from disagg.connectors.rank.instruments import Classes, Instruments
 from disagg.connectors.rank.rank import Rank
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
@@ -44,22 +45,25 @@ class KvpoolStats(metrics.KVConnectorStats):
         return stats.summary(self.data)
 
     def is_empty(self) -> bool:
-        return not self.data
+        """Whether the log has nothing to say: gauges alone are for /metrics."""
+        return not self.reduce()
 
 
 class KvpoolPromMetrics(metrics.KVConnectorPromMetrics):
-    """`vllm:kvpool_*` on /metrics: `stats.SERIES`, by engine."""
+    """The series of `disagg.series` on vLLM's /metrics, by its labels and engine."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        counter, histogram = self._counter_cls, self._histogram_cls
-        self._metrics = stats.instruments("vllm:kvpool_", self._labelnames, counter, histogram)
+        classes: Classes = {
+            "counter": self._counter_cls,
+            "gauge": self._gauge_cls,
+            "histogram": self._histogram_cls,
+        }
+        self._instruments = Instruments(self._labelnames, classes, mode="mostrecent")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        engine = self.per_engine_labelvalues[engine_idx]
-        for name, label, value in stats.observations(transfer_stats_data):
-            metric = self._metrics[name].labels(*engine, *label)
-            (metric.observe if stats.SERIES[name].buckets else metric.inc)(value)
+        values = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
+        self._instruments.observe(transfer_stats_data, values)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import count
 from typing import NamedTuple
@@ -15,11 +16,12 @@ from disagg.log import log
 from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.planner import PlanCache
 from disagg.protocol import messages
-from disagg.protocol.agreement import all_differences, handshake_problems
+from disagg.protocol.agreement import all_differences, handshake_kind, handshake_problems
 from disagg.protocol.codec import wanted_layout
 from disagg.protocol.events import Connect, ConnectEngine, DropPeer, Effects
 from disagg.protocol.messages import Hello, Message
-from disagg.protocol.peers.link import Link, PrefillRank
+from disagg.protocol.peers.counts import PeerCounts, RefusalKind
+from disagg.protocol.peers.link import LINK_STATES, Link, PrefillRank
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, PINGS_PER_TIMEOUT, Latest, Liveness
 from disagg.protocol.rooms.offered import layers_by_owner
 from disagg.protocol.status import Failure, Side
@@ -70,6 +72,7 @@ class DecodePeers:
         members = self._group.layouts if self._group else (layout,)
         self.hello, self.layout = replace(hello, layout=wanted_layout(members)), layout
         self.links: list[Link] = []
+        self.counts = PeerCounts()
         self.plans = PlanCache(allow_missing)
         self.liveness: Liveness[int] = Liveness(hello.timeout, now)
         self._effects = effects
@@ -111,6 +114,10 @@ class DecodePeers:
         """Ranks that have answered and are not lost."""
         return sum(rank.hello is not None for rank in self.by_number.values())
 
+    def links_by_state(self) -> dict[str, int]:
+        """How many links there are in each state."""
+        return dict.fromkeys(LINK_STATES, 0) | Counter(link.state for link in self.links)
+
     def receive(
         self, rank: PrefillRank, message: Message, now: float
     ) -> OfAsked | LinkChange | None:
@@ -126,6 +133,7 @@ class DecodePeers:
             if message.final and self._says_less(rank, message.why):
                 self._dial(rank, now)
                 return None
+            self.counts.refuse("prefill", ["told"])
             if message.final:
                 return self._refuse(rank.link, [message.why], "prefill", rank.source)
             return self._pause(rank, f"it refuses this decode: {message.why}", "prefill", now)
@@ -168,6 +176,7 @@ class DecodePeers:
         """A rank is gone: its reads are given up, and it is dialled again."""
         if not self._listens_to(rank):
             return None
+        self.counts.losses += rank.hello is not None
         lost = self._lose(rank, reason, level)
         self._dial(rank, now)
         return LinkFailed(rank.link, Failure("prefill", lost, "lost"), rank.source)
@@ -176,6 +185,7 @@ class DecodePeers:
         """A rank breaks the protocol: it is told, and may do better later."""
         if not self._listens_to(rank):
             return None
+        self.counts.refuse("decode", ["breach"])
         self.send(rank, messages.Refuse([reason], final=False))
         return self._pause(rank, f"it was refused: {reason}", "decode", now)
 
@@ -244,6 +254,7 @@ class DecodePeers:
         link = rank.link
         own = replace(self.hello, protocol=rank.protocol)
         if problems := handshake_problems(hello, own, own):
+            self.counts.refuse("decode", [handshake_kind(hello, own)])
             return self._refuse(link, problems, "decode")
         rank.hello = hello
         for drop in rank.untold.values():
@@ -264,14 +275,17 @@ class DecodePeers:
         """Plans the transfer, now that every rank has answered."""
         before, own = self.plans.seconds, self.hello.conventions
         problems = all_differences((hello.conventions for hello in hellos), own)
+        kinds: list[RefusalKind] = ["conventions"] if problems else []
         try:
             layouts = [self._layout(rank, hello) for rank, hello in zip(link.ranks, hellos)]
             plan = self.plans.plan(layouts, self.layout, self._group)
         except ValueError as error:  # LayoutError and IncompatibleLayouts among them
             if isinstance(error, IncompatibleLayouts) and not problems:
                 link.error = error
+            self.counts.refuse("decode", [*kinds, "layout"])
             return self._refuse(link, [*problems, str(error)], "decode")
         if problems:
+            self.counts.refuse("decode", kinds)
             return self._refuse(link, problems, "decode")
         link.plan, link.plan_seconds = plan, self.plans.seconds - before
         if alone := {name for hello in hellos for name in hello.conventions.keys() ^ own.keys()}:

@@ -15,6 +15,7 @@ from disagg.protocol.rooms.offered import LayerRange, LayersByOwner
 from disagg.protocol.versions import PROTOCOL
 from kvpool.layout import PoolLayout, RequestAddress
 
+LINK_STATES = "connecting", "open", "lost", "refused"
 MAX_UNTOLD = 10_000
 """Rooms that failed here while a rank was lost, of which it is told when it is back: the latest."""
 
@@ -79,6 +80,15 @@ class Link:
     def settled(self) -> bool:
         """Whether the handshake has ended, either way."""
         return self.refusal is not None or (self.plan is not None and not self.unconnected)
+
+    @property
+    def state(self) -> str:
+        """One of LINK_STATES: a lost link is dialled again, a refused one never."""
+        if self.refusal is not None:
+            return "refused"
+        if self.lost is not None:
+            return "lost"
+        return "open" if self.settled else "connecting"
 
     def names(self, sources: Iterable[int]) -> str:
         """Several ranks, as sentences name them."""

@@ -10,10 +10,11 @@ from msgspec import structs
 
 from disagg.log import log
 from disagg.protocol import messages
-from disagg.protocol.agreement import NO_REGION, handshake_problems
+from disagg.protocol.agreement import NO_REGION, handshake_kind, handshake_problems
 from disagg.protocol.codec import Pair, layout_for, pairs_of, wanted_pairs
 from disagg.protocol.events import Effects
 from disagg.protocol.messages import Hello, Message, Room
+from disagg.protocol.peers.counts import PeerCounts, RefusalKind
 from disagg.protocol.peers.liveness import Latest, Liveness
 from disagg.protocol.status import Failure
 from disagg.protocol.versions import spoken
@@ -47,6 +48,7 @@ class PrefillPeers:
     def __init__(self, hello: Hello, layout: PoolLayout, effects: Effects, now: float) -> None:
         self.hello, self.alive = hello, dict[bytes, Decode]()
         self.refusals: deque[str] = deque(maxlen=KEPT_REFUSALS)
+        self.counts = PeerCounts()
         self.liveness: Liveness[bytes] = Liveness(hello.timeout, now)
         self._effects, self._layout = effects, layout
         self._pairs = pairs_of(layout.regions)
@@ -66,6 +68,7 @@ class PrefillPeers:
             return self._handshake(peer, message, now, origin)
         if isinstance(message, messages.Refuse):
             self._note_refusal(message.why)
+            self.counts.refuse("decode", ["told"])
             return Failure("decode", message.why[:MAX_REASON], "refused")
         if isinstance(message, messages.Disconnect):
             return Failure("decode", "decode has disconnected.", "abort")
@@ -84,6 +87,7 @@ class PrefillPeers:
 
     def refuse(self, peer: bytes, reason: str) -> Failure:
         """Tells a peer that breaks the protocol why it is to be dropped; it may come back."""
+        self.counts.refuse("prefill", ["breach"])
         self._effects.send(peer, messages.Refuse([reason], final=False))
         return Failure("prefill", f"decode was refused: {reason}", "refused")
 
@@ -114,6 +118,7 @@ class PrefillPeers:
         speaks = hello.protocol in spoken(self.hello.protocol)
         own = structs.replace(self.hello, protocol=hello.protocol) if speaks else self.hello
         reasons = handshake_problems(own, hello, own)
+        kind: RefusalKind = handshake_kind(own, hello) if reasons else "layout"
         final, answer = True, own
         try:
             if not reasons:
@@ -122,7 +127,9 @@ class PrefillPeers:
             reasons = [str(error)]
         if not reasons and len(self.alive) >= MAX_PEERS:
             reasons, final = [f"{MAX_PEERS} decodes are connected already."], False
+            kind = "full"
         if reasons:
+            self.counts.refuse("prefill", [kind])
             refusal = messages.Refuse(reasons, final)
             self._effects.send(peer, refusal)
             name = hello.generation or "of another version"

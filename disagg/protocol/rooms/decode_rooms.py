@@ -331,11 +331,18 @@ class DecodeRooms(Rooms[DecodeRoom]):
         self.ended.pop(name, None)
 
     def leases(self) -> Leases:
-        ended = (room for name, room in self.by_name.items() if name not in self.open)
         return Leases(
             leased=count_items(room.address for room in self.open.values()),
-            quarantined=count_items(room.address for room in ended if room.reading),
+            quarantined=count_items(room.address for room in self._quarantine()),
         )
+
+    def quarantined(self) -> int:
+        return sum(1 for _ in self._quarantine())
+
+    def _quarantine(self) -> Iterator[DecodeRoom]:
+        for name, room in self.by_name.items():
+            if name not in self.open and room.reading:
+                yield room
 
     def _free(self, room: DecodeRoom) -> None:
         if not room.reading:

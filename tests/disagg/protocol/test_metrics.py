@@ -8,6 +8,7 @@ import socket
 import sys
 import urllib.request
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -17,7 +18,16 @@ from disagg import KVPoll, ReadTimes
 from disagg.exporter import export
 from disagg.plan import plan
 from disagg.protocol.events import ReadBegun, ReadEnded
-from disagg.protocol.metrics import PHASES, RoleMetrics, RoomMetrics, Snapshot, Totals, log_end
+from disagg.protocol.metrics import (
+    BOUNDS,
+    PHASES,
+    Histogram,
+    RoleMetrics,
+    RoomMetrics,
+    Snapshot,
+    Totals,
+    log_end,
+)
 from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.status import Failure
@@ -85,7 +95,6 @@ def test_totals_are_sums_over_rooms_and_a_copy_is_of_its_moment(first, more):
     copy = totals.copy()
     for room in more:
         totals.add(*room)
-    totals.seconds["plan"] += 0.25
     for counted, given_rooms in ((copy, first), (totals, first + more)):
         failed = [(failure.side, failure.kind) for _, failure in given_rooms if failure]
         assert counted.rooms == {"success": len(given_rooms) - len(failed), "failed": len(failed)}
@@ -95,10 +104,24 @@ def test_totals_are_sums_over_rooms_and_a_copy_is_of_its_moment(first, more):
         for roles in {roles for room, _ in given_rooms for roles in room.by_role}:
             parts = [room.by_role.get(roles, (0, 0)) for room, _ in given_rooms]
             assert counted.by_role[roles] == tuple(map(sum, zip(*parts)))
-        for phase in PHASES[1:]:
-            times = (getattr(room, f"{phase}_seconds") for room, _ in given_rooms)
-            assert counted.seconds[phase] == sum(times)
-    assert (copy.seconds["plan"], totals.seconds["plan"]) == (0, 0.25)
+        for phase in PHASES:
+            times = [
+                getattr(room, f"{phase}_seconds") for room, failure in given_rooms if not failure
+            ]
+            histogram = counted.phases.get(phase, Histogram())
+            assert histogram.total == sum(times)
+            assert sum(histogram.counts) == sum(time > 0 for time in times)
+
+
+@given(st.lists(st.floats(0, 200)))
+def test_a_histogram_counts_each_time_in_the_bucket_that_ends_at_it_or_above(times):
+    histogram = Histogram()
+    for time in times:
+        histogram.observe(time)
+    edges = [-1.0, *BOUNDS, 1e9]
+    assert histogram.counts == [
+        sum(low < time <= high for time in times) for low, high in pairwise(edges)
+    ]
 
 
 # the exporter, over HTTP
@@ -139,7 +162,12 @@ def busy():
         leases=leases,
         engine="nixl",
         telemetry={"tx_bytes": 5.5},
+        losses=6,
+        refusals={("decode", "layout"): 2, ("prefill", "told"): 1},
+        links={"open": 1, "lost": 0},
+        quarantined_rooms=1,
         plans={"hit": 3, "miss": 1},
+        plan_seconds=0.25,
     )
 
 
@@ -154,8 +182,6 @@ def scrape(server) -> set[str]:
 def test_every_number_of_an_endpoint_is_served_under_its_name():
     with export({"d": Endpoint(busy())}) as server:
         samples = scrape(server)
-    times = {"wire": 0.5, "total": 2.0}
-    seconds = [f'phase="{phase}"}} {times.get(phase, 0.0)}' for phase in PHASES]
     expected = """
         kvpool_up{endpoint="d"} 1.0
         kvpool_rooms_total{endpoint="d",outcome="success"} 1.0
@@ -169,16 +195,29 @@ def test_every_number_of_an_endpoint_is_served_under_its_name():
         kvpool_runs_total{endpoint="d",owner="draft",roles="k"} 1.0
         kvpool_plans_total{cache="hit",endpoint="d"} 3.0
         kvpool_plans_total{cache="miss",endpoint="d"} 1.0
+        kvpool_plan_seconds_total{endpoint="d"} 0.25
+        kvpool_phase_seconds_sum{endpoint="d",phase="wire"} 0.5
+        kvpool_phase_seconds_count{endpoint="d",phase="wire"} 1.0
+        kvpool_refusals_total{endpoint="d",kind="layout",side="decode"} 2.0
+        kvpool_refusals_total{endpoint="d",kind="told",side="prefill"} 1.0
+        kvpool_lost_peers_total{endpoint="d"} 6.0
+        kvpool_links{endpoint="d",state="open"} 1.0
+        kvpool_links{endpoint="d",state="lost"} 0.0
+        kvpool_quarantined_rooms{endpoint="d"} 1.0
+        kvpool_draining{endpoint="d"} 0.0
         kvpool_open_rooms{endpoint="d"} 4.0
         kvpool_alive_peers{endpoint="d"} 2.0
         kvpool_leased_items{endpoint="d",space="kv"} 12.0
         kvpool_leased_items{endpoint="d",space="swa"} 2.0
         kvpool_quarantined_items{endpoint="d",space="kv"} 1.0
-        kvpool_engine{counter="tx_bytes",endpoint="d",engine="nixl"} 5.5
+        kvpool_engine{counter="tx_bytes",endpoint="d",transfer_engine="nixl"} 5.5
     """
     lines = {line.strip() for line in expected.strip().splitlines()}
+    bounds = [*map(str, BOUNDS), "+Inf"]
     assert samples == lines | {
-        f'kvpool_phase_seconds_total{{endpoint="d",{phase}' for phase in seconds
+        f'kvpool_phase_seconds_bucket{{endpoint="d",le="{bound}",phase="wire"}} '
+        f"{float(float(bound) >= 0.5)}"
+        for bound in bounds
     }
 
 

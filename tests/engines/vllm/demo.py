@@ -68,8 +68,8 @@ def _run(stack: contextlib.ExitStack, options: argparse.Namespace, folder: Path)
             f"{len(prompt):,}", _tokens(found), _tokens(expected), verdict, f"{seconds:.2f}"
         )
     console.print(table)
-    read = decode.metric("vllm:kvpool_rooms_total", outcome="read") or 0
-    nbytes = decode.metric("vllm:kvpool_bytes_total") or 0
+    read = decode.metric("kvpool_rooms_total", outcome="success") or 0
+    nbytes = decode.metric("kvpool_moved_bytes_total") or 0
     console.print(f"decode's /metrics: {read:.0f} prompts read from prefill, {nbytes:,.0f} bytes")
     count = len(options.prompt_tokens)
     console.print(f"{equal} of {count} prompts have the single server's tokens")

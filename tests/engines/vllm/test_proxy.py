@@ -14,9 +14,12 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from disagg import DecodeEndpoint, create_engine
+from disagg.plan import IncompatibleLayouts
+from kvpool import MHAPool
 from tests.engines.servers import Server, greedy, kvpool_proxy, tokens
 from tests.engines.vllm import models
-from tests.engines.vllm.engines import prompts
+from tests.engines.vllm.engines import PREFILL, prompts
 from tests.engines.vllm.servers import PLUGIN, api_server
 
 pytestmark = pytest.mark.timeout(900)
@@ -36,7 +39,7 @@ class Servers(NamedTuple):
 
     def read(self):
         """Rooms that decode has read."""
-        return self.decode.metric("vllm:kvpool_rooms_total", outcome="read") or 0
+        return self.decode.metric("kvpool_rooms_total", outcome="success") or 0
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +123,7 @@ def test_blocks_come_back_where_a_client_leaves(servers, stream):
     if stream:
         assert connection.getresponse().readline()
     else:
-        servers.decode.until("vllm:kvpool_rooms_total", before + 1, outcome="read")
+        servers.decode.until("kvpool_rooms_total", before + 1, outcome="success")
     connection.close()
     servers.idle()
     assert servers.read() <= before + 1
@@ -130,18 +133,40 @@ def test_blocks_come_back_where_a_client_leaves(servers, stream):
 
 def test_metrics_of_both_sides_agree(servers):
     (prompt,) = prompts(257)
-    before = servers.decode.metric("vllm:kvpool_bytes_total")
+    before = servers.decode.metric("kvpool_moved_bytes_total")
     servers.pair.ask(model="llama", prompt=prompt)
     servers.idle()
     read, served = (
-        one.metric("vllm:kvpool_rooms_total", outcome=outcome)
-        for one, outcome in ((servers.decode, "read"), (servers.prefill, "served"))
+        one.metric("kvpool_rooms_total", endpoint=side, outcome="success")
+        for one, side in ((servers.decode, "decode"), (servers.prefill, "prefill"))
     )
     assert read == served > 0
     # 256 tokens of K and V: 4 layers, 4 heads of 32 float32 elements
-    assert servers.decode.metric("vllm:kvpool_bytes_total") - before == 256 * 2 * 4 * 4 * 32 * 4
-    for phase in ("plan", "wait", "wire", "total"):
-        assert servers.decode.metric("vllm:kvpool_seconds_count", phase=phase) == read
+    assert servers.decode.metric("kvpool_moved_bytes_total") - before == 256 * 2 * 4 * 4 * 32 * 4
+    for phase in ("wait", "wire", "total"):
+        assert servers.decode.metric("kvpool_phase_seconds_count", phase=phase) == read
+    assert servers.decode.metric("kvpool_links", endpoint="decode", state="open") == 1
+    assert servers.prefill.metric("kvpool_alive_peers", endpoint="prefill") == 1
+    for one in servers.prefill, servers.decode:
+        assert one.metric("kvpool_open_rooms") == 0
+        assert not one.metric("kvpool_leased_items")
+        assert one.metric("kvpool_quarantined_rooms") == 0
+        assert one.metric("kvpool_lost_peers_total") == 0
+
+
+def test_a_refused_link_is_on_the_metrics_once_the_engine_goes_on(servers):
+    (prompt,) = prompts(40)
+    asked = greedy(model="llama", prompt=prompt)
+    prefill = {**asked, "max_tokens": 1, "kv_transfer_params": PREFILL}
+    params = servers.prefill.ask(**prefill)["kv_transfer_params"]
+    layout = MHAPool(layers=[0], num_kv_heads=1, head_dim=8, num_pages=2, page_size=16, dtype="f32")
+    with DecodeEndpoint(layout.layout, create_engine("local")) as stranger:
+        with pytest.raises(IncompatibleLayouts):
+            stranger.connect(params["remote_addresses"], timeout=60)
+        servers.decode.ask(**asked, kv_transfer_params=params)
+        refused = {"endpoint": "prefill", "side": "decode", "kind": "told"}
+        servers.prefill.until("kvpool_refusals_total", 1, **refused)
+    servers.idle()
 
 
 def test_errors_of_both_sides_reach_the_client(servers):
@@ -162,5 +187,7 @@ def test_errors_of_both_sides_reach_the_client(servers):
     lost = httpx.post(f"{servers.decode.url}/v1/completions", json=asked, timeout=60)
     assert lost.status_code == 500  # kv_load_failure_policy "fail", vLLM's default
     assert LOST in servers.decode.tail()
-    assert servers.decode.metric("vllm:kvpool_failures_total", kind="prefill/lost")
+    failed = {"endpoint": "decode", "side": "prefill", "kind": "lost"}
+    assert servers.decode.metric("kvpool_failures_total", **failed) == 1
+    assert servers.decode.metric("kvpool_rooms_total", outcome="failed") >= 1
     servers.prefill.idle()  # its lease ends: decode refused one request before it asked

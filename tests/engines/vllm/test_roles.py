@@ -77,7 +77,9 @@ def test_a_prefill_that_gets_sigterm_is_read_to_the_end(models, tmp_path, expect
             for prompt, one in zip(asked, params)
         ]
         assert [tokens(answer) for answer in answers] == expected("llama", **EXACT)
-        assert decode.metric("vllm:kvpool_rooms_total", outcome="read") == len(asked)
+        assert decode.metric("kvpool_rooms_total", endpoint="decode", outcome="success") == len(
+            asked
+        )
         prefill.process.wait(120)
         assert "force killing" not in prefill.tail()
         decode.idle()

@@ -60,8 +60,7 @@ def idle(servers):
 def read(servers):
     """Rooms that each decode has read."""
     return [
-        server.metric("vllm:kvpool_rooms_total", outcome="read") or 0
-        for server in servers["decode"]
+        server.metric("kvpool_rooms_total", outcome="success") or 0 for server in servers["decode"]
     ]
 
 

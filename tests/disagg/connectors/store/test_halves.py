@@ -15,6 +15,7 @@ from tests.disagg.connectors.store.engines import CHUNK, Engine
 from tests.disagg.store.stores import fresh
 
 PROMPT = list(range(100, 160))  # three chunks and twelve tokens
+HITS = "kvpool_store_outcomes_total\tkv\thit"
 
 
 def computed(engine, tokens=PROMPT, name="w", salt="", stops=range(CHUNK, len(PROMPT) + 1, CHUNK)):
@@ -275,7 +276,7 @@ def test_a_read_that_is_late_is_computed_and_nothing_of_it_lands(gate):
         other.until(lambda: other.scheduler.matched("probe", 0) == 3 * CHUNK)
         assert (other.memory == before).all()
         assert other.received == ["r"]
-        assert other.scheduler.stats.take()["store hit"] >= 1
+        assert other.scheduler.stats.take()[HITS] >= 1
 
 
 def test_a_request_that_ends_while_it_is_read_is_received_once_and_has_not_failed(gate):
@@ -351,7 +352,7 @@ def test_what_the_store_says_and_counts():
         more, _ = read(other, PROMPT)
         other.step()
         numbers = other.scheduler.stats.take()
-        assert (numbers["store hit"], numbers["store_tokens hit"]) == (1, more)
+        assert (numbers[HITS], numbers["kvpool_store_tokens_total\tkv\thit"]) == (1, more)
         assert other.scheduler.stats.take() is None
 
 
