@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
 from disagg import KVPoll
 from tests.faults.orders import Course
+from tests.faults.run import unexpected
 from tests.faults.world import Late, Room
+from tests.faults.worlds import REPEATS
 from tests.hosts.network import Host, Network
 from tests.hosts.world import HostWorld
 
@@ -18,7 +22,7 @@ RATE = "40mbit"
 """At which a whole request takes 1.7 s."""
 PEER_TIMEOUT, LEASE, READ_TIMEOUT = 5.0, 20.0, 10.0
 FENCE = 5.0
-"""Seconds that engine `nixl` gives reads of a lost peer before it destroys their agent."""
+"""Seconds that engine `nixl` gives reads of a lost peer before it gives up their agent."""
 SLACK = 3.0
 """Seconds for a busy machine."""
 SMALL = Course(tokens=30, salt=9)
@@ -64,21 +68,51 @@ def joined(engine: str, **limits: Any) -> Iterator[HostWorld]:
             world.kill()
 
 
+def again_if_late(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that is made again, twice at most, if something was only late, which a starved machine
+    can also cause.
+    """
+
+    @wraps(test)
+    def repeated(*arguments: Any, **keywords: Any) -> None:
+        for _ in range(REPEATS):
+            try:
+                return test(*arguments, **keywords)
+            except Late as late:
+                warnings.warn(str(late), stacklevel=2)
+        return test(*arguments, **keywords)
+
+    return repeated
+
+
 def others_go_on(
     world: HostWorld, links: Sequence[str] = ("p1",), decodes: Sequence[str] = ("d0", "d1")
 ) -> None:
     """New rooms of those whose links are whole succeed."""
-    rooms = [world.order(link, [decode], SMALL) for link in links for decode in decodes]
+    succeed(world, others(world, links, decodes))
+
+
+def others(
+    world: HostWorld, links: Sequence[str] = ("p1",), decodes: Sequence[str] = ("d0", "d1")
+) -> list[Room]:
+    """New rooms of those whose links are whole."""
+    return [world.order(link, [decode], SMALL) for link in links for decode in decodes]
+
+
+def succeed(world: HostWorld, rooms: Sequence[Room]) -> None:
+    """They end, and succeed."""
     for room in rooms:
         world.ends(room)
-        assert room.succeeded(), room
+        if not room.succeeded():
+            raise unexpected(str(room), room)
 
 
 def fails_in_time(world: HostWorld, room: Room, since: float) -> None:
     """It fails on each side that lives, within `peer_timeout` and a sixteenth of it; then its pages
     come back on prefill at once, on decode when no byte can land any more.
     """
-    assert world.until(room.over, PEER_TIMEOUT * 17 / 16 + FENCE + SLACK), room
+    if not world.until(room.over, PEER_TIMEOUT * 17 / 16 + FENCE + SLACK):
+        raise Late(f"not over: {room}")
     for name, (at, state, reason) in room.ended.items():
         assert state is KVPoll.Failed, room
         assert "silent" in reason or "connection" in reason or "out of reach" in reason, room
@@ -86,7 +120,8 @@ def fails_in_time(world: HostWorld, room: Room, since: float) -> None:
             raise Late(f"{name} noticed after {at - since:.1f} s: {room}")
     for name in room.ended:
         fence = FENCE if name[0] == "d" else 0.0
-        assert room.back[name] - room.ended[name][0] <= fence + SLACK, room
+        if room.back[name] - room.ended[name][0] > fence + SLACK:
+            raise Late(f"{name} has its pages back late: {room}")
 
 
 def recovers(world: HostWorld, link: str = "p0", decodes: Sequence[str] = ("d0", "d1")) -> None:
@@ -96,5 +131,6 @@ def recovers(world: HostWorld, link: str = "p0", decodes: Sequence[str] = ("d0",
     until = time.monotonic() + PEER_TIMEOUT + READ_TIMEOUT + FENCE + SLACK
     for decode in decodes:
         while world.failed([(link, decode)], SMALL):
-            assert time.monotonic() < until, f"{link} does not serve {decode} again"
+            if time.monotonic() > until:
+                raise Late(f"{link} does not serve {decode} again")
     world.check_pages()
