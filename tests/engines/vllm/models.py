@@ -59,6 +59,11 @@ def llama_other_rope() -> PreTrainedConfig:
     return config
 
 
+def llama_other_weights() -> PreTrainedConfig:
+    """Another seed (`SEEDS`)."""
+    return llama()
+
+
 def llama_wide() -> PreTrainedConfig:
     """Sixteen layers, 8 KV heads of 64: 32 KiB of state a token in bfloat16."""
     config = llama()
@@ -175,10 +180,12 @@ SCALES = {
     "qwen3_next_mtp": 1.5,
 }
 """Of weights, where 3 is too much."""
+SEEDS = {"llama_other_weights": 1}
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     made.__name__: made
     for made in (
-        *(llama, llama_other_rope, llama_wide, llama_heavy, llama_shallow, idefics3),
+        *(llama, llama_other_rope, llama_other_weights, llama_wide, llama_heavy, llama_shallow),
+        idefics3,
         *(deepseek_v3, deepseek_mtp),
         *(gpt_oss, gemma3, qwen3_next, qwen3_next_mtp, falcon_h1, lfm2, deepseek_v4.deepseek_v4),
     )
@@ -192,7 +199,7 @@ def save(name: str, folder: Path) -> Path:
         return drafts.save_head(name, save("llama_shallow", folder), place)
     if (place / "config.json").exists():
         return place
-    torch.manual_seed(0)
+    torch.manual_seed(SEEDS.get(name, 0))
     config = MODELS[name]()
     auto = AutoModelForImageTextToText if name == "idefics3" else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.bfloat16).eval()
