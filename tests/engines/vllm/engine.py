@@ -154,7 +154,9 @@ class Served:
                 if command.get("names"):
                     prompt["multi_modal_uuids"] = {"image": command["names"]}
                 self.added[command["id"]] = time.monotonic()
-                self.engine.add_request(command["id"], prompt, sampling)
+                self.engine.add_request(
+                    command["id"], prompt, sampling, trace_headers=command.get("headers")
+                )
             case "abort":
                 self.engine.abort_request([command["id"]])
             case "blocks":
