@@ -51,47 +51,13 @@ class Engine(Process):
     ) -> None:
         self.port = port or free_port()
         self.address = host.ipv4 if host else "127.0.0.1"
-        given: dict[str, Any] = {
-            "model_path": str(model),
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "grammar_backend": "none",
-            "dtype": "bfloat16",
-            "disable_cuda_graph": True,
-            "disable_overlap_schedule": True,
-            "disable_radix_cache": True,
-            "skip_tokenizer_init": True,
-            "skip_server_warmup": True,
-            "max_total_tokens": 4096,
-            "mem_fraction_static": 0.2,
-            "page_size": 1,
-            "log_level": "info",
-            "random_seed": 0,
-            "host": self.address,
-            "port": free_port(),
-        }
-        if role != "single":
-            given |= {
-                "disaggregation_mode": role,
-                "disaggregation_transfer_backend": "kvpool",
-                "disaggregation_bootstrap_port": self.port,
-            }
-        if role == "decode":
-            given["disaggregation_decode_retraction_backup"] = "none"
-        given |= arguments
-        environment = {
-            "KVPOOL_WATCH": str(watch or ""),
-            "KVPOOL_NOISE": "1" if noise else "",
-            "KVPOOL_SGLANG": json.dumps(extra or {}),
-            "SGLANG_CPU_OMP_THREADS_BIND": _cores(arguments),
-            **(environ or {}),
-        }
+        given = options(role, model, self.port, {"host": self.address} | arguments)
+        told = environment(arguments, extra=extra, watch=watch, noise=noise) | (environ or {})
         super().__init__(role, logs)
         with self.theirs:
             forks = launcher("tests.engines.sglang.engine", environ=ENVIRON)
             keeper = host and host.namespaces.pid
-            self.process = forks.fork(self.theirs, environment, self.log, given, keeper=keeper)
+            self.process = forks.fork(self.theirs, told, self.log, given, keeper=keeper)
 
     def held(self) -> list[dict[str, int]]:
         """What each rank holds: `watched.counts`."""
@@ -106,6 +72,53 @@ class Engine(Process):
             for rank in self.held()
             if rank["tokens"] != cached * rank["cached"] or rank["requests"] or rank["metadata"]
         ]
+
+
+def options(role: Role, model: Path, port: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's arguments; `port` is the bootstrap server's."""
+    given: dict[str, Any] = {
+        "model_path": str(model),
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "dtype": "bfloat16",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "disable_radix_cache": True,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "max_total_tokens": 4096,
+        "mem_fraction_static": 0.2,
+        "page_size": 1,
+        "log_level": "info",
+        "random_seed": 0,
+        "port": free_port(),
+    }
+    if role != "single":
+        given |= {
+            "disaggregation_mode": role,
+            "disaggregation_transfer_backend": "kvpool",
+            "disaggregation_bootstrap_port": port,
+        }
+    if role == "decode":
+        given["disaggregation_decode_retraction_backup"] = "none"
+    return given | arguments
+
+
+def environment(
+    arguments: dict[str, Any],
+    *,
+    extra: dict[str, Any] | None = None,
+    watch: Path | None = None,
+    noise: bool = False,
+) -> dict[str, str]:
+    return {
+        "KVPOOL_WATCH": str(watch or ""),
+        "KVPOOL_NOISE": "1" if noise else "",
+        "KVPOOL_SGLANG": json.dumps(extra or {}),
+        "SGLANG_CPU_OMP_THREADS_BIND": _cores(arguments),
+    }
 
 
 def _cores(arguments: dict[str, Any]) -> str:

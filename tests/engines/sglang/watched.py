@@ -27,6 +27,15 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     Scheduler.kvpool_counts = counts
+    internal_state = Scheduler.get_internal_state
+
+    def with_held(scheduler: Any, asked: Any) -> Any:
+        """What an API server's `/server_info` has of each scheduler."""
+        answer = internal_state(scheduler, asked)
+        answer.internal_state["kvpool"] = held(scheduler)
+        return answer
+
+    Scheduler.get_internal_state = with_held
     received = Stats.received
 
     def saw_received(stats: Stats, metrics: Any, failure: Any) -> None:
@@ -121,23 +130,26 @@ def tensors(scheduler: Any) -> Any:
 
 
 def counts(scheduler: Any, folder: str) -> None:
-    """Writes what a rank holds: tokens and requests that are not free, by SGLang's allocators;
-    requests that wait for the other side; and the bytes that were read since the last time.
+    """Writes what a rank holds, and the bytes that were read since the last time."""
+    Path(folder, str(_rank())).write_text(json.dumps(held(scheduler) | {"read": sum(read)}))
+    read.clear()
+
+
+def held(scheduler: Any) -> dict[str, int]:
+    """Tokens and requests of a rank that are not free, by SGLang's allocators; and requests that
+    wait for the other side.
     """
     allocator, requests = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
     rows = getattr(scheduler, "req_to_metadata_buffer_idx_allocator", None)
     names = "prefill_bootstrap_queue", "decode_prealloc_queue", "decode_transfer_queue"
     queues = [getattr(scheduler, f"disagg_{name}", None) for name in names]
-    held = {
+    return {
         "tokens": allocator.size - allocator.available_size(),
         "cached": scheduler.tree_cache.evictable_size() if scheduler.tree_cache else 0,
         "requests": requests.size - requests.available_size(),
-        "read": sum(read),
         "metadata": rows.size - rows.available_size() if rows is not None else 0,
         "queued": sum(len(queue.queue) for queue in queues if queue is not None),
     }
-    read.clear()
-    Path(folder, str(_rank())).write_text(json.dumps(held))
 
 
 def _rank() -> int:
