@@ -1,4 +1,4 @@
-"""A span of each room, in the trace of its request, by OpenTelemetry (docs/observability.md).
+"""A span of each room, in the trace of its request, by OpenTelemetry (docs/traces.md).
 
 Prefill and decode each record one, both of them children of the request's `traceparent`.
 """
