@@ -63,3 +63,12 @@ class Instruments:
         collector = REGISTRY._names_to_collectors.get(name)
         if collector is not None:
             REGISTRY.unregister(collector)
+
+
+def prometheus_classes() -> Classes:
+    """Those of `prometheus_client`, which chooses when it is first imported, by a variable of the
+    environment, whether several processes count together.
+    """
+    import prometheus_client as client
+
+    return {"counter": client.Counter, "gauge": client.Gauge, "histogram": client.Histogram}

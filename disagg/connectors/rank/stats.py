@@ -70,6 +70,12 @@ class Stats:
                 self._observed.setdefault(_key(PHASE_SERIES, "decode", phase), []).append(seconds)
         self.changed()
 
+    def end(self) -> None:
+        """Its sources end: gauges are 0 from now on, and nothing more is counted."""
+        with self._lock:
+            self._sources.clear()
+        self.changed()
+
     def changed(self) -> None:
         """Sources are asked when the numbers are taken next: something has ended."""
         self._due = -math.inf

@@ -19,13 +19,13 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 
 from disagg.connectors.rank.rank import Rank
-from disagg.connectors.rank.stats import summary
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.bootstrap import split
 from disagg.connectors.sglang.contract import serve_rank
 from disagg.connectors.sglang.conventions import draft_conventions, engine_conventions
 from disagg.connectors.sglang.metadata import write_row
+from disagg.connectors.sglang.metrics import publish
 from disagg.connectors.sglang.pools import ModelPools, engine_layout
 from disagg.connectors.sglang.scales import rank_scales
 from disagg.connectors.sglang.states import Ranks
@@ -45,8 +45,6 @@ TURN_SECONDS = 0.0002
 """Between two turns at least: SGLang polls hundreds of requests one after the other."""
 STAGE_SECONDS = 0.001
 """Between two turns of a pipeline stage whose senders are not polled."""
-LINE_SECONDS = 60.0
-"""Between two lines of the log that have the numbers of what has ended."""
 RELEASE = (
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE=0: pages of an aborted request would be used "
     "again while a read may write to them"
@@ -65,7 +63,6 @@ class KvpoolManager(CommonKVManager):
 
     def __init__(self, args: Any, mode: DisaggregationMode, *more: Any) -> None:
         self._next_turn = 0.0
-        self._next_line = time.monotonic() + LINE_SECONDS
         self.lock = threading.RLock()
         """Of what `turn` changes: it has a thread where SGLang polls no sender."""
         self.sending: set[int] = set()
@@ -129,6 +126,7 @@ class KvpoolManager(CommonKVManager):
             number=self.number,
         )
         self.contract = serve_rank(self, settings, document)
+        self.publisher = publish(self.rank.stats, self.server_args)
         # SGLang tells no manager that its process ends
         self.stop = Finalize(None, self._stop, exitpriority=1)
         """SGLang makes no step any more, in this role or at all."""
@@ -199,11 +197,6 @@ class KvpoolManager(CommonKVManager):
         for room in self.sending:
             if self.request_status.get(room) == KVPoll.Bootstrapping and self.rank.asked(room):
                 self.update_status(room, KVPoll.WaitingForInput)
-        now = time.monotonic()
-        if now > self._next_line and (numbers := summary(self.rank.stats.take() or {})):
-            line = ", ".join(f"{name} {number}" for name, number in numbers.items())
-            log.info("kvpool: %s", line)
-            self._next_line = now + LINE_SECONDS
 
     def _keep_turning(self) -> None:
         """Of pipeline stages SGLang polls the first one's senders only, and reads of the others how
@@ -218,6 +211,7 @@ class KvpoolManager(CommonKVManager):
         self.stopped = True
         if self.contract is not None:
             self.contract.drain()
+        self.publisher.close()
         self.rank.close()
         if self.contract is not None:
             self.contract.close()

@@ -18,6 +18,7 @@ from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.connectors.sglang.conventions import engine_conventions
 from disagg.connectors.sglang.manager import SETTINGS, model_ranks
+from disagg.connectors.sglang.metrics import publish_store
 from disagg.connectors.sglang.pools import SglangLayout, engine_layout
 from disagg.connectors.sglang.scales import rank_scales
 from disagg.connectors.sglang_store.cache import KvpoolRadixCache
@@ -49,6 +50,7 @@ def make_cache(ctx: Any) -> KvpoolRadixCache:
     cache: KvpoolRadixCache = create_unified_radix_cache(ctx, cache_class=KvpoolRadixCache)
     on_host = all(buffer.on_host for buffer in layout.layout.buffers)
     cache.open(store, layout, leads=rank == 0, stream=None if on_host else runner.forward_stream)
+    publish_store(store.stats, rank, ctx.server_args)
     return cache
 
 

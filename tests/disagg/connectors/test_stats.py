@@ -5,15 +5,17 @@ Prometheus client has them. The oracle is the exporter, which reads the same sta
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from urllib.request import urlopen
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.connectors.rank import stats
-from disagg.connectors.rank.instruments import Instruments
+from disagg.connectors.rank.instruments import Instruments, prometheus_classes
+from disagg.connectors.rank.publisher import Publisher
 from disagg.connectors.rank.stats import Stats, summary, total
 from disagg.exporter import export
 from disagg.protocol.metrics import RoleMetrics, RoomMetrics, Snapshot, Totals
@@ -21,6 +23,7 @@ from disagg.protocol.peers.liveness import Leases
 from disagg.protocol.status import Failure
 from disagg.series import SOURCES
 from disagg.store.stats import Outcomes
+from tests.processes import until
 
 LEASE = Failure("prefill", "its lease ended", "lease")
 ROOM = RoomMetrics(
@@ -54,10 +57,9 @@ class Client:
 
     def __post_init__(self):
         self.registry = CollectorRegistry()
-        classes = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
         self.instruments = Instruments(
             ["model_name"],
-            {name: self._into(kind) for name, kind in classes.items()},
+            {name: self._into(kind) for name, kind in prometheus_classes().items()},
             mode="livesum",
         )
 
@@ -205,8 +207,36 @@ def test_what_a_store_counts_is_told_once_by_outcome():
 
 def test_a_name_of_an_earlier_engine_of_the_process_is_free_again():
     for _ in range(2):
-        classes = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}
-        Instruments(["model_name"], classes, mode="livesum")
+        Instruments(["model_name"], prometheus_classes(), mode="livesum")
+
+
+def test_a_publisher_tells_also_while_no_room_ends():
+    side, client, rank = Side(), Client(), Stats()
+    rank.watch_endpoint("prefill", side.snapshot)
+    publisher = Publisher(rank, client.instruments, ["llama"], logging.getLogger(__name__))
+    lost, opened = (
+        (name, ("endpoint", "prefill")) for name in ("kvpool_lost_peers_total", "kvpool_open_rooms")
+    )
+    try:
+        side.numbers["losses"] = 3
+        until(lambda: client.samples().get(lost) == 3)
+        assert client.samples()[opened] == 1
+        side.numbers["losses"] = 4
+    finally:
+        publisher.close()
+    assert client.samples()[lost] == 4
+    assert client.samples()[opened] == 0  # there is no endpoint any more
+
+
+def test_what_a_publisher_cannot_ask_ends_the_numbers_and_says_so(caplog):
+    def broken():
+        raise RuntimeError("the endpoint was closed.")
+
+    rank = Stats()
+    rank.watch_endpoint("prefill", broken)
+    publisher = Publisher(rank, None, [], logging.getLogger(__name__))
+    publisher.close()
+    assert "kvpool's metrics have ended" in caplog.text
 
 
 def test_every_series_has_its_own_name_and_its_kind_in_it():

@@ -8,13 +8,15 @@ import multiprocessing
 import os
 import socket
 import sys
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 from tests.engines.launcher import serve
 
 
 def run(line: socket.socket, arguments: dict[str, Any]) -> None:
-    """One server, until it is killed."""
+    """One server, until it is killed. What it counts is in a folder of its own."""
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = mkdtemp(dir=os.environ["PROMETHEUS_MULTIPROC_DIR"])
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
@@ -26,6 +28,9 @@ def run(line: socket.socket, arguments: dict[str, Any]) -> None:
 def main() -> None:
     """Forks servers until the socket ends."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    # prometheus_client asks when it is imported whether several processes count
+    counts = TemporaryDirectory()
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = counts.name
     import sglang.srt.disaggregation.decode
     import sglang.srt.disaggregation.prefill
     import sglang.srt.entrypoints.http_server
@@ -35,7 +40,8 @@ def main() -> None:
 
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's would import all again
-    serve(int(sys.argv[1]), run)
+    with counts:
+        serve(int(sys.argv[1]), run)
 
 
 if __name__ == "__main__":

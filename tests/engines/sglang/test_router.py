@@ -16,6 +16,7 @@ from tests.engines.sglang.servers import SglangServer, chat_template
 from tests.engines.vllm import models
 from tests.engines.vllm.engines import prompts
 from tests.ports import free_port
+from tests.processes import until
 
 pytestmark = pytest.mark.timeout(600)
 CHAT = "/v1/chat/completions"
@@ -28,7 +29,11 @@ def servers(tmp_path_factory):
     """Lists of prefill, decode and single servers, and by name what stands before the pairs."""
     folder = tmp_path_factory.mktemp("servers")
     model = models.save("llama", folder)
-    exact = {"dtype": "float32", "chat_template": chat_template(folder)}
+    exact = {
+        "dtype": "float32",
+        "chat_template": chat_template(folder),
+        "enable_metrics": True,
+    }
     with ExitStack() as stack:
         sides = {
             role: [stack.enter_context(SglangServer(role, model, folder, **exact)) for _ in which]
@@ -106,3 +111,29 @@ def test_pages_come_back_where_a_client_leaves(servers, before):
     asked = MODEL | {"prompt": words(300)}
     expected, _ = texts(servers["single"][0], "/v1/completions", **asked)
     assert texts(servers[before], "/v1/completions", **asked) == (expected, expected)
+
+
+def test_metrics_of_both_sides_have_a_hand_off(servers):
+    def counted(side, name, **labels):
+        found = [one.metric(name, model_name="llama", **labels) for one in servers[side]]
+        return sum(number or 0 for number in found)
+
+    def numbers():
+        ended = [
+            counted(side, "kvpool_rooms_total", endpoint=side, outcome="success")
+            for side in ("prefill", "decode")
+        ]
+        timed = counted("decode", "kvpool_phase_seconds_count", endpoint="decode", phase="total")
+        return [*ended, timed, counted("decode", "kvpool_moved_bytes_total", endpoint="decode")]
+
+    until(lambda: counted("decode", "kvpool_open_rooms") == 0)
+    before = numbers()
+    prompt = words(150)
+    answer = servers["proxy"].ask(model="llama", prompt=prompt)
+    length = answer["usage"]["prompt_tokens"]
+    # K and V of each token of the prompt: 4 layers, 4 heads of 32 float32 elements
+    more = [1, 1, 1, length * 2 * 4 * 4 * 32 * 4]
+    until(lambda: [now - then for now, then in zip(numbers(), before)] == more)
+    for side in ("prefill", "decode"):
+        assert counted(side, "kvpool_lost_peers_total") == 0
+        until(lambda side=side: counted(side, "kvpool_open_rooms", endpoint=side) == 0)
