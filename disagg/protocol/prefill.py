@@ -15,6 +15,7 @@ from disagg.protocol import events, messages
 from disagg.protocol.codec import encode, pack_aux
 from disagg.protocol.machine import Machine
 from disagg.protocol.messages import DigestRequest, Hello, Message, Room
+from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.liveness import CHECKS_PER_TIMEOUT, Latest
 from disagg.protocol.peers.prefill_peers import OfServed, PrefillPeers
 from disagg.protocol.rooms.block_tables import BlockTables
@@ -191,7 +192,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         room.requests[peer], room.doubtful = request, False
         room.traceparent = room.traceparent or request.traceparent
         if len(room.requests) == 1:
-            room.metrics.asked_seconds = self._now - room.opened_at
+            room.asked_seconds = self._now - room.opened_at
         room.generations.append(decode.generation)
         decode.rooms.add(name)
         room.move(RoomEvent.ASKED)
@@ -258,9 +259,13 @@ class PrefillMachine(Machine[PrefillRoom]):
 
     def _close(self, room: PrefillRoom) -> None:
         self.rooms.end(room, self._now)
-        room.metrics.chunks = len(room.chunks)
-        room.metrics.total_seconds = self._now - room.opened_at
-        self._record_end(room, room.metrics)
+        metrics = RoomMetrics(
+            chunks=len(room.chunks),
+            asked_seconds=room.asked_seconds,
+            done_seconds=room.done_seconds,
+            total_seconds=self._now - room.opened_at,
+        )
+        self._record_end(room, metrics)
         for peer, request in room.requests.items():
             self._ended_attempts[peer, room.name, request.attempt] = None
             if peer in self.peers.alive:
@@ -285,7 +290,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         if not room.unpublished:
             self.rooms.unpublished.discard(room.name)
         if room.whole:
-            room.metrics.done_seconds = self._now - room.opened_at
+            room.done_seconds = self._now - room.opened_at
 
     def _lease_of(self, room: PrefillRoom) -> float:
         """Seconds; those after which a silent peer is dead where none may ask any more."""

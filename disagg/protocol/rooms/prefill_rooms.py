@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from disagg.errors import RoomError
 from disagg.protocol.messages import ChunkReady, ReadRequest, Room
-from disagg.protocol.metrics import RoomMetrics
 from disagg.protocol.peers.liveness import Latest, Leases, count_items
 from disagg.protocol.rooms.offered import LayersByOwner, Offered, layer_names
 from disagg.protocol.status import Phase, PhasedRoom, Rooms, Side
@@ -68,7 +67,9 @@ class PrefillRoom(PhasedRoom):
     generations: list[str] = field(default_factory=list)
     """Of the decodes that have asked."""
     notice: FailureNotice | None = None
-    metrics: RoomMetrics = field(default_factory=RoomMetrics)
+    # numbers, and no RoomMetrics: a peer may ask for thousands of rooms that nothing is sent of
+    asked_seconds: float = 0.0
+    done_seconds: float = 0.0
     digested: set[tuple[bytes, bool]] = field(default_factory=set)
     """Who has asked for digests, and whether for one of each entry: once each."""
     done: set[bytes] = field(default_factory=set)
