@@ -29,6 +29,8 @@ PICKED = 4
 """Requests of the picker's that are open at once."""
 ANSWERS = 3
 """Of each pair that fits, before the next process is replaced."""
+OPEN = 16
+"""Attempts at most, before those who were refused try again: their pages fit every pool."""
 BOUND_SECONDS = 120
 
 
@@ -180,9 +182,10 @@ class Fleet(AbstractContextManager["Fleet"]):
 
     def _fill(self) -> None:
         """Requests: so many by the picker, and one by whoever knows nothing, at each pair."""
-        while self._waiting and (pair := next(self._picks, None)):
+        while self._waiting and len(self.attempts) < OPEN and (pair := next(self._picks, None)):
             self._try(self._waiting.pop(), pair)
-        if not self._loaded:
+        # refusals come faster than answers, which those who were refused wait for
+        if not self._loaded or len(self._waiting) >= OPEN:
             return
         requests = [attempt.request for attempt in self.attempts.values()]
         for _ in range(PICKED - sum(request.by_picker for request in requests)):
