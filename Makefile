@@ -43,7 +43,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 HAS_MOONCAKE := $(BIN)/python -c 'import mooncake.engine' 2>/dev/null
 HAS_CHROMIUM := $(BIN)/python -c 'import sys, tests.pictures.browser as b; sys.exit(b.program() is None)'
 
-.PHONY: help venv demo docs test screenshots lint bench long clean vllm-demo cross-demo store-demo test-engines test-cross test-vllm test-sglang .venv-vllm .venv-sglang
+.PHONY: help venv demo docs test screenshots lint bench long clean vllm-demo cross-demo store-demo test-engines test-cross test-vllm test-sglang test-fleet test-fleet-vllm test-fleet-sglang test-fleet-cross .venv-vllm .venv-sglang
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 23
@@ -139,13 +139,17 @@ test-hosts-sglang: $(SGLANG_STAMP)  ## SGLang's engines on hosts
 vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes, beside a single one
 	$(VLLM_BIN)/python -m tests.engines.vllm.demo $(VLLM_DEMO)
 
-test-engines: test-vllm test-sglang test-cross  ## real engines
+test-engines: test-vllm test-sglang test-cross  ## real engines, in pairs
+
+# several servers each, which take a minute to start
+FLEET := test_router.py test_roles.py test_upgrade.py test_spans.py test_http.py
+PAIRS := tests/engines $(FLEET:%=--ignore-glob='*/%')
 
 test-vllm: $(VLLM_STAMP)  ## real vLLM engines
-	$(VLLM_BIN)/python -m pytest tests/engines $(TESTS)
+	$(VLLM_BIN)/python -m pytest $(PAIRS) $(TESTS)
 
 test-sglang: $(SGLANG_STAMP)  ## real SGLang engines
-	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest tests/engines $(TESTS)
+	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest $(PAIRS) $(TESTS)
 
 CROSS = KVPOOL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python PYTHONPATH=.:tests/engines/sglang/stubs $(SGLANG_BIN)/python
 
@@ -156,7 +160,18 @@ store-demo: $(VLLM_STAMP) $(SGLANG_STAMP)  ## vLLM, SGLang and PoolCache go on w
 	$(CROSS) -m tests.engines.cross.store_demo $(STORE_DEMO)
 
 test-cross: $(VLLM_STAMP) $(SGLANG_STAMP)  ## real vLLM and SGLang engines that share requests
-	$(CROSS) -m pytest tests/engines/cross $(TESTS)
+	$(CROSS) -m pytest tests/engines/cross --ignore-glob='*/test_http.py' $(TESTS)
+
+test-fleet: test-fleet-vllm test-fleet-sglang test-fleet-cross  ## real engines behind routers, upgraded, changing roles, traced
+
+test-fleet-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m pytest $(wildcard $(FLEET:%=tests/engines/vllm/%)) $(TESTS)
+
+test-fleet-sglang: $(SGLANG_STAMP)
+	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest $(wildcard $(FLEET:%=tests/engines/sglang/%)) $(TESTS)
+
+test-fleet-cross: $(VLLM_STAMP) $(SGLANG_STAMP)
+	$(CROSS) -m pytest tests/engines/cross/test_http.py $(TESTS)
 
 CONFORM ?= --resume
 .PHONY: conform

@@ -24,6 +24,7 @@ from sglang.srt.disaggregation.utils import (
     get_kv_class,
     is_mla_backend,
 )
+from sglang.srt.observability.trace import TraceNullContext
 from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.speculative.multi_layer_eagle_worker_v2 import MultiLayerEagleWorkerV2
@@ -236,7 +237,8 @@ def receive(queue: Any, side: Side, address: str) -> KvpoolReceiver:
     assert manager.try_ensure_parallel_info(address)
     receiver = KvpoolReceiver(manager, address, ROOM)
     receiver.init(0)
-    req = SimpleNamespace(origin_input_ids=[0] * ask.tokens, output_ids=[])
+    untraced = SimpleNamespace(trace_ctx=TraceNullContext())
+    req = SimpleNamespace(origin_input_ids=[0] * ask.tokens, output_ids=[], time_stats=untraced)
     queue.queue.append(SimpleNamespace(kv_receiver=receiver, req=req))
     indices = state_indices([kind.value for kind in manager.kv_args.state_types], side)
     receiver.send_metadata(ask.pages, DECODE_ROW, indices, decode_prefix_len=0)
