@@ -13,6 +13,7 @@ from tests.engines.pair import LENGTHS
 from tests.engines.sglang.engines import Engine, asked, failure, handed_over
 from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
+from tests.processes import until
 
 LONG = (2000, 1900, 16, 1800)
 ROOMY = {"max_total_tokens": 8192, "chunked_prefill_size": 512}
@@ -57,8 +58,11 @@ def test_aborts_and_a_killed_decode_free_every_stage(start, expected):
     prefill = start("prefill", "llama", pp_size=2, **ROOMY).ready()
     decode, other = (start("decode", "llama", **ROOMY).ready() for _ in range(2))
     first, last = asked(prefill, decode, prompts(*LONG), tokens=4)
-    for engine, names in ((prefill, first[:1]), (decode, last[1:2])):
-        engine.send(do="abort", id=names[0])
+    prefill.send(do="abort", id=first[0])
+    until(
+        decode.busy
+    )  # before it has asked it has nobody to tell, and prefill waits for its time-out
+    decode.send(do="abort", id=last[1])
     for engine, names in ((prefill, first), (decode, last)):
         for name in names:
             engine.finished(name)
