@@ -51,20 +51,13 @@ def pair(
       kvpool pair prefill.json http://10.0.0.2:9400 --link 100Gb
     """
     from disagg.cli.sides import parse_link
-    from disagg.contract.client import read_contract
-    from disagg.contract.contract import Contract
-    from disagg.contract.fit import Fit, Objection
+    from disagg.contract.fit import Fit
 
     try:
         rate = None if link is None else parse_link(link)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    contracts, objections = dict[str, Contract](), list[Objection]()
-    for side, source in (("prefill", prefill), ("decode", decode)):
-        try:
-            contracts[side] = read_contract(source)
-        except ValueError as error:
-            objections.append(Objection("contract", prefill, decode, str(error)))
+    contracts, objections = read_contracts(prefill, decode)
     fit = None
     if not objections:
         fit = Fit(**contracts, names=(prefill, decode), tokens=tokens)
@@ -83,6 +76,22 @@ def pair(
             print_plans(fit.hand_off, rate)
     if objections:
         raise typer.Exit(1)
+
+
+def read_contracts(prefill: str, decode: str) -> tuple[dict[str, Contract], list[Objection]]:
+    """Contracts by side, and what keeps any from being read."""
+    from disagg.contract.client import read_contract
+    from disagg.contract.fit import Objection
+
+    contracts, objections = dict[str, "Contract"](), list[Objection]()
+    for side, source in (("prefill", prefill), ("decode", decode)):
+        try:
+            contracts[side] = read_contract(source)
+        except ValueError as error:
+            objections.append(
+                Objection(about="contract", prefill=prefill, decode=decode, reason=str(error))
+            )
+    return contracts, objections
 
 
 def print_outcome(contracts: Mapping[str, Contract], objections: Sequence[Objection]) -> None:

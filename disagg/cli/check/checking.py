@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from disagg.cli.check.memory import CheckMemory, most_tokens
 from disagg.cli.check.offer import endpoint_options
 from disagg.cli.check.reach import reach
-from disagg.cli.check.rooms import Moved, Refused, Rooms, Tell
+from disagg.cli.check.rooms import CheckRooms, Moved, Refused, Tell
 from disagg.connectors.settings import Settings
 from disagg.contract.fit import Fit, Objection
 from disagg.engines.base import EngineUnavailable, TransferError
@@ -111,8 +111,9 @@ class Check:
         self, endpoint: DecodeEndpoint, memory: CheckMemory, source: Sequence[str], tell: Tell
     ) -> None:
         link = _connected(endpoint, source, self.timeout)
-        assert link.plan is not None
-        rooms = Rooms(endpoint=endpoint, memory=memory, link=link, plan=link.plan)
+        if link.plan is None:
+            raise RuntimeError("a link that is connected has a plan.")
+        rooms = CheckRooms(endpoint=endpoint, memory=memory, link=link, plan=link.plan)
         if rooms.bytes_of(memory.tokens):
             self.moved = rooms.move(self.nbytes, self.timeout, tell)
         else:

@@ -23,7 +23,7 @@ ALIGNMENT = 4096
 NOISE_BYTES = 1 << 20
 
 
-class Items(NamedTuple):
+class ItemCount(NamedTuple):
     """Of an id list: the first id of a request, and how many items its buffers have."""
 
     first: int
@@ -129,9 +129,9 @@ def _clusters(buffers: Sequence[Buffer]) -> Iterator[list[Buffer]]:
         yield together
 
 
-def _items(layout: PoolLayout, tokens: int) -> dict[str, Items]:
+def _items(layout: PoolLayout, tokens: int) -> dict[str, ItemCount]:
     """By id list. Of a block pool each list has blocks of its own, one behind the other's."""
-    items, taken = dict[str, Items](), dict[str, int]()
+    items, taken = dict[str, ItemCount](), dict[str, int]()
     for name, numbers in _numbers(layout, tokens).items():
         space = layout.space_by_name[name]
         size = space.items_per_block
@@ -142,11 +142,11 @@ def _items(layout: PoolLayout, tokens: int) -> dict[str, Items]:
         blocks = first - (-(len(numbers) + 1) // size)
         if space.block_pool is not None:
             taken[space.block_pool] = blocks
-        items[name] = Items(first * size, blocks * size)
+        items[name] = ItemCount(first * size, blocks * size)
     for name, (first, _) in items.items():
         space = layout.space_by_name[name]
         if space.block_pool is not None:
-            items[name] = Items(first, taken[space.block_pool] * space.items_per_block)
+            items[name] = ItemCount(first, taken[space.block_pool] * space.items_per_block)
     return items
 
 

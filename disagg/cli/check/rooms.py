@@ -58,7 +58,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rooms:
+class CheckRooms:
     """From a link to prefill's part of the check, by the plan of that link."""
 
     endpoint: DecodeEndpoint

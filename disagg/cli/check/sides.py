@@ -16,8 +16,8 @@ import typer
 
 from disagg.cli.check.checking import UNABLE, Check
 from disagg.cli.check.offer import CheckOffers, addresses_of
-from disagg.cli.check.transport import Transport, transport_of, watch_ucx
-from disagg.cli.pair import print_outcome, summary
+from disagg.cli.check.transport import UsedTransport, transport_of, watch_ucx
+from disagg.cli.pair import print_outcome, read_contracts, summary
 from disagg.connectors.settings import Settings
 from disagg.contract.client import read_contract
 from disagg.contract.contract import Contract
@@ -81,12 +81,7 @@ def offer(prefill: str, place: str, terms: Terms) -> None:
 
 def compare(prefill: str, decode: str, place: str | None, terms: Terms) -> None:
     """Decode's part, with what came of it."""
-    contracts, objections = dict[str, Contract](), list[Objection]()
-    for side, source in (("prefill", prefill), ("decode", decode)):
-        try:
-            contracts[side] = read_contract(source)
-        except ValueError as error:
-            objections.append(Objection("contract", prefill, decode, str(error)))
+    contracts, objections = read_contracts(prefill, decode)
     if objections:
         _tell(contracts, objections, None, None, terms.as_json)
         raise typer.Exit(1)
@@ -129,7 +124,7 @@ def _tell(
     contracts: Mapping[str, Contract],
     objections: Sequence[Objection],
     check: Check | None,
-    transport: Transport | None,
+    transport: UsedTransport | None,
     as_json: bool,
 ) -> None:
     if as_json:

@@ -20,7 +20,7 @@ TITLE, ROW = 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transport:
+class UsedTransport:
     """`bytes` and `messages` in words; `lanes` are UCX's, each a transport and a device, None where
     no UCX moves bytes or where it was loaded before it could be asked.
     """
@@ -40,7 +40,7 @@ def watch_ucx(folder: Path) -> None:
     os.environ["UCX_PROTO_INFO"] = "y"
 
 
-def transport_of(settings: Settings, folder: Path) -> Transport:
+def transport_of(settings: Settings, folder: Path) -> UsedTransport:
     """Of a check whose bytes have moved."""
     options, engine, lanes = settings.engine_options, settings.engine, None
     if engine == "nixl":
@@ -54,7 +54,7 @@ def transport_of(settings: Settings, folder: Path) -> Transport:
         words = f"{options.get('protocol', 'tcp')}{device}"
     else:
         words = ", ".join(f"{name} {value}" for name, value in options.items()) or "its defaults"
-    return Transport(engine=engine, bytes=words, messages=_messages(settings), lanes=lanes)
+    return UsedTransport(engine=engine, bytes=words, messages=_messages(settings), lanes=lanes)
 
 
 def _messages(settings: Settings) -> str:

@@ -13,7 +13,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, T
 
 from disagg.cli.proxy.asks import CHAT, NotHandedOver, told
 from disagg.cli.proxy.exchange import Answer, Exchange
-from disagg.cli.proxy.servers import BootstrapServers, Server, Unreachable
+from disagg.cli.proxy.servers import BootstrapServers, NoAnswer, Upstream
 
 ONE_HOP = {
     *("connection", "keep-alive", "proxy-connection", "te", "trailer", "upgrade", "expect"),
@@ -34,8 +34,8 @@ def proxy_app(
     Run it with `handler_cancellation`, so that a client that leaves ends its request.
     """
     proxy = _Proxy(
-        prefills=[Server(role="prefill", url=url.rstrip("/")) for url in prefills],
-        decodes=[Server(role="decode", url=url.rstrip("/")) for url in decodes],
+        prefills=[Upstream(role="prefill", url=url.rstrip("/")) for url in prefills],
+        decodes=[Upstream(role="decode", url=url.rstrip("/")) for url in decodes],
         at_once=at_once,
     )
     app = web.Application(client_max_size=MOST_BYTES)
@@ -49,8 +49,8 @@ def proxy_app(
 
 @dataclass(eq=False, kw_only=True)
 class _Proxy:
-    prefills: list[Server]
-    decodes: list[Server]
+    prefills: list[Upstream]
+    decodes: list[Upstream]
     at_once: bool
     _bootstraps: BootstrapServers = field(default_factory=BootstrapServers)
 
@@ -105,7 +105,7 @@ class _Proxy:
             return response
         except NotHandedOver as error:
             return _error(400, f"kvpool proxy between vLLM and SGLang: {error}")
-        except Unreachable as error:
+        except NoAnswer as error:
             return _error(502, str(error))
         finally:
             exchange.close()

@@ -14,7 +14,7 @@ from aiohttp import ClientError, ClientResponse, ClientSession
 
 from disagg.cli.proxy import asks
 from disagg.cli.proxy.asks import Body, NotHandedOver
-from disagg.cli.proxy.servers import BootstrapServers, Server, Unreachable
+from disagg.cli.proxy.servers import BootstrapServers, NoAnswer, Upstream
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class Exchange:
     path: str
     body: Body
     headers: Mapping[str, str]
-    prefill: Server
-    decode: Server
+    prefill: Upstream
+    decode: Upstream
     at_once: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     _tasks: list[asyncio.Future[Answer]] = field(default_factory=list)
     _responses: list[ClientResponse] = field(default_factory=list)
 
     async def answer(self) -> Answer:
-        """Decode's, or the error of either side. Raises Unreachable and NotHandedOver."""
+        """Decode's, or the error of either side. Raises NoAnswer and NotHandedOver."""
         of_sglang = await self.prefill.identify(self.session)
         for_sglang = await self.decode.identify(self.session)
         if of_sglang != for_sglang:
@@ -140,7 +140,7 @@ class Exchange:
     async def _decode(self, body: Body) -> Answer:
         return await self._ask("decode", self.decode, self.path, body)
 
-    async def _ask(self, step: str, server: Server, path: str, body: Body) -> Answer:
+    async def _ask(self, step: str, server: Upstream, path: str, body: Body) -> Answer:
         """Of decode the first bytes, so that an error is still one; of others the whole answer."""
         began = time.perf_counter()
         try:
@@ -152,7 +152,7 @@ class Exchange:
             start = await (response.read() if whole else response.content.readany())
         except (ClientError, OSError) as error:
             reason = error or type(error).__name__
-            raise Unreachable(f"{server.role} {server.url}: {reason}") from None
+            raise NoAnswer(f"{server.role} {server.url}: {reason}") from None
         self.seconds[step] = time.perf_counter() - began
         return Answer(response, start)
 

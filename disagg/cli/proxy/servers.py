@@ -17,12 +17,12 @@ from disagg.connectors.sglang.bootstrap import BootstrapServer, join
 RANK_NAMES = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
 
 
-class Unreachable(Exception):
+class NoAnswer(Exception):
     """A server that does not answer, or not as its role asks; the message names it."""
 
 
 @dataclass(eq=False, kw_only=True)
-class Server:
+class Upstream:
     """One server. What it has told is kept: `addresses` are those of prefill's ranks."""
 
     role: str
@@ -36,20 +36,20 @@ class Server:
         return urlsplit(self.url).hostname or ""
 
     async def identify(self, session: ClientSession) -> bool:
-        """Whether it is SGLang's, which alone says a mode of disaggregation. Raises Unreachable."""
+        """Whether it is SGLang's, which alone says a mode of disaggregation. Raises NoAnswer."""
         if self.sglang is None:
             told = await get_json(session, f"{self.url}/server_info") or {}
             self.sglang = "disaggregation_mode" in told
             if self.sglang and (mode := told["disaggregation_mode"]) != self.role:
                 self.sglang = None
-                raise Unreachable(
+                raise NoAnswer(
                     f"{self.url} has --disaggregation-mode {mode}, --{self.role} needs {self.role}."
                 )
             self.bootstrap_port = told.get("disaggregation_bootstrap_port") or 0
         return self.sglang
 
     async def sglang_ranks(self, session: ClientSession) -> tuple[str, ...]:
-        """Addresses of prefill's ranks, from SGLang's bootstrap server. Raises Unreachable."""
+        """Addresses of prefill's ranks, from SGLang's bootstrap server. Raises NoAnswer."""
         if not self.addresses:
             ask = partial(self._route, session)
             sizes = await ask(dict.fromkeys(RANK_NAMES, -1))
@@ -70,19 +70,19 @@ class Server:
         url = f"http://{host}:{self.bootstrap_port}/route?{query}"
         told = await get_json(session, url)
         if told is None:
-            raise Unreachable(f"{url}: SGLang's bootstrap server has no such rank.")
+            raise NoAnswer(f"{url}: SGLang's bootstrap server has no such rank.")
         return told
 
 
 async def get_json(session: ClientSession, url: str) -> dict[str, Any] | None:
-    """What a GET answers; None for an error's status or another form. Raises Unreachable."""
+    """What a GET answers; None for an error's status or another form. Raises NoAnswer."""
     try:
         async with session.get(url) as answer:
             told = await answer.json(content_type=None) if answer.ok else None
     except ValueError:
         return None
     except (ClientError, OSError) as error:
-        raise Unreachable(f"{url}: {error or type(error).__name__}") from None
+        raise NoAnswer(f"{url}: {error or type(error).__name__}") from None
     return told if isinstance(told, dict) else None
 
 
@@ -93,14 +93,14 @@ class BootstrapServers:
     _ports: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
 
-    def place(self, decode: Server, addresses: tuple[str, ...]) -> tuple[str, int]:
-        """Host and port at which `decode` is told these addresses. Raises Unreachable."""
+    def place(self, decode: Upstream, addresses: tuple[str, ...]) -> tuple[str, int]:
+        """Host and port at which `decode` is told these addresses. Raises NoAnswer."""
         url = urlsplit(decode.url)
         try:  # this host, as it is reached from decode's
             with socket.create_connection((decode.host, url.port or 80), 5.0) as connection:
                 host = str(connection.getsockname()[0])
         except OSError as error:
-            raise Unreachable(f"{decode.url}: {error}") from None
+            raise NoAnswer(f"{decode.url}: {error}") from None
         if (host, addresses) not in self._ports:
             server = self._stack.enter_context(BootstrapServer(host, 0, addresses))
             threading.Thread(target=server.serve_forever, daemon=True).start()
