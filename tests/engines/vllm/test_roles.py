@@ -12,9 +12,10 @@ import pytest
 
 from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.process import EngineFailed
+from tests.engines.servers import tokens
 from tests.engines.vllm.engines import PREFILL, prefilled, prompts
 from tests.engines.vllm.models import save
-from tests.engines.vllm.servers import api_server, tokens
+from tests.engines.vllm.servers import api_server
 from tests.ports import free_port
 
 ROUNDS = 6

@@ -126,8 +126,8 @@ class WatchedConnector(KvpoolConnector):
             keys.update(told.keys)
             read(told)
 
-        def saw_results(stats: Any = None) -> StoreResults:
-            ended = results(stats)
+        def saw_results() -> StoreResults:
+            ended = results()
             for name in ended.received - ended.failed:
                 told = asked[name]
                 if NOISE:
