@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 
 from disagg.cli.check.memory import CheckMemory, most_tokens
@@ -20,6 +20,8 @@ from disagg.protocol.peers.link import Link
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from kvpool.device import DeviceUnavailable
 
+Source = Callable[[], AbstractContextManager[Sequence[str]]]
+
 LOOK = 0.1
 """Seconds between two looks at how far a room is."""
 MOST_TRIED = 4
@@ -29,13 +31,13 @@ UNABLE = (EngineUnavailable, DeviceUnavailable, TransferError, MemoryError)
 
 @dataclass(kw_only=True)
 class Check:
-    """Of two contracts that were read. `source` are the addresses of prefill's part of the check;
-    None: no bytes are moved. No wait is longer than `timeout` seconds.
+    """Of two contracts that were read. `source` is a block in which prefill's part of the check
+    serves, with its addresses; None: no bytes are moved. No wait is longer than `timeout` seconds.
     """
 
     fit: Fit
     settings: Settings
-    source: Sequence[str] | None
+    source: Source | None
     nbytes: int
     timeout: float
     device: str | None
@@ -62,15 +64,16 @@ class Check:
             memory = CheckMemory.of(ranks[number].layout, tokens, self.device)
             with closing(self._endpoint(memory, number)) as endpoint:
                 self._greet(endpoint)
-                if self.source is None:
-                    self.unchecked.append(
-                        "bytes and the engine's ports: give --from, with `kvpool check --serve` on "
-                        "prefill's host."
-                    )
-                elif self.objections:
+                if self.objections:
                     self.unchecked.append("bytes, for the reasons above.")
+                elif self.source is None:
+                    self.unchecked.append(
+                        "bytes and the engine's ports: prefill is on another host. Give --from, "
+                        "with `kvpool check --serve` there."
+                    )
                 else:
-                    self._move(endpoint, memory, self.source, tell)
+                    with self.source() as addresses:
+                        self._move(endpoint, memory, addresses, tell)
         except Refused as refused:
             self._refuse(refused.about, str(refused))
         except UNABLE as error:
@@ -108,9 +111,9 @@ class Check:
                 self._refuse(refused.about, str(refused))
 
     def _move(
-        self, endpoint: DecodeEndpoint, memory: CheckMemory, source: Sequence[str], tell: Tell
+        self, endpoint: DecodeEndpoint, memory: CheckMemory, addresses: Sequence[str], tell: Tell
     ) -> None:
-        link = _connected(endpoint, source, self.timeout)
+        link = _connected(endpoint, addresses, self.timeout)
         if link.plan is None:
             raise RuntimeError("a link that is connected has a plan.")
         rooms = CheckRooms(endpoint=endpoint, memory=memory, link=link, plan=link.plan)

@@ -49,10 +49,10 @@ def check(
     """Say whether two engines can work together over their network, and how fast.
 
     All reasons against are told. Contracts are compared as `kvpool pair` does, running ranks of
-    prefill are dialled and left again, and with --from bytes are moved and compared by checksum.
-    They come from `kvpool check --serve` on prefill's host, which has memory of its own, laid out
-    as the engine's: no page of an engine is read or written. Give both the settings that the server
-    on their host has.
+    prefill are dialled and left again, and bytes are moved and compared by checksum. They come from
+    `kvpool check --serve` on prefill's host, which has memory of its own, laid out as the engine's:
+    no page of an engine is read or written. On this host it is started by itself; on another, start
+    it there and name it by --from. Give both the settings that the server on their host has.
 
     Exit status 1 if there is a reason against, or nothing can be served.
 
@@ -63,6 +63,7 @@ def check(
 
     \b
     Examples:
+      kvpool check http://127.0.0.1:9400 http://127.0.0.1:9401
       kvpool check http://127.0.0.1:9400 --serve tcp://10.0.0.1:29199 --settings settings.json
       kvpool check http://10.0.0.1:9400 http://10.0.0.2:9400 --from tcp://10.0.0.1:29199
     """

@@ -29,15 +29,16 @@ def room_of(tokens: int) -> str:
 
 
 def addresses_of(text: str, ranks: int) -> list[str]:
-    """Of a check's prefill ranks: a port and those behind it, or an address for each, separated by
-    commas. Raises ValueError.
+    """Of a check's prefill ranks: a port and those behind it, free ones (`tcp://HOST:*`, `ipc://*`),
+    or an address for each, separated by commas. Raises ValueError.
     """
     parts = [ListenAddress.parse(part.strip()) for part in text.split(",")]
     if len(parts) == 1 and parts[0].first:
         parts = [replace(parts[0], by_rank=True).of_rank(number) for number in range(ranks)]
     elif len(parts) == 1:
         parts *= ranks
-    if len(parts) != ranks or any(not part.host or part.by_rank for part in parts):
+    listens = [part.host or str(part) == "ipc://*" for part in parts]
+    if len(parts) != ranks or not all(listens) or any(part.by_rank for part in parts):
         raise ValueError(
             f"{text}: prefill has {ranks} ranks: give tcp://HOST:PORT, whose port is the first of "
             "so many, or an address for each, separated by commas."

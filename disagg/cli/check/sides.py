@@ -7,15 +7,17 @@ import os
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from disagg.cli.check.checking import UNABLE, Check
+from disagg.cli.check.checking import UNABLE, Check, Source
 from disagg.cli.check.offer import CheckOffers, addresses_of
+from disagg.cli.check.served import place_here, served
 from disagg.cli.check.transport import UsedTransport, transport_of, watch_ucx
 from disagg.cli.pair import print_outcome, read_contracts, summary
 from disagg.connectors.settings import Settings
@@ -86,14 +88,10 @@ def compare(prefill: str, decode: str, place: str | None, terms: Terms) -> None:
         _tell(contracts, objections, None, None, terms.as_json)
         raise typer.Exit(1)
     settings = terms.read(contracts["decode"])
-    try:
-        addresses = None if place is None else addresses_of(place, contracts["prefill"].size)
-    except ValueError as error:
-        raise typer.BadParameter(f"--from: {error}") from None
     check = Check(
         fit=Fit(**contracts, names=(prefill, decode), tokens=TOKENS),
         settings=settings,
-        source=addresses,
+        source=_source(prefill, contracts["prefill"], place, settings, terms),
         nbytes=terms.nbytes,
         timeout=terms.timeout,
         device=terms.device,
@@ -105,6 +103,25 @@ def compare(prefill: str, decode: str, place: str | None, terms: Terms) -> None:
     _tell(contracts, check.objections, check, transport, terms.as_json)
     if check.objections:
         raise typer.Exit(1)
+
+
+def _source(
+    prefill: str, contract: Contract, place: str | None, settings: Settings, terms: Terms
+) -> Source | None:
+    """Prefill's part of the check: the one that `--from` names, or one of this check's own if
+    prefill is on this host.
+    """
+    if place is None:
+        if (place := place_here(contract, settings)) is None:
+            return None
+        arguments = [prefill, "--serve", place, "--settings", terms.settings]
+        arguments += ["--device", terms.device] if terms.device is not None else []
+        return partial(served, arguments, timeout=terms.timeout)
+    try:
+        addresses = addresses_of(place, contract.size)
+    except ValueError as error:
+        raise typer.BadParameter(f"--from: {error}") from None
+    return lambda: nullcontext(addresses)
 
 
 def _run(check: Check) -> None:

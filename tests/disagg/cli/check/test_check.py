@@ -105,14 +105,39 @@ def test_what_runs_is_dialled_and_left_as_it_is(folder, tmp_path):
                 engine="local", serves=(name,), size=1, ranks=(rank,), versions={"kvpool": "0.1.0"}
             )
             (tmp_path / name).write_text(whole.to_json())
-        document = told(tmp_path / "prefill", tmp_path / "decode", *keyed(folder))
+        both = tmp_path / "prefill", tmp_path / "decode"
+        document = told(*both, *keyed(folder), "--bytes", BYTES)
         assert document["check"] is True
         assert document["handshake"] == [prefill.address]
-        assert document["moved"] is None and "give --from" in document["unchecked"][0]
+        # prefill is on this host, so the check has served by itself
+        assert document["moved"]["bytes"] >= 24 << 20
         wrong = reason(tmp_path / "prefill", tmp_path / "decode", *keyed(folder, "others"))
         assert wrong[0] == "network" and "certificate" in wrong[1]
         # its state is what it was: a room of it is handed over, byte by byte
         prefill.works("after")
+
+
+@pytest.mark.parametrize("engine", ["local", "nixl"])
+def test_on_one_host_two_contracts_are_enough(engine, tmp_path):
+    prefill = saved(tmp_path, "prefill", engine=engine, tp=2)
+    decode = saved(tmp_path, "decode", engine=engine, page=8, serves="decode")
+    document = told_by_process(prefill, decode, "--bytes", BYTES)
+    assert document["check"] is True and document["moved"]["bytes"] >= 24 << 20
+    assert document["transport"]["engine"] == engine
+
+
+def test_prefill_on_another_host_needs_a_part_there(folder, tmp_path):
+    """192.0.2.0/24 is nobody's (RFC 5737)."""
+    addresses = [f"tcp://192.0.2.7:{port}" for port in (9400, 9401)]
+    prefill = saved(tmp_path, "prefill", tp=2, addresses=addresses)
+    document = told(prefill, folder / "decode", *keyed(folder), *QUICK, status=1)
+    assert document["moved"] is None
+    assert [each["about"] for each in document["refused"]] == ["network"]
+
+
+def test_what_cannot_serve_on_this_host_says_why(folder):
+    about, words = reason(*sides(folder), *keyed(folder), "--device", "cuda:77")
+    assert about == "engine" and "cuda" in words
 
 
 def test_reasons_of_contracts_come_first_and_nothing_is_moved(folder, offered, tmp_path):
