@@ -17,6 +17,15 @@ FIRST_TOKEN = "first_token"
 """The aux value that names the token after those whose state is handed over: decode computes it
 first. One that prefill has sampled (SGLang), or the prompt's last (vLLM).
 """
+REMOTE_DECODE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""The `kv_transfer_params` that vLLM's proxies send to prefill."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,19 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from disagg.connectors.sglang.bootstrap import BootstrapServer, join
+from disagg.connectors.source import REMOTE_DECODE
 from disagg.testing.servers import EngineServer, RequestFailed
 
 STORED = 2.0
 """Seconds after which a prompt's state is in a store."""
-ASKED_OF_PREFILL = {
-    # as vLLM's proxies send it
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +78,7 @@ def tokens_of_vllm(answer: Mapping[str, Any]) -> tuple[int, ...]:
 
 def one_after_the_other(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
     """As vLLM's toy proxy: decode is told what prefill has answered."""
-    first = ask_vllm(servers.prefill, prompt, new_tokens=1, params=dict(ASKED_OF_PREFILL))
+    first = ask_vllm(servers.prefill, prompt, new_tokens=1, params=dict(REMOTE_DECODE))
     params = first.get("kv_transfer_params")
     if not params:
         raise RequestFailed("prefill answered no kv_transfer_params")
@@ -167,7 +159,7 @@ def by_room(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
 
 def vllm_to_sglang(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
     """SGLang is given the prompt without its last token, which it takes for the first sampled."""
-    params = {**ASKED_OF_PREFILL, "room": prompt.number}
+    params = {**REMOTE_DECODE, "room": prompt.number}
     first = ask_vllm(servers.prefill, prompt, new_tokens=1, params=params)
     cut = Prompt(
         number=prompt.number,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
 
-from disagg.cli.proxy.asks import CHAT, NotHandedOver, told
+from disagg.cli.proxy.asks import CHAT, NotHandedOver, parsed
 from disagg.cli.proxy.exchange import Answer, Exchange
 from disagg.cli.proxy.servers import BootstrapServers, NoAnswer, Upstream
 
@@ -82,7 +82,7 @@ class _Proxy:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         began = time.perf_counter()
-        body = told(await request.read())
+        body = parsed(await request.read())
         if not body:
             return _error(400, "the body is no JSON object.")
         prefill, decode = (next(turn) for turn in self._turns)

@@ -12,19 +12,10 @@ from typing import Any
 
 import msgspec
 
-from disagg.connectors.source import Source, prompt_digest
+from disagg.connectors.source import REMOTE_DECODE, Source, prompt_digest
 
 Body = dict[str, Any]
 CHAT = "/v1/chat/completions"
-REMOTE_DECODE: Body = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-"""What vLLM's proxies send to prefill."""
 ONLY_DECODE = ("stream_options", "min_tokens", "min_completion_tokens")
 RENDERED = (
     "model",
@@ -102,7 +93,7 @@ def prompt_tokens(answer: Mapping[str, Any]) -> list[int]:
     return list(answer.get("prompt_token_ids") or choices[0].get("prompt_token_ids") or ())
 
 
-def told(answer: bytes) -> Body:
+def parsed(answer: bytes) -> Body:
     """An answer's object; empty if it is none."""
     try:
         decoded = msgspec.json.decode(answer)

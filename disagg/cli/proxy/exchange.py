@@ -53,12 +53,12 @@ class Exchange:
         for_sglang = await self.decode.identify(self.session)
         if of_sglang != for_sglang:
             asks.check_between_engines(self.path, self.body, samples=for_sglang)
-            found = await (self._sglang_to_vllm() if of_sglang else self._vllm_to_sglang())
+            answer = await (self._sglang_to_vllm() if of_sglang else self._vllm_to_sglang())
         else:
-            found = await (self._sglang() if of_sglang else self._vllm())
-        if found.failed:
+            answer = await (self._sglang() if of_sglang else self._vllm())
+        if answer.failed:
             self.prefill.addresses = ()  # a prefill that was started again has others
-        return found
+        return answer
 
     def complete(self) -> None:
         """Decode's answer is passed on. Prefill's own is not ended, which may be a little later."""
@@ -84,12 +84,12 @@ class Exchange:
         first = await self._vllm_prefill(asks.vllm_prefill(self.body))
         if first.failed:
             return first
-        params = asks.told(first.start).get("kv_transfer_params")
+        params = asks.parsed(first.start).get("kv_transfer_params")
         return await self._decode(self.body | ({"kv_transfer_params": params} if params else {}))
 
     async def _vllm_prefill(self, body: Body) -> Answer:
         first = await self._ask("prefill", self.prefill, self.path, body)
-        params = asks.told(first.start).get("kv_transfer_params") or {}
+        params = asks.parsed(first.start).get("kv_transfer_params") or {}
         self.prefill.addresses = tuple(params.get("remote_addresses") or ())
         return first
 
@@ -104,7 +104,7 @@ class Exchange:
         first = await self._vllm_prefill(asks.vllm_prefill_of_all(self.body, room))
         if first.failed:
             return first
-        ids = asks.prompt_tokens(asks.told(first.start))
+        ids = asks.prompt_tokens(asks.parsed(first.start))
         if not ids or not self.prefill.addresses:
             raise NotHandedOver(f"{self.prefill.url} did not answer as KvpoolConnector's prefill.")
         addresses = self.prefill.addresses
@@ -119,7 +119,7 @@ class Exchange:
             rendered = await self._ask("tokenize", self.decode, "/tokenize", asked)
             if rendered.failed:
                 return rendered
-            ids = asks.told(rendered.start).get("tokens") or []
+            ids = asks.parsed(rendered.start).get("tokens") or []
         if len(ids) < 2:
             return await self._decode(self.body)
         room, ranks = new_room(), await self.prefill.sglang_ranks(self.session)

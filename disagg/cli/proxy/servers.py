@@ -38,14 +38,14 @@ class Upstream:
     async def identify(self, session: ClientSession) -> bool:
         """Whether it is SGLang's, which alone says a mode of disaggregation. Raises NoAnswer."""
         if self.sglang is None:
-            told = await get_json(session, f"{self.url}/server_info") or {}
-            self.sglang = "disaggregation_mode" in told
-            if self.sglang and (mode := told["disaggregation_mode"]) != self.role:
+            info = await get_json(session, f"{self.url}/server_info") or {}
+            self.sglang = "disaggregation_mode" in info
+            if self.sglang and (mode := info["disaggregation_mode"]) != self.role:
                 self.sglang = None
                 raise NoAnswer(
                     f"{self.url} has --disaggregation-mode {mode}, --{self.role} needs {self.role}."
                 )
-            self.bootstrap_port = told.get("disaggregation_bootstrap_port") or 0
+            self.bootstrap_port = info.get("disaggregation_bootstrap_port") or 0
         return self.sglang
 
     async def sglang_ranks(self, session: ClientSession) -> tuple[str, ...]:
@@ -68,22 +68,22 @@ class Upstream:
         query = "&".join(f"{name}={number}" for name, number in ranks.items())
         host = f"[{self.host}]" if ":" in self.host else self.host
         url = f"http://{host}:{self.bootstrap_port}/route?{query}"
-        told = await get_json(session, url)
-        if told is None:
+        rank = await get_json(session, url)
+        if rank is None:
             raise NoAnswer(f"{url}: SGLang's bootstrap server has no such rank.")
-        return told
+        return rank
 
 
 async def get_json(session: ClientSession, url: str) -> dict[str, Any] | None:
     """What a GET answers; None for an error's status or another form. Raises NoAnswer."""
     try:
         async with session.get(url) as answer:
-            told = await answer.json(content_type=None) if answer.ok else None
+            document = await answer.json(content_type=None) if answer.ok else None
     except ValueError:
         return None
     except (ClientError, OSError) as error:
         raise NoAnswer(f"{url}: {error or type(error).__name__}") from None
-    return told if isinstance(told, dict) else None
+    return document if isinstance(document, dict) else None
 
 
 @dataclass(eq=False)
