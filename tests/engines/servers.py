@@ -154,6 +154,10 @@ class ForkedServer(Server):
             return True
         return False
 
+    def terminate(self) -> None:
+        """SIGTERM, to the server and not to its workers."""
+        os.kill(self._pid, signal.SIGTERM)
+
     def close(self) -> None:
         """SIGKILL, to it and to its workers."""
         with contextlib.suppress(ProcessLookupError):

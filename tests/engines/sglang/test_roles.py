@@ -7,17 +7,20 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
+import httpx
 import pytest
 
 from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.process import EngineFailed
 from tests.engines.sglang.engines import Engine, asked, failure, handed_over
+from tests.engines.sglang.servers import SglangServer
 from tests.engines.vllm.engines import prompts
+from tests.engines.vllm.models import save
 from tests.ports import free_port
+from tests.processes import until
 
 ROOMY = {"max_total_tokens": 8192, **EXACT}
 SWITCHES = {"enable_pd_role_switch": True, **ROOMY}
@@ -32,19 +35,16 @@ def switched(engine: Engine, role: str) -> tuple[bool, str]:
 
 def waits(engine: Engine, count: int) -> None:
     """Until its scheduler has so many requests that wait for the other side."""
-    until = time.monotonic() + 60
+    limit = time.monotonic() + 60
     while engine.held()[0]["queued"] != count:
-        if time.monotonic() > until:
+        if time.monotonic() > limit:
             raise EngineFailed(f"{engine.role} has not taken {count} requests.\n{engine.tail()}")
         time.sleep(0.01)
 
 
-def healthz(port: int) -> tuple[int, bytes]:
-    try:
-        with urlopen(f"http://127.0.0.1:{port}/healthz", timeout=30) as answer:
-            return answer.status, answer.read()
-    except HTTPError as error:
-        return error.code, error.read()
+def healthz(port: int) -> tuple[int, str]:
+    answer = httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=30)
+    return answer.status_code, answer.text
 
 
 def tokens_of(answers: list[dict[str, Any]]) -> list[list[int]]:
@@ -68,7 +68,7 @@ def test_engines_change_their_role_while_others_serve(moved_by, start, expected)
     first.idle()
     _, waiting = asked(third, second, prompts(*LENGTHS))
     assert switched(first, "decode") == (True, "ok")
-    assert healthz(port) == (200, b"ok\n")
+    assert healthz(port) == (200, "ok\n")
     answers += tokens_of(handed_over(third, first, prompts(*LENGTHS)))
     answers += tokens_of([second.finished(name) for name in waiting])
     second.idle()
@@ -127,3 +127,79 @@ def test_sigterm_in_the_middle_of_hand_offs_ends_them_as_usual(side, start, expe
         prefill.finished(name)
     assert ending.ended(60)
     other.idle()
+
+
+class Rooms:
+    """The prompts of `LENGTHS`, asked of servers over HTTP; each time in rooms of their own."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self._threads, self._last = threads, 100
+
+    def of(self, prefill: SglangServer) -> list[dict[str, Any]]:
+        """What a router adds to each of them."""
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port}
+        self._last += len(LENGTHS)
+        return [where | {"bootstrap_room": self._last - number} for number in range(len(LENGTHS))]
+
+    def ask(self, server: SglangServer, rooms: list[dict[str, Any]]) -> list[Future[list[int]]]:
+        sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+
+        def answer(prompt: list[int], room: dict[str, Any]) -> list[int]:
+            body = {"input_ids": prompt, "sampling_params": sampling} | room
+            told = httpx.post(f"{server.url}/generate", json=body, timeout=120)
+            assert told.is_success, told.text
+            tokens: list[int] = told.json()["output_ids"]
+            return tokens
+
+        return [self._threads.submit(answer, *each) for each in zip(prompts(*LENGTHS), rooms)]
+
+    def handed_over(self, prefill: SglangServer, decode: SglangServer) -> list[list[int]]:
+        rooms = self.of(prefill)
+        first, rest = self.ask(prefill, rooms), self.ask(decode, rooms)
+        assert all(one.result() for one in first)
+        return [one.result() for one in rest]
+
+
+def turn(server: SglangServer, role: str) -> tuple[int, bool, str]:
+    body = {"new_role": role, "decode_cuda_graph_memory_gb": 0}
+    answer = httpx.post(f"{server.url}/pd_role_switch", json=body, timeout=120)
+    told = answer.json()
+    return answer.status_code, told["success"], told["message"]
+
+
+@pytest.mark.timeout(600)
+def test_servers_change_their_role_and_end_over_http(models, tmp_path, expected):
+    """`POST /pd_role_switch`, refused while a request is open; then SIGTERM to a prefill that
+    nobody has read from yet.
+    """
+    model, right = save("llama", models), tokens_of(expected("llama", **EXACT))
+    with (
+        ThreadPoolExecutor(2 * len(LENGTHS)) as threads,
+        SglangServer("prefill", model, tmp_path, **SWITCHES) as first,
+        SglangServer("decode", model, tmp_path, **SWITCHES) as second,
+    ):
+        for server in (first, second):
+            server.ready()
+        rooms = Rooms(threads)
+        assert rooms.handed_over(first, second) == right
+        opened = rooms.of(first)
+        prefilled = rooms.ask(first, opened)
+        until(lambda: first.held()["queued"] == len(LENGTHS))
+        status, done, why = turn(first, "decode")
+        assert (status, done) == (400, False) and "not idle" in why
+        assert [one.result() for one in rooms.ask(second, opened)] == right
+        assert all(one.result() for one in prefilled)
+        for server, role in ((first, "decode"), (second, "prefill")):
+            server.idle()
+            assert turn(server, role) == (200, True, "ok")
+        assert rooms.handed_over(second, first) == right
+        opened = rooms.of(second)
+        prefilled = rooms.ask(second, opened)
+        until(lambda: second.held()["queued"] == len(LENGTHS))
+        second.terminate()
+        assert [one.result() for one in rooms.ask(first, opened)] == right
+        assert all(one.result() for one in prefilled)
+        until(second.ended, 90)
+        first.idle()
+        first.terminate()
+        until(first.ended, 90)
