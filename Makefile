@@ -142,14 +142,15 @@ vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes
 test-engines: test-vllm test-sglang test-cross  ## real engines, in pairs
 
 # several servers each, which take a minute to start
-FLEET := test_router.py test_roles.py test_upgrade.py test_spans.py test_http.py
-PAIRS := tests/engines $(FLEET:%=--ignore-glob='*/%')
+FLEET := test_router.py test_roles.py test_upgrade.py test_spans.py test_http.py test_conform.py
+PAIRS := $(FLEET:%=--ignore-glob='*/%') $(TESTS)
 
-test-vllm: $(VLLM_STAMP)  ## real vLLM engines
-	$(VLLM_BIN)/python -m pytest $(PAIRS) $(TESTS)
+test-vllm: $(VLLM_STAMP)  ## real vLLM engines, and what of them needs no engine that runs
+	$(VLLM_BIN)/python -m pytest -n $(WORKERS) $(wildcard tests/engines/test_*.py) $(TESTS)
+	$(VLLM_BIN)/python -m pytest tests/engines/vllm $(PAIRS)
 
 test-sglang: $(SGLANG_STAMP)  ## real SGLang engines
-	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest $(PAIRS) $(TESTS)
+	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest tests/engines/sglang $(PAIRS)
 
 CROSS = KVPOOL_VLLM_PYTHON=$(abspath $(VLLM_BIN))/python PYTHONPATH=.:tests/engines/sglang/stubs $(SGLANG_BIN)/python
 
@@ -160,7 +161,7 @@ store-demo: $(VLLM_STAMP) $(SGLANG_STAMP)  ## vLLM, SGLang and PoolCache go on w
 	$(CROSS) -m tests.engines.cross.store_demo $(STORE_DEMO)
 
 test-cross: $(VLLM_STAMP) $(SGLANG_STAMP)  ## real vLLM and SGLang engines that share requests
-	$(CROSS) -m pytest tests/engines/cross --ignore-glob='*/test_http.py' $(TESTS)
+	$(CROSS) -m pytest tests/engines/cross $(PAIRS)
 
 test-fleet: test-fleet-vllm test-fleet-sglang test-fleet-cross  ## real engines behind routers, upgraded, changing roles, traced
 
@@ -171,7 +172,7 @@ test-fleet-sglang: $(SGLANG_STAMP)
 	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest $(wildcard $(FLEET:%=tests/engines/sglang/%)) $(TESTS)
 
 test-fleet-cross: $(VLLM_STAMP) $(SGLANG_STAMP)
-	$(CROSS) -m pytest tests/engines/cross/test_http.py $(TESTS)
+	$(CROSS) -m pytest $(wildcard $(FLEET:%=tests/engines/cross/%)) $(TESTS)
 
 CONFORM ?= --resume
 .PHONY: conform
