@@ -1,5 +1,5 @@
 """`python -m tests.hosts --runs 300`: seeded runs between hosts, each with a link that fails. With
-`--kind vllm`, by the Python that has vLLM, its engines serve them.
+`--kind vllm` or `sglang`, by the Python of that environment, real engines serve them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _runs(kind: str) -> Any:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hosts", description=__doc__)
-    parser.add_argument("--kind", choices=("endpoints", "vllm"), default="endpoints")
+    parser.add_argument("--kind", choices=("endpoints", "vllm", "sglang"), default="endpoints")
     parser.add_argument("--runs", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     options = parser.parse_args(arguments)

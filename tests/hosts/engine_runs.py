@@ -14,14 +14,15 @@ from typing import Any
 
 from tests.engines.pair import EXACT, LENGTHS
 from tests.engines.process import EngineFailed
+from tests.engines.sglang import engines as sglang
 from tests.engines.vllm import engines as vllm
 from tests.faults.world import Violation
 from tests.hosts.links import ENGINES, WAYS, Link
 from tests.hosts.network import Network
 from tests.hosts.sides import Sides
 
-RATE = "40mbit"
-"""At which the state of all four prompts takes 0.7 s."""
+RATE = "20mbit"
+"""At which the state of all four prompts takes 1.5 s."""
 LIMITS: dict[str, Any] = {"peer_timeout": 3.0, "lease": 8.0, "offer_timeout": 8.0}
 BOUND = 60.0
 """Seconds for all that must end: far more than the limits, for engines on two busy cores."""
@@ -61,6 +62,7 @@ def _vllm_reason(engine: Any, ended: dict[str, Any]) -> str:
     return "".join(reasons[-1:])
 
 
+WAITS = {f"SGLANG_DISAGGREGATION_{n}_TIMEOUT": "8" for n in ("BOOTSTRAP", "WAITING")}
 KINDS = {
     "vllm": Kind(
         engine=vllm.Engine,
@@ -68,6 +70,13 @@ KINDS = {
         ask=_ask_vllm,
         tokens=lambda ended: ended["tokens"][0] if ended["reason"] == ["length"] else [],
         reason=_vllm_reason,
+    ),
+    "sglang": Kind(
+        engine=sglang.Engine,
+        options={"extra": {"peer_timeout": LIMITS["peer_timeout"]}, "environ": WAITS, **EXACT},
+        ask=sglang.asked,
+        tokens=lambda ended: [] if sglang.failure(ended) else ended["tokens"],
+        reason=lambda _, ended: sglang.failure(ended),
     ),
 }
 
@@ -92,8 +101,8 @@ class Fleet:
     def decode(self) -> Any:
         return self.engines[DECODE]
 
-    def _start(self, at: int) -> Any:
-        options = dict(self.kind.options)
+    def _start(self, at: int, **more: Any) -> Any:
+        options = {**self.kind.options, **more}
         options["extra"] = {"engine": self.moved_by, **options["extra"]}
         return self._sides.start("decode" if at == DECODE else "prefill", "llama", at=at, **options)
 
@@ -104,7 +113,8 @@ class Fleet:
         self.network.rate(host, RATE)
         lost = self.engines[at]
         lost.close()
-        self.engines[at] = self._start(at).ready()
+        same = {"port": lost.port} if isinstance(lost, sglang.Engine) else {}
+        self.engines[at] = self._start(at, **same).ready()
 
     def close(self) -> None:
         """Ends the engines and the hosts."""

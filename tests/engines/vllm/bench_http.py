@@ -133,13 +133,13 @@ def print_tables(
     trace = Table("through", "tokens", "prefill", "decode", "in it", "until its first byte")
     for name, length in product(names, lengths):
         if rows := [row for row in steps[name, length] if row]:
-            prefill, decode, total = (
-                statistics.median(row[step] for row in rows)
-                for step in ("prefill", "decode", "total")
-            )
-            rest = statistics.median(row["total"] - row["prefill"] - row["decode"] for row in rows)
-            inside = f"{rest:.1f}" if "once" not in name else ""
-            figures = f"{prefill:.1f}", f"{decode:.1f}", inside, f"{total:.1f}"
+            # decode's first byte may be there before prefill's answer, where both are asked at once
+            after = [row for row in rows if "prefill" in row and "once" not in name]
+            prefill = [row["prefill"] for row in rows if "prefill" in row]
+            inside = [row["total"] - row["prefill"] - row["decode"] for row in after]
+            decode, total = ([row[step] for row in rows] for step in ("decode", "total"))
+            figures = [f"{statistics.median(ms):.1f}" if ms else "" for ms in (prefill, decode)]
+            figures += [f"{statistics.median(ms):.1f}" if ms else "" for ms in (inside, total)]
             trace.add_row(name, str(length), *figures)
     console = Console(width=120)
     console.print(table)
