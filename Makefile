@@ -131,10 +131,10 @@ test-hosts-endpoints: venv  ## endpoints on hosts, over links that fail
 	$(SUITE) tests/hosts $(TESTS)
 
 test-hosts-vllm: $(VLLM_STAMP)  ## vLLM's engines on hosts
-	$(VLLM_BIN)/python -m pytest tests/hosts/test_vllm.py $(TESTS)
+	$(VLLM_BIN)/python -m pytest tests/hosts/test_vllm.py tests/hosts/test_engine_runs.py $(TESTS)
 
 test-hosts-sglang: $(SGLANG_STAMP)  ## SGLang's engines on hosts
-	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest tests/hosts/test_sglang.py $(TESTS)
+	PYTHONPATH=tests/engines/sglang/stubs $(SGLANG_BIN)/python -m pytest tests/hosts/test_sglang.py tests/hosts/test_engine_runs.py $(TESTS)
 
 vllm-demo: $(VLLM_STAMP)  ## two real vLLM servers, one prefills and one decodes, beside a single one
 	$(VLLM_BIN)/python -m tests.engines.vllm.demo $(VLLM_DEMO)

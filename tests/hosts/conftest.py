@@ -16,7 +16,10 @@ from tests.engines.pair import EXACT, LENGTHS
 from tests.hosts.network import Network
 
 HERE = Path(__file__).parent
-collect_ignore = [f"test_{name}.py" for name in ("vllm", "sglang") if not find_spec(name)]
+ABSENT = [name for name in ("vllm", "sglang") if not find_spec(name)]
+collect_ignore = [f"test_{name}.py" for name in ABSENT]
+if len(ABSENT) == 2:
+    collect_ignore += ["test_engine_runs.py"]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -48,6 +48,8 @@ class Kind:
     """Of a request's end; none if it failed."""
     reason: Callable[[Any, dict[str, Any]], str]
     """Why it failed on an engine."""
+    kept: tuple[str, ...] = ()
+    """Arguments that an engine has again when its host is back, by its attributes."""
 
 
 def _ask_vllm(prefill: Any, decode: Any, asked: list[list[int]]) -> tuple[list[str], list[str]]:
@@ -77,6 +79,7 @@ KINDS = {
         ask=sglang.asked,
         tokens=lambda ended: [] if sglang.failure(ended) else ended["tokens"],
         reason=lambda _, ended: sglang.failure(ended),
+        kept=("port",),
     ),
 }
 
@@ -113,8 +116,8 @@ class Fleet:
         self.network.rate(host, RATE)
         lost = self.engines[at]
         lost.close()
-        same = {"port": lost.port} if isinstance(lost, sglang.Engine) else {}
-        self.engines[at] = self._start(at, **same).ready()
+        kept = {name: getattr(lost, name) for name in self.kind.kept}
+        self.engines[at] = self._start(at, **kept).ready()
 
     def close(self) -> None:
         """Ends the engines and the hosts."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
@@ -26,9 +24,8 @@ MODEL = "llama_wide"
 TOKEN_BYTES = 32 << 10
 
 
-@contextmanager
-def pair(engines: Sides, way: str, most: int, chunk: int) -> Iterator[tuple[Engine, Engine]]:
-    """Two engines that are ready, with room for a prompt of `most` tokens."""
+def pair(engines: Sides, way: str, most: int, chunk: int) -> tuple[Engine, Engine]:
+    """Prefill and decode, ready, with room for a prompt of `most` tokens."""
     options = OPTIONS | {
         "max_model_len": most + 128,
         "hf_overrides": {"max_position_embeddings": most + 128},
@@ -50,19 +47,14 @@ def pair(engines: Sides, way: str, most: int, chunk: int) -> Iterator[tuple[Engi
         )
         started.append(engine)
     prefill, decode = (engine.ready() for engine in started)
-    try:
-        yield prefill, decode
-    finally:
-        prefill.close(), decode.close()
+    return prefill, decode
 
 
 def measured(network: Network, way: str, given: argparse.Namespace) -> dict[tuple[str, int], float]:
     """By rate and tokens, the median of a way."""
     found: dict[tuple[str, int], float] = {}
-    with (
-        sides(network, Engine) as engines,
-        pair(engines, way, max(given.tokens), given.chunk) as (prefill, decode),
-    ):
+    with sides(network, Engine) as engines:
+        prefill, decode = pair(engines, way, max(given.tokens), given.chunk)
         params = prefilled(prefill, [[7, 8]])
         decode.generate([[7, 8]], tokens=1, params=params)
         together = way not in (REFERENCE, APART)

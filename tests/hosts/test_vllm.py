@@ -10,14 +10,11 @@ import pytest
 
 from tests.engines.pair import EXACT, LENGTHS, Pair, compare
 from tests.engines.vllm.engines import Engine, handed_over, prefilled, prompts
-from tests.hosts.engine_runs import Runs
 
 TP = {"tensor_parallel_size": 2}
 ETH0 = {"options": {"device": "eth0"}}
 FIRST, SECOND = ({"options": {"hostname": f"10.77.0.{number}"}} for number in (1, 2))
 """Where Mooncake is read on the hosts of prefill and of decode."""
-SEEDS = 3, 6, 23, 26
-"""Of runs, two over each transfer engine; `python -m tests.hosts --kind vllm` makes more."""
 PAIRS = {
     "nixl, tp 2 to 1": Pair("llama", "nixl", prefill=TP, both=EXACT),
     "nixl on eth0": Pair("llama", "nixl", {"block_size": 128}, {"block_size": 32}, ETH0 | EXACT),
@@ -65,15 +62,3 @@ def test_two_prefills_and_two_decodes_on_four_hosts_answer_as_one_engine(
     assert tensors and nbytes and not wrong
     for one in (*prefills, *decodes):
         one.idle()
-
-
-@pytest.fixture(scope="module")
-def runs():
-    these = Runs("vllm")
-    yield these
-    these.close()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_link_that_fails_costs_requests_but_no_wrong_token_and_no_page(runs, seed):
-    runs.run(seed)

@@ -21,6 +21,7 @@ from disagg.runtime.decode_endpoint import DecodeEndpoint
 from kvpool.device import DeviceUnavailable
 
 Source = Callable[[], AbstractContextManager[Sequence[str]]]
+"""A block in which prefill's part of a check serves, with its addresses."""
 
 LOOK = 0.1
 """Seconds between two looks at how far a room is."""
@@ -31,8 +32,8 @@ UNABLE = (EngineUnavailable, DeviceUnavailable, TransferError, MemoryError)
 
 @dataclass(kw_only=True)
 class Check:
-    """Of two contracts that were read. `source` is a block in which prefill's part of the check
-    serves, with its addresses; None: no bytes are moved. No wait is longer than `timeout` seconds.
+    """Of two contracts that were read. Without a `source` no bytes are moved. No wait is longer
+    than `timeout` seconds.
     """
 
     fit: Fit

@@ -44,11 +44,11 @@ def served(arguments: Sequence[str], timeout: float) -> Iterator[Sequence[str]]:
         subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors) as process,
     ):
         try:
-            told = process.stdout.readline() if process.stdout else b""
-            if not told:
+            answer = process.stdout.readline() if process.stdout else b""
+            if not answer:
                 errors.seek(0)
                 raise Refused("engine", errors.read().decode(errors="replace").strip())
-            yield json.loads(told)["serves"]
+            yield json.loads(answer)["serves"]
         finally:
             process.terminate()
 
