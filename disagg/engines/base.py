@@ -86,7 +86,7 @@ class Engine(ABC, Generic[PeerT, TransferT]):
     """
     run_overhead_bytes: ClassVar[int] = 0
     """Fixed cost of a run, in bytes moved in that time; if any, small runs are read by staging."""
-    progress_seconds: ClassVar[float] = 0.001
+    progress_seconds: float = 0.001
     """Interval at which `progress` is called while a peer may be reading."""
 
     @classmethod
@@ -136,6 +136,12 @@ class Engine(ABC, Generic[PeerT, TransferT]):
 
     def progress(self) -> None:
         """Lets peers' reads proceed; called often on the side that is read."""
+
+    def take_renewal(self) -> str | None:
+        """Why peers have to connect again, by the `metadata` of now; each reason once. Asked after
+        `progress`.
+        """
+        return None
 
     def yield_gil(self) -> None:
         """Lets threads of the engine have the GIL, where they need it to go on with a read: called

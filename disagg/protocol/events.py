@@ -87,6 +87,13 @@ class Drain(Struct, frozen=True):
     stopped: bool = False
 
 
+class EngineRenewed(Struct, frozen=True):
+    """What decodes are connected to by prefill's engine is gone; they connect by `metadata`."""
+
+    reason: str
+    metadata: bytes
+
+
 class OfferChunk(Struct, frozen=True, kw_only=True):
     """Prefill's caller offers positions `tokens` of a request, of `layers` or of all, once the
     device has done the work before `after`.
@@ -177,7 +184,7 @@ CommonEvent = (
     | AbortAll
     | Drain
 )
-PrefillEvent = CommonEvent | OfferChunk | RejectRoom
+PrefillEvent = CommonEvent | EngineRenewed | OfferChunk | RejectRoom
 ReaderEvent = EngineConnected | ReadBegun | ReadMoved | ReadFailed | ReadEnded
 DecodeEvent = CommonEvent | ConnectLink | DisconnectLink | RequestRoom | ReaderEvent
 

@@ -76,6 +76,9 @@ class PrefillMachine(Machine[PrefillRoom]):
                 self._digests.answer(peer, request, values or b"", problem)
             case events.OfferChunk():
                 self._offer(event)
+            case events.EngineRenewed(reason, metadata):
+                self.peers.renew(metadata)
+                self._disconnect_all(Failure("prefill", reason, "lost"))
             case events.RejectRoom(name):
                 self.rooms.at(name, now)
                 self._handle_common(event)
@@ -246,6 +249,16 @@ class PrefillMachine(Machine[PrefillRoom]):
             room = self.rooms.open.get(name)
             if room and peer in room.requests and peer not in room.done:
                 self._fail(room, failure, except_peer=peer)
+
+    def _disconnect_all(self, failure: Failure) -> None:
+        """Lets every decode connect again: the rooms fail that it has asked for."""
+        for peer, decode in list(self.peers.alive.items()):
+            for name in list(decode.rooms):
+                room = self.rooms.open.get(name)
+                if room and peer in room.requests and peer not in room.done:
+                    self._fail(room, failure)
+            self.peers.send_away(peer)
+            self._drop(peer, failure)
 
     def _fail(self, room: PrefillRoom, failure: Failure, except_peer: bytes | None = None) -> None:
         room.failure = failure

@@ -101,6 +101,7 @@ class EventLoop(Generic[M]):
                 self.execute()
             if waits:
                 self.engine.progress()
+                self._renew()
                 now = self.clock()
                 if now - self._telemetry_at > TELEMETRY_SECONDS:
                     # here, because only the thread of the turn may use the engine
@@ -121,6 +122,14 @@ class EventLoop(Generic[M]):
         finally:
             with self.lock:
                 self.tell()
+
+    def _renew(self) -> None:
+        """Lets peers connect again if the engine says so."""
+        reason = self.engine.take_renewal()
+        if reason is not None:
+            with self.lock:
+                self.handle(events.EngineRenewed(reason, self.engine.metadata()))
+                self.execute()
 
     def fail(self, error: BaseException) -> None:
         """A turn has raised: open rooms end with the reason."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine
-from disagg.engines.local.host import this_host
+from disagg.engines.shared_files import this_host
 from disagg.plan.bind import CopyBatch
 from tests.disagg.engines.local_peers import FakePeer, memory_file
 from tests.fuzz import build, edits

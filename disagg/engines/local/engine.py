@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from disagg.engines.base import Engine, TransferError, decode_metadata, one_memory, wait_until
 from disagg.engines.local.device import DeviceSegment, attach, share
-from disagg.engines.local.host import PRIVATE, Files, Segment, map_files, this_host
 from disagg.engines.local.offer import Offer, OfferServer, dial, read_offer, receive_files
 from disagg.engines.local.peer import BY_DEVICE, BY_KERNEL, BY_MAPPING, LocalPeer, finished
 from disagg.engines.ranges import NO_RANGES
+from disagg.engines.shared_files import PRIVATE, Files, Segment, map_files, this_host
 from disagg.host.brief import Waker
 from disagg.plan.bind import CopyBatch
 from kvpool import _native

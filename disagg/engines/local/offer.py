@@ -20,8 +20,8 @@ import msgspec
 
 from disagg.engines.base import TransferError, decode_metadata
 from disagg.engines.local.device import DeviceSegment
-from disagg.engines.local.host import Segment, sealed_size
 from disagg.engines.ranges import MAX_REGIONS, Ranges
+from disagg.engines.shared_files import Segment, sealed_size
 from disagg.host.unix_sockets import MAX_PATH, Credentials, new_path, peer_credentials
 from disagg.log import log
 

@@ -16,7 +16,7 @@ import os
 import uuid
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -27,6 +27,7 @@ import numpy as np
 from disagg.engines.base import TransferError
 from disagg.host.exits import keep_for_ever
 from disagg.plan.bind import CopyBatch
+from kvpool.layout import Slab
 from kvpool.layout.types import HOST
 
 WHEELS = ("nixl_cu12", "nixl_cu13", "nixl")
@@ -73,10 +74,11 @@ class Agent:
         self._peers: OrderedDict[str, int] = OrderedDict()
         self._call(f"backend {backend} with {options}", "create_backend", backend, dict(options))
 
-    def register(self, slabs: list[tuple[int, int, int, str]], memory: NixlMemory) -> None:
-        """Registers rows (pointer, length, device, "")."""
+    def register(self, slabs: Sequence[Slab], memory: NixlMemory) -> None:
+        """Registers slabs of one memory."""
         action = f"registration of {len(slabs)} slabs on {memory.name}"
-        self._call(action, "register_memory", slabs, memory.segment)
+        rows = [(slab.base, slab.nbytes, memory.device, "") for slab in slabs]
+        self._call(action, "register_memory", rows, memory.segment)
 
     def metadata(self) -> bytes:
         """What a peer's agent needs to read from this one."""

@@ -3,6 +3,7 @@
 Three facts shape this engine (docs/engines.md shows them). Without its progress thread an agent
 uses no core, and the side that is read must make progress itself. NIXL has no time-out. A read that
 does not complete stops only with its whole agent: that makes no progress any more, or is destroyed.
+A reader over TCP that disappears can crash the process that it reads from, which may be a child.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from disagg.engines.nixl.agent import (
     memory_of,
     nixl_api,
 )
+from disagg.engines.nixl.child import PACE_SECONDS, Child
+from disagg.host.interfaces import is_loopback
+from disagg.log import log
 from disagg.plan.bind import CopyBatch
 from kvpool.extras import install
 from kvpool.layout import Slab
@@ -70,6 +74,10 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
     `patience` seconds for reads to complete before it retires their agent. Destroying an agent can
     crash a peer that it reads over TCP, so where reads land only by this side's progress a retired
     agent is kept instead, without progress and until the process ends.
+
+    With `child`, peers read from a process of its own (host memory that kvpool allocated): a reader
+    that disappears over TCP can crash that one only, and the next serves after it. Without a value
+    that is so where peers of other hosts read, unless the host has RDMA devices.
     """
 
     name = "nixl"
@@ -85,13 +93,18 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
         transports: str | None = None,
         device: str | None = None,
         patience: float = 5.0,
+        child: bool | None = None,
         **options: str,
     ) -> None:
         self._backend, self._patience = backend, patience
+        self._wants_child, self._read_from_elsewhere = child, False
+        self._child: Child | None = None
+        self._children_ended = 0
+        self._renewal: str | None = None
         self._options = backend_options(backend, options, transports, device)
         self._by_progress = lands_by_progress(backend, options, transports)
         self._memory = ""
-        self._slabs: list[tuple[int, int, int, str]] = []
+        self._slabs: list[Slab] = []
         self._peers: list[NixlPeer] = []
         self._retiring: list[Agent] = []
         self._agents_ended = 0
@@ -107,19 +120,24 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
             return f"{error}: {install('nixl')}, for CUDA 13 {install('nixl-cu13')}"
         return None
 
+    def reached_at(self, host: str) -> None:
+        self._read_from_elsewhere = not is_loopback(host)
+
     def register(self, slabs: Sequence[Slab]) -> None:
         """Registers slabs of one memory: the host's, or one CUDA device's."""
         name = one_memory(slabs, self._memory)
-        memory = memory_of(name or HOST)
-        rows = [(slab.base, slab.nbytes, memory.device, "") for slab in slabs]
-        self._current().register(rows, memory)
+        self._current().register(slabs, memory_of(name or HOST))
         self._memory = name
-        self._slabs.extend(rows)
+        self._slabs.extend(slabs)
 
     def metadata(self) -> bytes:
-        """The memory's name, and the agent's metadata."""
-        own = NixlMetadata(self._memory or HOST, self._current().metadata())
-        return msgspec.msgpack.encode(own)
+        """The memory's name, and the metadata of the agent that peers read from: the child's, which
+        is started by the first call, or this process's.
+        """
+        if self._child is None and self._has_child():
+            self._start_child()
+        agent = self._child.metadata if self._child else self._current().metadata()
+        return msgspec.msgpack.encode(NixlMetadata(self._memory or HOST, agent))
 
     def connect(self, metadata: bytes) -> NixlPeer:
         """Loads the peer's metadata."""
@@ -150,10 +168,25 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
         return _arrived(transfer)
 
     def progress(self) -> None:
-        """Lets all agents make progress."""
+        """Lets all agents make progress. Starts another child if one has ended."""
+        if self._child is not None and (how := self._child.progress()) is not None:
+            self._children_ended += 1
+            self._renewal = f"the process that served reads by engine nixl {how}."
+            log.warning("engine nixl: %s Peers connect again.", self._renewal)
+            try:
+                self._child.start()
+            except TransferError as error:
+                log.error("engine nixl: this process serves reads by itself: %s", error)
+                self._child.close()
+                self._child = None
+                self._wants_child = False
         for agent in (self._agent, *self._retiring):
             if agent is not None:
                 agent.progress()
+
+    def take_renewal(self) -> str | None:
+        renewal, self._renewal = self._renewal, None
+        return renewal
 
     def fence(self, peer: NixlPeer, timeout: float | None = None) -> bool:
         """Waits for the peer's reads to complete. If one does not, or has failed, its agent is
@@ -164,17 +197,42 @@ class NixlEngine(Engine[NixlPeer, NixlTransfer | None]):
         return wait_until(lambda: self._quiet(peer), timeout)
 
     def telemetry(self) -> Mapping[str, float]:
-        """How many agents a fence retired."""
-        return {"agents_ended": self._agents_ended}
+        """How many agents a fence retired, and how many children ended."""
+        return {"agents_ended": self._agents_ended, "children_ended": self._children_ended}
 
     def close(self) -> None:
-        """Fences all peers at once, and destroys the agents."""
+        """Fences all peers at once, destroys the agents and ends the child."""
+        if self._child is not None:
+            self._child.close()
+            self._child = None
         for peer in self._peers:
             peer.given_up = peer.given_up or time.monotonic()
         for peer in list(self._peers):
             self.fence(peer)
         self._retire(self._agent)
         self._end_agents()
+
+    def abandon(self) -> None:
+        super().abandon()
+        if self._child is not None:
+            self._child.abandon()
+
+    def _has_child(self) -> bool:
+        """Whether a process of its own is to serve what was registered."""
+        if self._wants_child is not None or not self._slabs:
+            return bool(self._wants_child)
+        return self._read_from_elsewhere and self._by_progress and self._memory == HOST
+
+    def _start_child(self) -> None:
+        try:
+            self._child = Child(self._backend, self._options, self._slabs)
+        except TransferError as error:
+            if self._wants_child:
+                raise
+            log.info("engine nixl: this process serves reads by itself: %s", error)
+            self._wants_child = False
+        else:
+            self.progress_seconds = PACE_SECONDS
 
     def _current(self) -> Agent:
         """The agent that reads and is read; a new one if the last was retired."""

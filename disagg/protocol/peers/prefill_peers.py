@@ -105,7 +105,16 @@ class PrefillPeers:
     def notify_shutdown(self) -> None:
         """Tells every decode that this generation is over, so that none waits for a timeout."""
         for peer in self.alive:
-            self._effects.send(peer, messages.UnknownPeer(generation=self.hello.generation))
+            self.send_away(peer)
+
+    def send_away(self, peer: bytes) -> None:
+        """Tells a decode that it is served no more; it says hello again."""
+        self._effects.send(peer, messages.UnknownPeer(generation=self.hello.generation))
+
+    def renew(self, metadata: bytes) -> None:
+        """From now on decodes are told this of the engine."""
+        self.hello = structs.replace(self.hello, metadata=metadata)
+        self._hellos.clear()
 
     def _handshake(self, peer: bytes, hello: Hello, now: float, origin: str) -> Failure | None:
         """Answers a connection's hello, once: the answer is hundreds of times as large."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from disagg.engines.local.host import this_host
+from disagg.engines.shared_files import this_host
 from disagg.host.unix_sockets import new_path
 from tests.disagg.engines.owners import engine_of
 

@@ -16,8 +16,8 @@ import pytest
 
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine, engine as engines
-from disagg.engines.local.host import Segment
 from disagg.engines.local.offer import Offer, OfferServer, read_offer, receive_files
+from disagg.engines.shared_files import Segment
 from kvpool.layout import Slab
 from tests.disagg.engines.local_peers import (
     SIZE,

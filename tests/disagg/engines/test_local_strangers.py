@@ -21,8 +21,8 @@ import pytest
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import TransferError
 from disagg.engines.local import LocalEngine, offer as offers
-from disagg.engines.local.host import Segment
 from disagg.engines.local.offer import Offer, OfferServer, dial, read_offer, receive_files
+from disagg.engines.shared_files import Segment
 from disagg.host.unix_sockets import Credentials, new_path
 from kvpool import MLAPool, RequestAddress, Span
 from kvpool.layout import Slab

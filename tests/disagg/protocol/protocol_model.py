@@ -226,6 +226,12 @@ class World(MemoryNetwork):
             lost = Conn(None, 0, conn.address, b"", lost=True)
             connections[conn.identity] = lost
 
+    def renew(self, prefill: Prefill) -> None:
+        """What serves reads of a prefill ends, and it lives on."""
+        for node in self.decodes:
+            self.note("renewal", node, prefill.address)
+        prefill.engine.renew()
+
     def kill(self, node: Node, keep: int, noticed: bool) -> None:
         """A generation ends; of what it has sent, `keep` messages a connection still arrive."""
         node.alive = node.stopped = False

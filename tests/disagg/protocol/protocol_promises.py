@@ -15,12 +15,13 @@ REASONS = {
     # a hello that comes once more makes prefill wait for a decode that has hung up
     "decode was silent": "mute decode, mute prefill, cut, unread, disconnect, rubbish, repeat, "
     "loss",
-    "no longer knows this decode": "cut, mute decode, mute prefill, loss",
+    "no longer knows this decode": "cut, mute decode, mute prefill, renewal, loss",
+    "what served reads is gone": "renewal",
     "messages to it are unread": "unread",
     # a message that is left unread may be the abort before it
     "has disconnected": "disconnect, unread, reorder, loss",
     "cannot be reached": "cut, mute decode, mute prefill, unread, disconnect, rubbish, loss",
-    "read from rank": "engine, mute decode, mute prefill, cut",
+    "read from rank": "engine, mute decode, mute prefill, cut, renewal",
     "its lease ended": "lease",
     # a name that was used before: a decode may have meant either use
     "a decode was told of an earlier room": "again",

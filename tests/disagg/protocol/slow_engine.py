@@ -22,8 +22,10 @@ ALL = 99
 
 @dataclass(eq=False)
 class Peer:
-    """Whom an engine reads from."""
+    """Whom an engine reads from: what served reads of `owner` when it was connected."""
 
+    owner: SlowEngine | None = None
+    serving: int = 0
     unfenceable: bool = False
     fenced: bool = False
 
@@ -87,7 +89,8 @@ class SlowEngine(Engine):
 
     Nothing lands before `land` or `go_on`, unless `eager`; no peer is given up while `patient`.
     `trouble` names calls that raise, once each; what `read` has posted by then may still land.
-    `fate` is that of the next transfer, `meanwhile` is called in the midst of the next call.
+    `fate` is that of the next transfer, `meanwhile` is called in the midst of the next call. What
+    serves reads ends by `renew`.
     """
 
     name = "slow"
@@ -102,6 +105,7 @@ class SlowEngine(Engine):
         self.fate = ""
         self.meanwhile: Callable[[], None] | None = None
         self.eager = self.patient = False
+        self.serving, self.renewal = 0, None
         self.stage: WatchedBuffers | None = None
 
     @classmethod
@@ -109,13 +113,27 @@ class SlowEngine(Engine):
         return None
 
     def metadata(self) -> bytes:
-        return str(self.node.life).encode()
+        return f"{self.node.life} {self.serving}".encode()
+
+    def renew(self) -> None:
+        """What served reads is gone, and another does."""
+        self.serving, self.renewal = self.serving + 1, "what served reads is gone."
+
+    def take_renewal(self) -> str | None:
+        renewal, self.renewal = self.renewal, None
+        return renewal
 
     def connect(self, metadata: bytes) -> Peer:
         self._enter("connect")
-        if not self.node.world.lives[int(metadata)].alive:
+        life, serving = map(int, metadata.split())
+        node = self.node.world.lives[life]
+        peer = Peer(node.engine, serving)
+        if not node.alive or self._is_gone(peer):
             raise TransferError("the peer's process is gone.")
-        return Peer()
+        return peer
+
+    def _is_gone(self, peer: Peer) -> bool:
+        return peer.owner is not None and peer.serving != peer.owner.serving
 
     def read(self, peer: Peer, batch) -> Transfer:
         runs = list(zip(batch.src.tolist(), batch.dst.tolist(), batch.nbytes.tolist()))
@@ -137,7 +155,7 @@ class SlowEngine(Engine):
         except Exception:
             transfer.fate = "fail"
             raise
-        if transfer.fate == "fail":
+        if transfer.fate == "fail" or self._is_gone(transfer.peer):
             raise TransferError("the wire broke.")
         return not transfer.runs
 

@@ -16,6 +16,7 @@ from disagg.protocol.events import (
     AbortAll,
     ConnectLink,
     DisconnectLink,
+    EngineRenewed,
     Malformed,
     Received,
     Send,
@@ -72,6 +73,19 @@ def test_a_hello_is_answered_once_a_connection():
         assert not prefill.peers.alive
     (answer,) = answers(prefill, b"another connection", hello("d"))
     assert isinstance(answer, messages.Hello)
+
+
+def test_a_prefill_whose_engine_was_renewed_sends_all_away_and_answers_by_its_new_metadata():
+    prefill = a_prefill()
+    for peer in (b"1", b"2"):
+        (answer,) = answers(prefill, peer, hello("d"))
+        assert answer.metadata == b""
+    effects = prefill.handle(EngineRenewed("it was ended.", b"new"), 0.0)
+    told = {effect.peer: type(codec.decode(effect.data)) for effect in effects}
+    assert told == dict.fromkeys((b"1", b"2"), messages.UnknownPeer)
+    assert not prefill.peers.alive
+    (answer,) = answers(prefill, b"3", hello("d"))
+    assert answer.metadata == b"new"
 
 
 def test_of_the_connections_that_were_answered_the_latest_are_kept(monkeypatch):

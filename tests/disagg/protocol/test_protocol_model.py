@@ -59,7 +59,8 @@ TIMES = {"a moment": 0.5, "a ping": 1.5, "a time-out": 6.0, "a lease": 13.0}
 CALLS = ["connect", "read", "poll", "fence"]
 CONNECTIONS = ["break", "break unseen", "unread", "rubbish up", "rubbish down", "disconnect"]
 LIVES = ["stop", "kill", "kill unseen", "close"]
-STRIKES = [*CALLS, "fail", "stick", "patience", *CONNECTIONS, *LIVES, "abort", "abort in a call"]
+ENDS = ["abort", "abort in a call", "renew"]
+STRIKES = [*CALLS, "fail", "stick", "patience", *CONNECTIONS, *LIVES, *ENDS]
 MESSAGES = [
     *("Hello", "ReadRequest", "DigestRequest", "ReadDone", "Ping", "Disconnect", "Refuse"),
     *("ChunkReady", "Digests", "ReleaseAck", "Pong", "UnknownPeer", "Abort"),
@@ -313,6 +314,9 @@ class Protocol(RuleBasedStateMachine):
             conns = [c for c in self.world.conns if c.decode in decodes and c.address in addresses]
             if conns:
                 self.cross(what, conns[pick % len(conns)], pick)
+        elif what == "renew":
+            if prefills:
+                self.world.renew(prefills[pick % len(prefills)])
         elif what == "abort":
             rooms = [(node, name) for node in nodes for name in node.machine.rooms.open]
             if rooms:
