@@ -4,10 +4,16 @@ its bound, both sides have their pages back, others go on, and the link recovers
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
+from disagg.engines.nixl import child
+from disagg.protocol.status import KVPoll
 from tests.faults.run import unexpected
 from tests.faults.world import Late
 from tests.hosts.links import (
@@ -120,6 +126,32 @@ def test_a_decode_whose_host_vanishes_costs_prefill_its_room_alone(engine, at_on
             network.boot(network.hosts[2])
             world.ensure()
         recovers(world)
+
+
+def processes_that_serve(host):
+    """Those on a host that engine `nixl` has started."""
+    network = os.readlink(f"/proc/{host.namespaces.pid}/ns/net")
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            serves = child.__name__.encode() in command.read_bytes()
+            if serves and os.readlink(command.parent / "ns" / "net") == network:
+                yield int(command.parent.name)
+
+
+@again_if_late
+def test_a_process_that_serves_reads_ends_and_its_prefill_goes_on():
+    """As UCX may let it, when a reader vanishes."""
+    with joined("nixl") as world:
+        room = world.midway("p0", "d0")
+        (pid,) = processes_that_serve(world.host("p0"))
+        os.kill(pid, signal.SIGSEGV)
+        others_go_on(world)
+        for state, reason in world.ends(room).values():
+            assert state is KVPoll.Failed
+            assert "that served reads" in reason or "read from rank 0" in reason, reason
+        recovers(world)
+        (another,) = processes_that_serve(world.host("p0"))
+        assert another != pid
 
 
 @pytest.mark.parametrize("engine", ENGINES)

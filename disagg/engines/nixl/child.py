@@ -34,11 +34,11 @@ STARTS = 5
 """Children that are tried: in one, the parent's addresses may be taken."""
 END_SECONDS = 5.0
 """How long an ended child may take to be gone: the kernel may write its memory to a file."""
-PACE_SECONDS = 0.005
+PACE_SECONDS = 0.002
 """How often the parent asks for progress while a peer may be reading."""
-AWAKE_SECONDS, AWAKE_PAUSE_SECONDS = 0.01, 0.0002
+AWAKE_SECONDS, AWAKE_PAUSE_SECONDS = 0.004, 0.0002
 """After each of those, progress is made for so long, with pauses."""
-IDLE_PAUSE_SECONDS = 0.01
+IDLE_PAUSE_SECONDS = 0.02
 MAP_FIXED_NOREPLACE = 0x100000
 READY, FAILED = b"+", b"-"
 
