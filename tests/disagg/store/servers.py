@@ -96,15 +96,15 @@ class Master:
 
     def __init__(self, snapshots: Path | None = None, **flags: Any) -> None:
         self.port, self.http_port = free_port(), free_port()
+        self._known = False
+        """Whether it has been there, at ports that others know."""
         self._environment = dict(os.environ)
         if snapshots is not None:
             self._environment["MOONCAKE_SNAPSHOT_LOCAL_PATH"] = str(snapshots)
             flags = SNAPSHOTS | {"snapshot_backup_dir": snapshots} | flags
         self._flags = {
             "rpc_address": "127.0.0.1",
-            "rpc_port": self.port,
             "metrics_host": "127.0.0.1",
-            "metrics_port": self.http_port,
             "client_ttl": 120,  # of a machine that is busy
             "minloglevel": 2,
             "logtostderr": "true",
@@ -120,12 +120,31 @@ class Master:
         import mooncake  # which a machine may be without
 
         program = str(Path(next(iter(mooncake.__path__))) / "mooncake_master")
-        flags = [f"--{name}={value}" for name, value in self._flags.items()]
         options = {"stderr": subprocess.DEVNULL, "env": self._environment}
-        with started([program, *flags], **options) as process:
-            opened(f"http://127.0.0.1:{self.http_port}/health")
-            listening(self.port)  # which begins later
-            yield process
+        flags = [f"--{name}={value}" for name, value in self._flags.items()]
+        while True:
+            ports = [f"--rpc_port={self.port}", f"--metrics_port={self.http_port}"]
+            with started([program, *flags, *ports], **options) as process:
+                if self._answers(process):
+                    self._known = True
+                    yield process
+                    return
+            # another server has taken one of them since it was found free
+            assert not self._known, f"the master ended with status {process.returncode}"
+            self.port, self.http_port = free_port(), free_port()
+
+    def _answers(self, process: subprocess.Popen[Any]) -> bool:
+        """Waits until it serves; False if it has ended."""
+        until = time.monotonic() + 30
+        url = f"http://127.0.0.1:{self.http_port}/health"
+        while process.poll() is None:
+            with suppress(OSError, AssertionError):
+                opened(url, limit=0.0)
+                listening(self.port, limit=0.0)  # which begins later
+                return True
+            assert time.monotonic() < until, f"{url} does not answer"
+            time.sleep(0.05)
+        return False
 
 
 JOIN = """
