@@ -13,7 +13,11 @@ from kvpool import _native
 from tests.leftovers import Guard
 
 settings.register_profile(
-    "kvpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "kvpool",
+    deadline=None,
+    max_examples=60,  # hypothesis makes 100: the whole suite is to take ten minutes
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 settings.register_profile("long", settings.get_profile("kvpool"), max_examples=500)
 settings.load_profile("kvpool")

@@ -403,11 +403,11 @@ REPEATS = {"repeat"}
 
 # what a network does to messages, over connections that live on, and how many worlds are tried
 NETWORKS = {
-    "InOrder": ((), 60, 2000),
-    "Repeated": (REPEATS, 30, 1500),
-    "OutOfOrder": ({"repeat", "reorder"}, 30, 1500),
-    "Lost": ({"loss"}, 40, 2000),
-    "LostAndOutOfOrder": ({"repeat", "reorder", "loss"}, 20, 1000),
+    "InOrder": ((), 40, 2000),
+    "Repeated": (REPEATS, 20, 1500),
+    "OutOfOrder": ({"repeat", "reorder"}, 20, 1500),
+    "Lost": ({"loss"}, 25, 2000),
+    "LostAndOutOfOrder": ({"repeat", "reorder", "loss"}, 15, 1000),
 }
 
 
