@@ -7,6 +7,7 @@ reader dies, or the lease runs out; a reader that is done later is told that the
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from msgspec.structs import replace
 
@@ -245,20 +246,27 @@ class PrefillMachine(Machine[PrefillRoom]):
     def _drop(self, peer: bytes, failure: Failure) -> None:
         """Serves a peer no more: the rooms fail that it has asked for and is not done with."""
         self.peers.counts.losses += failure.kind == "lost" and peer in self.peers.alive
-        for name in self.peers.drop(peer):
-            room = self.rooms.open.get(name)
-            if room and peer in room.requests and peer not in room.done:
-                self._fail(room, failure, except_peer=peer)
+        self._fail_unread(peer, self.peers.drop(peer), failure, except_peer=peer)
 
     def _disconnect_all(self, failure: Failure) -> None:
         """Lets every decode connect again: the rooms fail that it has asked for."""
         for peer, decode in list(self.peers.alive.items()):
-            for name in list(decode.rooms):
-                room = self.rooms.open.get(name)
-                if room and peer in room.requests and peer not in room.done:
-                    self._fail(room, failure)
+            self._fail_unread(peer, [*decode.rooms], failure)
             self.peers.send_away(peer)
             self._drop(peer, failure)
+
+    def _fail_unread(
+        self,
+        peer: bytes,
+        names: Collection[Room],
+        failure: Failure,
+        except_peer: bytes | None = None,
+    ) -> None:
+        """Of rooms that a decode has asked for, those fail that it is not done with."""
+        for name in names:
+            room = self.rooms.open.get(name)
+            if room and peer in room.requests and peer not in room.done:
+                self._fail(room, failure, except_peer)
 
     def _fail(self, room: PrefillRoom, failure: Failure, except_peer: bytes | None = None) -> None:
         room.failure = failure

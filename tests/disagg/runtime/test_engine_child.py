@@ -13,7 +13,7 @@ from disagg.protocol.peers.link import Link
 from kvpool import RequestAddress
 from tests import oracle
 from tests.disagg.runtime.sides import TOKENS, decode_side, pool
-from tests.processes import until
+from tests.processes import stands_still, until
 
 REASON = "the process that served reads by engine nixl was ended by SIGSEGV."
 
@@ -68,15 +68,15 @@ class Prefill(NamedTuple):
 
 
 @contextmanager
-def sides():
+def sides(**options):
     """A prefill, and two decodes that are connected to it."""
     source = pool()
     table = oracle.filled(source, TOKENS)
     engine = create_engine("nixl", transports="tcp", child=True)
     with (
         PrefillEndpoint(source.layout, engine) as prefill,
-        decode_side("nixl") as one,
-        decode_side("nixl") as other,
+        decode_side("nixl", **options) as one,
+        decode_side("nixl", **options) as other,
     ):
         links = [side[0].connect([prefill.address], timeout=30) for side in (one, other)]
         yield Prefill(prefill, table), Decode(*one, links[0]), Decode(*other, links[1])
@@ -117,6 +117,23 @@ def test_without_another_child_the_prefill_serves_by_itself(monkeypatch, caplog)
         assert "it ended with status 1" in caplog.text
         one.connects_again(prefill)
         prefill.moves("after", one)
+
+
+def test_while_it_hangs_rooms_fail_by_their_time_out():
+    with sides(read_timeout=1.0) as (prefill, one, _):
+        prefill.moves("before", one)
+        pid = prefill.endpoint.engine._child._process.pid
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: stands_still(pid))
+        one.receives("hangs")
+        prefill.endpoint.send("hangs", prefill.table)
+        for endpoint in (one.endpoint, prefill.endpoint):
+            assert endpoint.wait("hangs", 30) is KVPoll.Failed
+            assert "nothing has arrived" in endpoint.failure("hangs").reason
+        os.kill(pid, signal.SIGCONT)
+        until(lambda: not one.endpoint.reading("hangs"))
+        prefill.moves("after", one)
+        assert prefill.children_ended == 0
 
 
 def test_it_is_ended_again_and_again_while_rooms_move():
