@@ -43,6 +43,7 @@ class ReceiveTask:
 class Step:
     """What the workers do in one step. Of rooms in `declines` nothing is needed: prefill may have
     its blocks back. `aborts` are requests. `store`: what there is to do for the engine's store.
+    `idle`: the engine computes nothing in it.
     """
 
     sends: list[SendTask] = field(default_factory=list)
@@ -50,3 +51,4 @@ class Step:
     declines: list[Source] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     store: StoreStep | None = None
+    idle: bool = False

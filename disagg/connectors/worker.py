@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from disagg.connectors.blocks import BlockGroup, block_table
-from disagg.connectors.rank.rank import LayerId, Rank, Results
+from disagg.connectors.rank.rank import LayerId, Rank
+from disagg.connectors.rank.results import Results
 from disagg.connectors.source import FIRST_TOKEN
 from disagg.connectors.steps import ReceiveTask, SendTask, Step
 from disagg.connectors.tensors import clear_items
@@ -17,6 +18,11 @@ from disagg.connectors.tensors import clear_items
 if TYPE_CHECKING:
     from disagg.connectors.store.steps import StoreRead
     from disagg.connectors.store.worker import StoreWorker
+
+IDLE_SECONDS = 0.005
+"""How long a step in which the engine computes nothing waits for a room to end. The engine's next
+step would ask again at once, with its processes busy in the meantime on cores that others need.
+"""
 
 
 @dataclass(eq=False)
@@ -32,6 +38,8 @@ class ConnectorWorker:
     layers: Mapping[str, LayerId]
     cleared: Sequence[Sequence[torch.Tensor]]
     store: StoreWorker | None = None
+    _idle: bool = False
+    """Whether the engine computes nothing in this step."""
     _begun: bool = False
     """Whether the engine has told of any layer in this forward pass."""
     _left: dict[str, LayerId] = field(default_factory=dict)
@@ -53,6 +61,7 @@ class ConnectorWorker:
         """Asks for what requests need of prefill."""
         self.settle(step)  # where the engine has not told of the step before
         self._abort(step)
+        self._idle = step.idle
         # with a drafter, vLLM asks for results before it lets `save` offer what has finished
         for send in step.sends:
             self.rank.expect(send.request, send.room)
@@ -98,6 +107,8 @@ class ConnectorWorker:
         """What has ended, where the engine has `finished` these requests. Those that this step has
         begun wait for no result: blocks of those that have failed are `invalid_blocks`.
         """
+        if self._idle and not (self.store and self.store.reading):
+            self.rank.wait_for_end(IDLE_SECONDS)
         results = self.rank.results(finished)
         for request in results.failed & self._loading.keys():
             receive = self._loading[request]

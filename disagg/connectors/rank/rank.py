@@ -1,19 +1,21 @@
 """One rank of a serving engine: its endpoints, and the rooms of its requests.
 
-Nothing here waits but `wait` and `wait_layer`. The endpoints have threads. The engine's own calls
-take turns too: while its main thread runs Python, theirs get the GIL late.
+Nothing here waits but `wait`, `wait_layer` and `wait_for_end`. The endpoints have threads. The
+engine's own calls take turns too: while its main thread runs Python, theirs get the GIL late.
 """
 
 from __future__ import annotations
 
 import logging
+import select
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from disagg.connectors.rank.end import end
 from disagg.connectors.rank.links import Links
+from disagg.connectors.rank.results import Results
 from disagg.connectors.rank.stats import Stats
 from disagg.connectors.settings import Settings
 from disagg.errors import UnknownRoom, UsageError
@@ -34,19 +36,6 @@ BUSY_SECONDS = 0.001
 ABORTED = "the request was aborted or preempted."
 EXPECTED = (ValueError, UsageError)
 """Errors of a caller or a peer: others are logged with their traceback."""
-
-
-@dataclass(slots=True)
-class Results:
-    """Requests whose pages may be reused (`sent`), whose rooms have ended (`received`), and those
-    of them whose state did not come (`failed`). `why` a room has failed; `aux` that has come.
-    """
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    why: dict[str, Failure] = field(default_factory=dict)
-    aux: dict[str, Aux] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -256,8 +245,7 @@ class Rank:
         room that ends before its request is computed is told when the engine has finished that too.
         """
         self.turn()
-        telling = [each for each in self._endpoints if each.has_ended or self._has_rooms(each)]
-        if telling:
+        if telling := [each for each in self._endpoints if each.has_ended or self._has_rooms(each)]:
             with deferred_signals:  # what a handler raises comes when the lists are in ours
                 for endpoint in telling:
                     self._ended.extend((endpoint, ended) for ended in endpoint.ended())
@@ -273,6 +261,17 @@ class Rank:
             self._links.close_unused({receiving.link for receiving in self._receiving.values()})
         results, self._results = self._results, Results()
         return results
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Waits until a room has ended, for so long at most, if any is open."""
+        self.turn()
+        if self._ended or self._results.received:
+            return
+        if waiting := [endpoint for endpoint in self._endpoints if self._has_rooms(endpoint)]:
+            ends = select.poll()
+            for endpoint in waiting:
+                ends.register(endpoint, select.POLLIN)
+            ends.poll(1e3 * seconds)
 
     def turn(self) -> None:
         """Lets endpoints that have rooms of the engine's do what there is to do now. The threads of

@@ -76,6 +76,11 @@ class StoreWorker:
                     "request %s is not stored: %s", write.request, error, exc_info=traceback
                 )
 
+    @property
+    def reading(self) -> bool:
+        """Whether a request waits for what is stored."""
+        return bool(self._reads)
+
     def results(self) -> StoreResults:
         """What has ended since the last call."""
         if self._store is not None:

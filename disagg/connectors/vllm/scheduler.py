@@ -151,6 +151,7 @@ class ConnectorScheduler:
 
     def scheduled(self, output: Any) -> None:
         """Offers what this step computes, where prompts are streamed, and stores it."""
+        self._step.idle = not output.num_scheduled_tokens
         if self.store is not None:
             self.store.scheduled(output)
         if not self.stream:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from disagg.connectors import worker
 from disagg.connectors.blocks import BlockGroup
 from disagg.connectors.source import Source
 from disagg.connectors.steps import Step
@@ -304,6 +305,30 @@ def test_an_idle_engine_is_no_dead_one(opened):
         decode.received.clear()
         time.sleep(0.8)
     assert not decode.failed
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    """A step in which nothing is computed waits for longer than a test may take."""
+    monkeypatch.setattr(worker, "IDLE_SECONDS", 3600.0)
+
+
+def test_a_step_that_computes_nothing_ends_with_the_room_that_it_waits_for(sides, patience):
+    prefill, decode = sides
+    decode.step(receives=[receive(prefill)])
+    prefill.step(sends=[send()], idle=True)
+    assert prefill.sent == {"p"}
+    decode.step(idle=True)
+    assert decode.received == {"d"} and not decode.failed
+
+
+def test_a_step_that_computes_nothing_waits_for_nothing_that_has_ended(sides, patience):
+    prefill, decode = sides
+    decode.step(idle=True)
+    nobody = replace(receive(prefill), source=NOWHERE)
+    decode.step(receives=[nobody], idle=True)
+    assert decode.failed == {"d"}
+    decode.step(idle=True)
 
 
 ROPE = {"rope_theta": 10000.0, "model": "llama"}, {"rope_theta": 500000.0, "model": "llama"}

@@ -6,7 +6,7 @@ nothing (the client asks prefill, then decode), `vllm-router` where it is instal
 own steps of them (the header Server-Timing).
 
 vLLM's workers spin for a second after each request, which on few cores takes the time of the other
-server's. Here they sleep for 0.1 ms at a time; with --spin they are as they are.
+server's: the pause between two requests is longer.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.cli.proxy.asks import vllm_prefill
-from tests.engines.launcher import end_launchers
 from tests.engines.servers import Server, greedy, kvpool_proxy
 from tests.engines.vllm.engines import Role, prompts
 from tests.engines.vllm.models import save
-from tests.engines.vllm.servers import api_server, forked_server
+from tests.engines.vllm.servers import api_server
 from tests.ports import free_port
 
 PATH = "/v1/completions"
@@ -71,12 +70,10 @@ def directly(prefill: Server, decode: Server, body: Body) -> tuple[float, dict[s
     return streamed(decode, body | {"kv_transfer_params": params})
 
 
-def ways(
-    stack: ExitStack, start: Callable[[Role, Path, Path], Server], model: Path, logs: Path
-) -> dict[str, Callable[[Body], Any]]:
+def ways(stack: ExitStack, model: Path, logs: Path) -> dict[str, Callable[[Body], Any]]:
     """Servers that are ready, and how each is asked."""
     sides: tuple[Role, ...] = ("prefill", "decode", "single")
-    prefill, decode, single = (stack.enter_context(start(role, model, logs)) for role in sides)
+    prefill, decode, single = (stack.enter_context(api_server(role, model, logs)) for role in sides)
     for server in (prefill, decode, single):
         server.ready(600)
     before = {
@@ -105,16 +102,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 300, 700])
     parser.add_argument("--rounds", type=int, default=11, help="the first is not counted")
     parser.add_argument("--pause", type=float, default=1.6, help="seconds between two requests")
-    parser.add_argument("--spin", action="store_true", help="leave vLLM's workers as they are")
     parser.add_argument("--model", default="llama", help="of tests.engines.vllm.models")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kvpool-bench-"))
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     steps: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
-    start = api_server if options.spin else forked_server
     with ExitStack() as stack:
-        stack.callback(end_launchers)
-        asked = ways(stack, start, save(options.model, folder), folder)
+        asked = ways(stack, save(options.model, folder), folder)
         for number, length, name in product(range(options.rounds), options.tokens, asked):
             (prompt,) = prompts(length, seed=number)
             time.sleep(options.pause)

@@ -252,6 +252,17 @@ def test_a_prompt_is_offered_while_it_is_computed():
     assert not made.step().sends
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_workers_know_whether_a_step_computes_anything(stream):
+    made = scheduler(stream=stream)
+    nothing = output(computing(made), 16, ([1], [9]))
+    made.scheduled(nothing)
+    assert not made.step().idle
+    nothing.num_scheduled_tokens.clear()
+    made.scheduled(nothing)
+    assert made.step().idle
+
+
 def test_what_was_offered_of_a_preempted_request_is_taken_back():
     made = scheduler(stream=True)
     asked = computing(made)
