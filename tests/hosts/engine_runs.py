@@ -92,13 +92,18 @@ class Fleet:
         self.network = Network(3)
         self._sides = Sides(self.network, kind.engine)
         self.prompts = vllm.prompts(*LENGTHS)
-        single = self._sides.single("llama", **EXACT).ready()
-        self.right = [kind.tokens(single.generate([prompt])[0]) for prompt in self.prompts]
-        single.close()
-        self.engines = {at: self._start(at) for at in (*PREFILLS, DECODE)}
-        for at, engine in self.engines.items():
-            engine.ready()
-            self.network.rate(self.network.hosts[at], RATE)
+        try:
+            single = self._sides.single("llama", **EXACT).ready()
+            self.right = [kind.tokens(single.generate([prompt])[0]) for prompt in self.prompts]
+            single.close()
+            self.engines = {at: self._start(at) for at in (*PREFILLS, DECODE)}
+            for engine in self.engines.values():
+                engine.ready()
+            for host in self.network.hosts:
+                self.network.rate(host, RATE)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def decode(self) -> Any:

@@ -18,6 +18,8 @@ from typing import Any
 
 CHECKOUT = Path(__file__).parents[2]
 PR_SET_PDEATHSIG = 1
+SECONDS = 180.0
+"""For one command: while engines start on all cores, one has taken more than 30."""
 NEEDED = (
     "Tests of hosts need root, iproute2, util-linux and a kernel that gives this process new "
     "network, process, mount, IPC and UTS namespaces: run them as root of the machine or of a "
@@ -32,7 +34,7 @@ class Refused(RuntimeError):
 def called(command: Sequence[str]) -> str:
     """What a command prints. Raises Refused with what it says instead."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except FileNotFoundError:
         raise Refused(f"{NEEDED}. There is no {command[0]}.") from None
     if done.returncode:

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any
 
 from disagg.engines.base import create_engine
+from kvpool.allocation.allocator import Request
 from tests import pools
-from tests.faults.child import main
-from tests.faults.orders import Course, Setup, Shape
-from tests.faults.stock import MOST_TOKENS
+from tests.faults.child import FaultyChild, main
+from tests.faults.orders import Course, Order, Setup, Shape
+from tests.faults.stock import MOST_TOKENS, Stock, wrong
 from tests.faults.world import Peer, Room, World
 from tests.hosts.namespaces import inside
 from tests.hosts.network import Host, Network
@@ -21,7 +22,26 @@ PART_BYTES = 128 << 10
 """Most bytes of one part of a read: a room has some thirty."""
 wide = pools.mha.but(packing="f32", head_dim=256, v_head_dim=256, page_size=8, num_pages=100)
 WHOLE = Course(tokens=MOST_TOKENS - 1, salt=7)
-"""A request of the most bytes."""
+"""A request of the most bytes: 8 MiB of `wide`, 257 of `large`."""
+LAYERS = 129
+large = wide.but(layers=range(LAYERS), total_kv_layers=LAYERS, num_pages=40)
+"""A pool of 324 MiB."""
+
+
+class LargeChild(FaultyChild):
+    """One whose checks on the endpoint's thread are short, however large a request is."""
+
+    def filled(self, setup: Setup) -> Stock:
+        # values of another salt take seconds, and as much memory as a request
+        return super().filled(replace(setup, salts=setup.salts[:1]))
+
+    def take(self, order: Order) -> Request | None:
+        """Pages for an order, whose values are then known before its bytes are on their way."""
+        request = super().take(order)
+        if request is not None:
+            course = order.course
+            wrong(self.stock.pool, request.address(), range(course.tokens), course.salt)
+        return request
 
 
 class HostWorld(World):
@@ -35,6 +55,7 @@ class HostWorld(World):
         engine: str,
         *,
         places: Mapping[str, int] | None = None,
+        pool: Any = wide,
         offer_timeout: float = 300.0,
         **limits: Any,
     ) -> None:
@@ -47,12 +68,13 @@ class HostWorld(World):
         shape = Shape(
             name=f"{engine} on hosts",
             engine=engine,
-            prefill=(wide, wide),
-            decode=(wide, wide),
+            prefill=(pool, pool),
+            decode=(pool, pool),
             environment={} if network.ipv4 else {"MC_USE_IPV6": "1"},
             keys=True,
         )
-        super().__init__(shape, engines=engines, folder=network.folder, **limits)
+        child = LargeChild if pool is large else FaultyChild
+        super().__init__(shape, engines=engines, child=child, folder=network.folder, **limits)
 
     def host(self, name: str) -> Host:
         """Where a process runs."""
