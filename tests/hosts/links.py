@@ -25,6 +25,8 @@ FENCE = 5.0
 """Seconds that engine `nixl` gives reads of a lost peer before it gives up their agent."""
 SLACK = 3.0
 """Seconds for a busy machine."""
+LOST = "silent", "connection", "out of reach", "restarted"
+"""Of reasons for which a room fails whose peer is not there any more, or is another one."""
 SMALL = Course(tokens=30, salt=9)
 WAYS = "both ways", "to it", "from it", "unplugged"
 """How a host's link is cut: silently, or so that both ends see it."""
@@ -127,7 +129,7 @@ def fails_in_time(world: HostWorld, room: Room, since: float) -> None:
         raise Late(f"not over: {room}")
     for name, (at, state, reason) in room.ended.items():
         assert state is KVPoll.Failed, room
-        assert "silent" in reason or "connection" in reason or "out of reach" in reason, room
+        assert any(words in reason for words in LOST), room
         if at - since > PEER_TIMEOUT * 17 / 16 + SLACK:
             raise Late(f"{name} noticed after {at - since:.1f} s: {room}")
     for name in room.ended:

@@ -38,6 +38,7 @@ NEED_PROGRESS = {"tcp", "posix", "sysv", "cma", "sm", "shm", "self"}
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 SEGMENTS = {HOST: "DRAM", "cuda": "VRAM"}
+DISCONNECTED = "NIXL_ERR_REMOTE_DISCONNECT"
 MAX_DEVICE = 1 << 16
 MAX_UNUSED_PEERS = 64
 """Peers that nothing is connected to any more and that are kept; beyond, the oldest is removed."""
@@ -177,6 +178,8 @@ class Agent:
         except self._errors as error:
             reason = str(error) or type(error).__name__
         del arguments  # the traceback keeps this frame and the NIXL objects that it names
+        if DISCONNECTED in reason:
+            reason += ": the peer is dead or out of reach, or has restarted."
         raise TransferError(f"NIXL {action}: {reason}")
 
 

@@ -283,10 +283,13 @@ def test_a_dead_peer_is_fenced_and_others_are_still_read(transports, patience, f
         Owner("nixl", SIZE, **options) as bad,
         engine_of("nixl", memory, patience=patience, **options) as engine,
     ):
-        peer, _ = stuck(engine, bad, memory)
+        peer, transfer = stuck(engine, bad, memory)
         bad.process.kill()
         bad.process.join(20)
         friend = small_read(engine, good, memory)
+        if transports == "tcp":
+            with pytest.raises(TransferError, match="the peer is dead or out of reach"):
+                finish(engine, transfer)
         assert engine.fence(peer, 20)
         small_read(engine, good, memory, friend)
 
