@@ -117,8 +117,11 @@ class WatchedConnector(KvpoolConnector):
             for number, key in enumerate(told.keys, told.first + 1):
                 tokens = number * chunk
                 blocks = self._stored(told, tokens)
-                # what was read may have to be written too, where vLLM has kept it
+                # what was read may have to be written too, where vLLM has kept it; and what was
+                # written may be again, by a request that has no window there any more: an object
+                # is created once
                 if blocks is not None and key not in keys:
+                    keys.add(key)
                     self._save("prefill", key.hex(), blocks, tokens)
 
         def saw_read(told: StoreRead) -> None:
