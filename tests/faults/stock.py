@@ -19,7 +19,9 @@ from tests import oracle
 
 MOST_TOKENS = 256  # of one request, so that values can be kept
 PERIOD = 61
-"""Bytes after which those of a row repeat. It is a prime: no part of a row is like another."""
+"""Bytes after which those of a row repeat. It is a prime: parts of a row that are as far apart as
+reads are cut, a power of two, differ.
+"""
 
 
 @lru_cache(maxsize=4096)
