@@ -11,8 +11,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from disagg.errors import PeerError
+from disagg.plan.cast import Arrival, arrival_of, without
 from disagg.plan.bind import Binder, CopyBatch, Count
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.lookup import id_clash
@@ -52,6 +54,13 @@ class IncompatibleLayouts(PeerError, ValueError):
         return by_layers(((r.owner, r.layer, r.role), f": {r.sentence}") for r in self.reasons)
 
 
+class Cast(NamedTuple):
+    """Rows that are converted: where they arrive, and how they come there."""
+
+    arrival: Arrival
+    plan: TransferPlan
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
     """Copies from `sources` to `dest`, as routes. `unsent` are regions that only sources have,
@@ -70,6 +79,8 @@ class TransferPlan:
     layer_routes: tuple[Route, ...] = field(repr=False, compare=False)
     """The same copies, no run of which is of two layers; `routes` where these are so already."""
     asks: Mapping[int, int] = field(compare=False)
+    cast: Cast | None = None
+    """Of regions whose rows are converted; none of the other fields is about them."""
 
     def between(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
         """The same plan for layouts of equal fingerprints."""
@@ -180,8 +191,12 @@ def plan(
     *,
     allow_missing: Collection[str] = (),
     group: Group | None = None,
+    cast: bool | Collection[str] = False,
 ) -> TransferPlan:
     """Plans all copies that fill `dest` from `sources`, one layout per rank.
+
+    `cast` names roles whose rows may be stored in another format than they have in `sources`; True
+    allows that of all.
 
     `allow_missing` names owners or roles that no source has to hold. With `group`, `dest` is its
     member: of replicas it reads from its share, and the plan says which source ranks it asks.
@@ -192,6 +207,11 @@ def plan(
     says = "plan(sources, dest): `sources` is a list of layouts (pool.layout)."
     need_layouts(sources, says)
     need_layouts([dest], says)
+    arrival = arrival_of(sources, dest, cast) if cast else None
+    if arrival is not None:
+        rest = without(dest, arrival.converted)
+        planned = plan(sources, rest, allow_missing=allow_missing, group=group)
+        return replace(planned, cast=Cast(arrival, plan(sources, arrival.layout)))
     if group is None:
         matched = _match(sources, dest, allow_missing)
         parts, asks = tuple(elect(matched.overlaps)), dict[int, int]()

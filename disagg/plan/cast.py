@@ -1,0 +1,315 @@
+"""Rows that prefill holds in one format and decode in another. They are read as they are, into a
+layout of their own (`arrival`): the destination's pages, heads and positions, in the source's
+format. From there the destination's device stores them in its own format.
+
+A row is what one scale or one store is about: the elements of a cell, or of the axis that stands in
+a cell's place. Its scales are region `x.scale` beside region `x`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from disagg.plan.match import Part
+from disagg.plan.runs import Box
+from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region, RequestAddress, Space, Span
+from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.grid import Ints
+
+FLOATS = "float32", "bfloat16", "float16"
+"""Formats without scales that are converted."""
+CODES = "float8_e4m3fn", "int8"
+"""Values of formats with scales."""
+SCALE = ".scale"
+ARRIVAL_BITS = 40
+"""Buffers of an arrival lie so many bits apart, at addresses that nothing has: what is read lies in
+staging memory, piece by piece.
+"""
+
+
+class Format(NamedTuple):
+    """How rows are stored: the type of values, and and that of their scales, `scales` a row."""
+
+    dtype: str
+    scale: str = ""
+    scales: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.dtype} with {self.scales} {self.scale} a row" if self.scales else self.dtype
+
+
+class Rows(NamedTuple):
+    """A region of rows, and that of their scales; `elements` of a row lie along `axis`, or in a
+    cell if that is empty.
+    """
+
+    region: Region
+    scale: Region | None
+    format: Format
+
+    @property
+    def cell(self) -> int:
+        """Elements of a cell."""
+        return self.region.width // ITEMSIZE[self.region.dtype]
+
+
+def rows_in(layout: PoolLayout) -> dict[Key, Rows]:
+    """The regions of a layout whose format is known, by key; scales are with their values."""
+    rows: dict[Key, Rows] = {}
+    for key, region in layout.region_by_key.items():
+        owner, layer, role = key
+        scale = layout.region_by_key.get((owner, layer, role + SCALE))
+        if region.packing or region.dtype not in (CODES if scale else FLOATS):
+            continue
+        if scale is None:
+            rows[key] = Rows(region, None, Format(region.dtype))
+        elif scale.inner_axes and [a.name for a in scale.axes] != [a.name for a in region.axes]:
+            continue
+        else:
+            count = scale.width // ITEMSIZE[scale.dtype]
+            rows[key] = Rows(region, scale, Format(region.dtype, scale.dtype, count))
+    return rows
+
+
+class Conversion(NamedTuple):
+    """Rows of one region: how they arrive, and how the destination stores them. `axis` names the
+    destination's axis that runs along a row, or is empty where its cells do.
+    """
+
+    arrival: Rows
+    dest: Rows
+    axis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """Where converted rows arrive: a layout without memory, and what is made of each region."""
+
+    layout: PoolLayout
+    conversions: Mapping[Key, Conversion]
+    converted: frozenset[Key]
+    """Regions of the destination that are written by conversions, scales among them."""
+
+
+def arrival_of(
+    sources: Sequence[PoolLayout], dest: PoolLayout, roles: bool | Collection[str]
+) -> Arrival | None:
+    """What has to be converted, of `roles` (True: of all); None if nothing has. What cannot be is
+    left to the plan, which refuses it.
+    """
+    offered: dict[Key, Rows] = {}
+    for layout in sources:
+        for key, rows in rows_in(layout).items():
+            offered.setdefault(key, rows)
+    wanted = rows_in(dest)
+    conversions: dict[Key, tuple[Rows, Rows, str]] = {}
+    for key, rows in wanted.items():
+        given = offered.get(key)
+        allowed = roles if isinstance(roles, bool) else key[2] in roles
+        if given is None or given.format == rows.format or not allowed:
+            continue
+        axis = _row_axis(given, rows)
+        if axis is not None:
+            conversions[key] = given, rows, axis
+    if not conversions:
+        return None
+    regions: list[Region] = []
+    buffers: list[Buffer] = []
+    converted: set[Key] = set()
+    arrivals: dict[Key, Conversion] = {}
+    for key, (given, rows, axis) in conversions.items():
+        space = dest.space_of(rows.region)
+        parts = [part for part in (given.region, given.scale) if part is not None]
+        placed = []
+        for part in parts:
+            name = f"{part.owner}.{part.layer}.{part.role}"
+            axes, width = _axes(part, rows.region, axis)
+            item = space.steps * width if _entry(rows.region) else width
+            for step in axes:
+                if step.name != "entry":
+                    item *= step.size
+            base = (len(buffers) + 1) << ARRIVAL_BITS
+            items = max(1, (1 << ARRIVAL_BITS - 1) // item)
+            buffers.append(Buffer(name, space.name, base, item, item, items))
+            region = replace(part, buffer=name, offset=0, axes=axes, width=width)
+            regions.append(region)
+            placed.append(region)
+        arrived = Rows(placed[0], placed[1] if placed[1:] else None, given.format)
+        arrivals[key] = Conversion(arrived, rows, axis)
+        converted.add(key)
+        if rows.scale is not None:
+            converted.add(rows.scale.key)
+    names = {buffer.space for buffer in buffers}
+    spaces = tuple(_of_pieces(space) for space in dest.spaces if space.name in names)
+    layout = PoolLayout(tuple(buffers), tuple(regions), spaces, dest.total_kv_layers, dest.model)
+    return Arrival(layout=layout, conversions=arrivals, converted=frozenset(converted))
+
+
+def _entry(region: Region) -> Axis | None:
+    return region.axis("entry")
+
+
+def _row_axis(given: Rows, wanted: Rows) -> str | None:
+    """The destination's axis that runs along rows, or an empty name where its cells do; None if the
+    two do not hold the same rows, or rows of which a rank has a part.
+    """
+    theirs = {axis.name: axis for axis in given.region.inner_axes}
+    ours = {axis.name: axis for axis in wanted.region.inner_axes}
+    extra, lacking = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
+    if not extra and not lacking and given.cell == wanted.cell:
+        return ""
+    if len(extra) == 1 and not lacking and wanted.cell == 1 and wanted.scale is None:
+        axis = ours[extra.pop()]
+        if axis.size == axis.total == given.cell:
+            return axis.name
+    return None
+
+
+def _axes(part: Region, wanted: Region, axis: str) -> tuple[tuple[Axis, ...], int]:
+    """The axes of a region in an arrival, as densely as can be, and the bytes of a cell."""
+    axes: list[Axis] = []
+    stride = part.width
+    for step in reversed(wanted.axes):
+        if step.name != axis:
+            axes.append(replace(step, stride=stride))
+            stride *= step.size
+    return tuple(reversed(axes)), part.width
+
+
+def _of_pieces(space: Space) -> Space:
+    """The space of an arrival: each of its requests begins at item 0, and no other has any."""
+    return replace(space, reserved=0, ids=None, block_pool=None, items_per_block=1)
+
+
+class Placed(NamedTuple):
+    """Rows of a piece: of `keys`, which are alike, steps `box` of their axes at `entries` of the
+    destination's rank. Those of item `first` of the request lie in item 0 of the arrival.
+    """
+
+    keys: tuple[Key, ...]
+    box: Box
+    space: Space
+    entries: Ints
+    first: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastPiece:
+    """What is read at once of rows that are converted: positions `tokens` of layers of `owner`.
+    `offsets` are those of an arrival's buffers in the piece, by name, of `nbytes` in all.
+    """
+
+    owner: str
+    layers: range
+    tokens: range
+    offsets: Mapping[str, int]
+    items: Mapping[str, range]
+    nbytes: int
+
+
+def pieces(
+    arrival: Arrival, owner: str, layers: range, tokens: range, total: int, most: int
+) -> Iterator[CastPiece]:
+    """Positions `tokens` of a request of `total`, in pieces of at most `most` bytes: of fewer
+    layers where those of all do not fit, then of fewer positions. Raises ValueError for one
+    position of a layer that does not fit.
+    """
+    piece = _piece(arrival, owner, layers, tokens, total)
+    if piece.nbytes <= most:
+        if piece.nbytes:
+            yield piece
+        return
+    if len(layers) > 1:
+        middle = layers.start + len(layers) // 2
+        halves = [(range(layers.start, middle), tokens), (range(middle, layers.stop), tokens)]
+    elif len(tokens) > 1:
+        middle = tokens.start + len(tokens) // 2
+        halves = [(layers, range(tokens.start, middle)), (layers, range(middle, tokens.stop))]
+    else:
+        raise ValueError(
+            f"{owner} layer {layers.start}: {piece.nbytes} bytes arrive with position "
+            f"{tokens.start} and are converted together, and a staging buffer has {most}. Give the "
+            f"endpoint staging={4 * piece.nbytes}."
+        )
+    for some, part in halves:
+        yield from pieces(arrival, owner, some, part, total, most)
+
+
+def _piece(arrival: Arrival, owner: str, layers: range, tokens: range, total: int) -> CastPiece:
+    items = {space.name: _items(space, tokens, total) for space in arrival.layout.spaces}
+    offsets: dict[str, int] = {}
+    nbytes = 0
+    for region in arrival.layout.regions:
+        if region.owner == owner and region.layer in layers:
+            buffer = arrival.layout.buffer_of(region)
+            offsets[buffer.name] = nbytes
+            nbytes += -(-len(items[buffer.space]) * buffer.item_bytes // 64) * 64
+    return CastPiece(
+        owner=owner, layers=layers, tokens=tokens, offsets=offsets, items=items, nbytes=nbytes
+    )
+
+
+def _items(space: Space, tokens: range, total: int) -> range:
+    """Numbers of a request's items in which entries move with `tokens`."""
+    entries = space.held.part(space.needed_entries(tokens, total))
+    if not entries:
+        return range(0)
+    if space.per_request:
+        return range(1)
+    first, last = (int(space.place(entry)[0]) for entry in (entries[0], entries[-1]))
+    return range(first, last + 1)
+
+
+def piece_address(piece: CastPiece, total: int) -> RequestAddress:
+    """The block table of a piece in its arrival."""
+    spans = {name: Span(np.arange(len(items)), items.start) for name, items in piece.items.items()}
+    return RequestAddress(total, spans)
+
+
+def to_offsets(arrival: Arrival, piece: CastPiece, pointers: Ints) -> Ints:
+    """Offsets in the piece, of pointers into the arrival."""
+    names = [buffer.name for buffer in arrival.layout.buffers]
+    starts = np.array([piece.offsets.get(name, 0) for name in names], dtype=np.int64)
+    number = (pointers >> ARRIVAL_BITS) - 1
+    return np.asarray(starts[number] + (pointers & ((1 << ARRIVAL_BITS) - 1)), dtype=np.int64)
+
+
+def placed(
+    arrival: Arrival, parts: Sequence[Part], source: int, piece: CastPiece, total: int
+) -> list[Placed]:
+    """What of a piece comes from a source rank, as rows."""
+    rows: list[Placed] = []
+    for part in parts:
+        keys = tuple(
+            key
+            for key in part.keys
+            if key in arrival.conversions and key[0] == piece.owner and key[1] in piece.layers
+        )
+        if part.source != source or not keys:
+            continue
+        space = arrival.layout.space_of(arrival.layout.region_by_key[keys[0]])
+        needed = space.needed_entries(piece.tokens, total)
+        numbers = np.arange(needed.start, needed.stop, dtype=np.int64)
+        for held in (part.held, space.held):
+            numbers = numbers[numbers // held.size % held.ranks == held.rank]
+        if numbers.size:
+            entries = np.asarray(space.held.index(numbers))
+            rows.append(Placed(keys, part.box, space, entries, piece.items[space.name].start))
+    return rows
+
+
+def without(layout: PoolLayout, keys: Collection[Key]) -> PoolLayout:
+    """The layout of other regions: the bytes of these are foreign there."""
+    regions = tuple(region for region in layout.regions if region.key not in keys)
+    cut = {region.buffer for region in layout.regions if region.key in keys}
+    inside = {region.buffer for region in regions}
+    buffers = tuple(
+        replace(buffer, padding=buffer.padding and buffer.name not in cut)
+        for buffer in layout.buffers
+        if buffer.name in inside
+    )
+    return replace(layout, regions=regions, buffers=buffers)

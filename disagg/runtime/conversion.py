@@ -1,0 +1,113 @@
+"""Stores rows that have arrived in another format, by the operations of the device whose memory
+they are for. Imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from disagg.plan.cast import CastPiece, Conversion, Placed, Rows
+from disagg.plan.planner import Cast
+from disagg.plan.runs import Box
+from kvpool.device import get_device
+from kvpool.device.torch_ops import ReadRow, WriteRow
+from kvpool.layout import Buffer, PoolLayout, Region, RequestAddress
+from kvpool.layout.grid import Ints
+
+
+class Converter:
+    """Converts what arrives for one destination."""
+
+    def __init__(self, cast: Cast, dest: PoolLayout) -> None:
+        self._arrival, self._dest = cast.arrival, dest
+
+    def store(
+        self, piece: CastPiece, rows: Sequence[Placed], pointer: int, address: RequestAddress
+    ) -> None:
+        """Stores rows of a piece that lies at `pointer`; `address` is the destination's."""
+        for placed in rows:
+            space = placed.space
+            items, steps = space.place(placed.entries)
+            first = placed.entries * 0 + placed.first if not space.per_request else 0
+            local = torch.from_numpy((items - first) * space.steps + steps)
+            for key in placed.keys:
+                conversion = self._arrival.conversions[key]
+                own = self._dest.space_of(conversion.dest.region)
+                span = address.spans[own.id_list]
+                index = items if own.per_request else items - span.first_item
+                there = torch.from_numpy(span.ids[index] * own.steps + steps)
+                self._store(conversion, placed.box, piece, pointer, local, there)
+
+    def _store(
+        self,
+        conversion: Conversion,
+        box: Box,
+        piece: CastPiece,
+        pointer: int,
+        local: torch.Tensor,
+        there: torch.Tensor,
+    ) -> None:
+        arrival, dest = conversion.arrival, conversion.dest
+        device = get_device(self._dest.buffer_of(dest.region).memory)
+        read = ReadRow(
+            self._arrived(arrival.region, piece, pointer, box),
+            None if arrival.scale is None else self._arrived(arrival.scale, piece, pointer, box),
+            torch.float32,
+        )
+        (values,) = device.load_rows([read], local)
+        view = view_of(dest.region, self._dest.buffer_of(dest.region), box, conversion.axis)
+        scales = None
+        if dest.scale is None:
+            values = values.to(view.dtype)
+        else:
+            scales = view_of(dest.scale, self._dest.buffer_of(dest.scale), box, "")
+        device.store_rows([WriteRow(view, values, scales)], there)
+
+    def _arrived(
+        self, region: Region, piece: CastPiece, pointer: int, box: Box
+    ) -> torch.Tensor:
+        buffer = self._arrival.layout.buffer_of(region)
+        base, items = pointer + piece.offsets[buffer.name], len(piece.items[buffer.space])
+        here = Buffer(
+            buffer.name, buffer.space, base, buffer.item_stride, buffer.item_bytes, items
+        )
+        return view_of(region, here, box, "")
+
+
+def view_of(region: Region, buffer: Buffer, box: Box, axis: str) -> torch.Tensor:
+    """Rows `[item, entry, axes..., element]` of a region, of steps `box` of its axes; elements lie
+    along `axis`, or in its cells.
+    """
+    kind = getattr(torch, region.dtype)
+    size = kind.itemsize
+    sizes, strides, offset = [buffer.items], [buffer.item_stride], region.offset
+    entry = region.axis("entry")
+    sizes.append(entry.size if entry else 1)
+    strides.append(entry.stride if entry else buffer.item_stride)
+    steps = {name: (low, high) for name, low, high in box}
+    for part in region.inner_axes:
+        if part.name != axis:
+            low, high = steps[part.name]
+            sizes.append(high - low)
+            strides.append(part.stride)
+            offset += (low - part.start) * part.stride
+    along = region.axis(axis)
+    sizes.append(along.size if along else region.width // size)
+    strides.append(along.stride if along else size)
+    flat = memory_at(buffer.base, buffer.end - buffer.base)
+    if any(stride % size for stride in strides) or (buffer.base + offset) % size:
+        raise ValueError(f"{region}: its rows are not aligned to {region.dtype}.")
+    lead = offset % size
+    typed = flat[lead : lead + (flat.numel() - lead) // size * size].view(kind)
+    return typed.as_strided(sizes, [stride // size for stride in strides], offset // size)
+
+
+def memory_at(base: int, nbytes: int) -> torch.Tensor:
+    """Host memory as bytes."""
+    array: Any = (ctypes.c_ubyte * nbytes).from_address(base)
+    return torch.from_numpy(np.frombuffer(array, dtype=np.uint8))
