@@ -19,12 +19,12 @@ from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region, RequestAddress, Space, Span
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.grid import Ints
+from kvpool.layout.types import SCALE
 
 FLOATS = "float32", "bfloat16", "float16"
 """Formats without scales that are converted."""
 CODES = "float8_e4m3fn", "int8"
 """Values of formats with scales."""
-SCALE = ".scale"
 ARRIVAL_BITS = 40
 """Buffers of an arrival lie so many bits apart, at addresses that nothing has: what is read lies in
 staging memory, piece by piece.

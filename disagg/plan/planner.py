@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from disagg.errors import PeerError
-from disagg.plan.cast import Arrival, arrival_of, without
 from disagg.plan.bind import Binder, CopyBatch, Count
+from disagg.plan.cast import Arrival, arrival_of, without
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.lookup import id_clash
 from disagg.plan.match import Group, Part, absent, elect, mismatches, named_pairs, share_out, tile
@@ -83,8 +83,16 @@ class TransferPlan:
     """Of regions whose rows are converted; none of the other fields is about them."""
 
     def between(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
-        """The same plan for layouts of equal fingerprints."""
-        return replace(self, sources=tuple(sources), dest=dest)
+        """The same plan for layouts of the fingerprints of those that were planned."""
+        cast = self.cast
+        if cast is not None:
+            cast = cast._replace(plan=cast.plan.between(sources, cast.arrival.layout))
+            dest = without(dest, cast.arrival.converted)
+        shapes = [layout.fingerprint() for layout in (*sources, dest)]
+        if shapes != [layout.fingerprint() for layout in (*self.sources, self.dest)]:
+            paired = pair(sources, dest)  # cells of the layouts given were cut
+            sources, dest = paired.sources, paired.dest
+        return replace(self, sources=tuple(sources), dest=dest, cast=cast)
 
     def contributors(self, layers: range | None = None, owner: str = "target") -> list[int]:
         """Source ranks that bytes are read from, or those that bytes of `owner`'s `layers` are."""
@@ -93,6 +101,8 @@ class TransferPlan:
 
     def contributes(self, source: int, layers: range | None = None, owner: str = "target") -> bool:
         """Whether bytes are read from a source rank, or bytes of `owner`'s `layers`."""
+        if self.cast is not None and self.cast.plan.contributes(source, layers, owner):
+            return True
         routes = self._routes_of.get((source, None if layers is None else owner), ())
         return any(layers is None or route.within(layers).any() for route in routes)
 
@@ -100,6 +110,8 @@ class TransferPlan:
         """Whether some of what moves from a source rank depends on how many tokens a request has:
         windows, slots, rings, and the last item of a packed region.
         """
+        if self.cast is not None and self.cast.plan.needs_count(source):
+            return True
         routes = self._routes_of.get((source, None), ())
         return any(route.packed or not route.grows for route in routes)
 
@@ -245,8 +257,14 @@ class PlanCache:
     peers of one shape differ in pointers only. Not thread-safe.
     """
 
-    def __init__(self, allow_missing: Collection[str] = (), capacity: int = 64) -> None:
-        self.allow_missing, self.capacity = frozenset(allow_missing), capacity
+    def __init__(
+        self,
+        allow_missing: Collection[str] = (),
+        capacity: int = 64,
+        *,
+        cast: bool | Collection[str] = False,
+    ) -> None:
+        self.allow_missing, self.capacity, self.cast = frozenset(allow_missing), capacity, cast
         self.hits = self.misses = 0
         self.seconds = 0.0
         """Spent in all, refusals included."""
@@ -264,16 +282,15 @@ class PlanCache:
             planned = self._plans.get(key)
             if planned is None:
                 self.misses += 1
-                planned = plan(sources, dest, allow_missing=self.allow_missing, group=group)
+                planned = plan(
+                    sources, dest, allow_missing=self.allow_missing, group=group, cast=self.cast
+                )
                 self._plans[key] = planned
                 if len(self._plans) > self.capacity:
                     self._plans.popitem(last=False)
                 return planned
             self.hits += 1
             self._plans.move_to_end(key)
-            if shapes != [layout.fingerprint() for layout in (*planned.sources, planned.dest)]:
-                paired = pair(sources, dest)  # cells of the layouts given were cut
-                sources, dest = paired.sources, paired.dest
             return planned.between(sources, dest)
         finally:
             self.seconds += time.perf_counter() - began

@@ -18,7 +18,7 @@ from disagg.protocol.versions import PROTOCOL, fields_lacked, spoken, tag_of
 from kvpool.layout import VERSION, PoolLayout, Region, Space
 from kvpool.layout.codec import MAX_BYTES
 from kvpool.layout.sentences import PRINTABLE, one_line
-from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON, Name
+from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON, SCALE, Name
 
 MAX_MESSAGE = 64 << 20
 MAX_AUX = 1 << 20
@@ -118,9 +118,13 @@ def pairs_of(regions: Iterable[Region | _Named]) -> frozenset[Pair]:
     return frozenset((region.owner, region.role) for region in regions)
 
 
-def wanted_layout(layouts: Iterable[PoolLayout]) -> bytes:
-    """The owners and roles of a decode rank, or of all ranks of its group, as they are sent."""
+def wanted_layout(layouts: Iterable[PoolLayout], casts: bool = False) -> bytes:
+    """The owners and roles of a decode rank, or of all ranks of its group, as they are sent. With
+    `casts`, prefill may have scales beside any of them.
+    """
     pairs = frozenset[Pair]().union(*(pairs_of(layout.regions) for layout in layouts))
+    if casts:
+        pairs |= {(owner, role + SCALE) for owner, role in pairs if not role.endswith(SCALE)}
     regions = [_Named(owner=owner, role=role) for owner, role in sorted(pairs)]
     return msgspec.msgpack.encode(_Wanted(version=VERSION, regions=regions))
 

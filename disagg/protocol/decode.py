@@ -44,12 +44,13 @@ class DecodeMachine(Machine[DecodeRoom]):
         now: float,
         verify: bool = False,
         allow_missing: Collection[str] = (),
+        cast: bool | Collection[str] = False,
         offer_timeout: float | None = None,
     ) -> None:
         super().__init__(hello, DecodeRooms(layout, offer_timeout, allow_missing), now)
         self.verify = verify
         self.peers = DecodePeers(
-            hello, layout, readers, self._effects, now=now, allow_missing=allow_missing
+            hello, layout, readers, self._effects, now=now, allow_missing=allow_missing, cast=cast
         )
         self._comparisons = Comparisons(layout, self._effects)
 

@@ -5,19 +5,74 @@ they are for. Imports torch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from disagg.plan.cast import CastPiece, Conversion, Placed, Rows
+from disagg.plan.bind import CopyBatch
+from disagg.plan.cast import (
+    Arrival,
+    CastPiece,
+    Conversion,
+    Placed,
+    piece_address,
+    pieces,
+    placed,
+    to_offsets,
+)
 from disagg.plan.planner import Cast
 from disagg.plan.runs import Box
-from kvpool.device import get_device
+from disagg.protocol.peers.link import Read
+from disagg.runtime.staging import ReadPart
+from kvpool.device import Event, get_device
 from kvpool.device.torch_ops import ReadRow, WriteRow
 from kvpool.layout import Buffer, PoolLayout, Region, RequestAddress
-from kvpool.layout.grid import Ints
+
+
+def converted_parts(read: Read, layout: PoolLayout, most: int) -> Iterator[ReadPart]:
+    """The parts of a read whose rows are stored in another format: each takes one staging buffer,
+    of `most` bytes. Raises as TransferPlan.bind, and as `pieces`.
+    """
+    assert read.plan.cast is not None
+    arrival, planned = read.plan.cast
+    source, total = read.rank.source, read.dest_address.num_tokens
+    converter = Converter(read.plan.cast, layout)
+    for owner, layers in _layers(read, arrival):
+        for piece in pieces(arrival, owner, layers, read.tokens, total, most):
+            batch = planned.bind(
+                source,
+                read.source_address,
+                piece_address(piece, total),
+                tokens=piece.tokens,
+                layers=piece.layers,
+                owner=owner,
+                count=read.count,
+                checked=True,
+            )
+            if batch.runs:
+                offsets = to_offsets(arrival, piece, batch.dst)
+                rows = placed(arrival, planned.parts, source, piece, total)
+                store = partial(converter.store, piece, rows, read.dest_address)
+                yield ReadPart(CopyBatch(batch.src, offsets, batch.nbytes), store=store)
+
+
+def _layers(read: Read, arrival: Arrival) -> Iterator[tuple[str, range]]:
+    """The layers of each owner that a read is about."""
+    layers: dict[str, list[int]] = {}
+    for owner, layer, _ in arrival.conversions:
+        layers.setdefault(owner, []).append(layer)
+    for owner, numbers in layers.items():
+        low, high = min(numbers), max(numbers) + 1
+        if read.layers is not None:
+            if read.layers.owner != owner:
+                continue
+            some = read.layers.layers
+            low, high = max(low, some.start), min(high, some.stop)
+        if low < high:
+            yield owner, range(low, high)
 
 
 class Converter:
@@ -25,23 +80,27 @@ class Converter:
 
     def __init__(self, cast: Cast, dest: PoolLayout) -> None:
         self._arrival, self._dest = cast.arrival, dest
+        self._device = get_device(dest.buffers[0].memory)
 
     def store(
-        self, piece: CastPiece, rows: Sequence[Placed], pointer: int, address: RequestAddress
-    ) -> None:
-        """Stores rows of a piece that lies at `pointer`; `address` is the destination's."""
-        for placed in rows:
-            space = placed.space
-            items, steps = space.place(placed.entries)
-            first = placed.entries * 0 + placed.first if not space.per_request else 0
+        self, piece: CastPiece, rows: Sequence[Placed], address: RequestAddress, pointer: int
+    ) -> Event | None:
+        """Stores rows of a piece that lies at `pointer`; `address` is the destination's. Returns
+        what has happened once they are stored.
+        """
+        for part in rows:
+            space = part.space
+            items, steps = space.place(part.entries)
+            first = 0 if space.per_request else part.first
             local = torch.from_numpy((items - first) * space.steps + steps)
-            for key in placed.keys:
+            for key in part.keys:
                 conversion = self._arrival.conversions[key]
                 own = self._dest.space_of(conversion.dest.region)
                 span = address.spans[own.id_list]
                 index = items if own.per_request else items - span.first_item
                 there = torch.from_numpy(span.ids[index] * own.steps + steps)
-                self._store(conversion, placed.box, piece, pointer, local, there)
+                self._store(conversion, part.box, piece, pointer, local, there)
+        return self._device.record()
 
     def _store(
         self,
@@ -53,7 +112,7 @@ class Converter:
         there: torch.Tensor,
     ) -> None:
         arrival, dest = conversion.arrival, conversion.dest
-        device = get_device(self._dest.buffer_of(dest.region).memory)
+        device = self._device
         read = ReadRow(
             self._arrived(arrival.region, piece, pointer, box),
             None if arrival.scale is None else self._arrived(arrival.scale, piece, pointer, box),
@@ -68,14 +127,10 @@ class Converter:
             scales = view_of(dest.scale, self._dest.buffer_of(dest.scale), box, "")
         device.store_rows([WriteRow(view, values, scales)], there)
 
-    def _arrived(
-        self, region: Region, piece: CastPiece, pointer: int, box: Box
-    ) -> torch.Tensor:
+    def _arrived(self, region: Region, piece: CastPiece, pointer: int, box: Box) -> torch.Tensor:
         buffer = self._arrival.layout.buffer_of(region)
         base, items = pointer + piece.offsets[buffer.name], len(piece.items[buffer.space])
-        here = Buffer(
-            buffer.name, buffer.space, base, buffer.item_stride, buffer.item_bytes, items
-        )
+        here = Buffer(buffer.name, buffer.space, base, buffer.item_stride, buffer.item_bytes, items)
         return view_of(region, here, box, "")
 
 

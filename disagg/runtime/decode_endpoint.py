@@ -68,6 +68,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         offer_timeout: float | None = OFFER_TIMEOUT,
         verify: Literal["checksum"] | None = None,
         allow_missing: Collection[str] = (),
+        cast: bool | Collection[str] = False,
         staging: int = STAGING_BYTES,
         **options: Unpack[Options],
     ) -> None:
@@ -90,13 +91,14 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
                 readers=ranks,
                 verify=verify is not None,
                 allow_missing=allow_missing,
+                cast=cast,
                 offer_timeout=offer_timeout,
                 now=now,
             ),
             layout,
             engine,
             options,
-            stage=staging_buffers(layout, engine, staging),
+            stage=staging_buffers(layout, engine, staging, always=bool(cast)),
             read_timeout=read_timeout,
         )
         self.driver.start()

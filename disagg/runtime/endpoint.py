@@ -96,7 +96,7 @@ class Endpoint(Generic[M]):
             layout=self.layout,
             engine=engine,
             transport=transport,
-            reader=Reader(engine, read_timeout, clock, stage),
+            reader=Reader(engine, self.layout, read_timeout, clock, stage),
             digester=Digester(),
             clock=clock,
             telemetry=dict(engine.telemetry()),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from disagg.protocol.peers.link import PrefillRank, Read
 from disagg.runtime.reads import BegunReads, Fence, InFlight, ReadContext, TrackedRead
 from disagg.runtime.sockets.offered import check_engine_host
 from disagg.runtime.staging import StagingBuffers
+from kvpool.layout import PoolLayout
 
 LOOKS_PER_TIMEOUT = 4
 """A longer pause between two steps than this part of the time-out is no time that a read took."""
@@ -43,9 +45,16 @@ class Reader:
     """
 
     def __init__(
-        self, engine: Engine, timeout: float, clock: Callable[[], float], stage: StagingBuffers
+        self,
+        engine: Engine,
+        layout: PoolLayout,
+        timeout: float,
+        clock: Callable[[], float],
+        stage: StagingBuffers,
     ) -> None:
-        self._context = ReadContext(engine=engine, stage=stage, timeout=timeout, clock=clock)
+        self._context = ReadContext(
+            engine=engine, stage=stage, layout=layout, timeout=timeout, clock=clock
+        )
         self._lanes: dict[tuple[PrefillRank, str], Lane] = {}
         self._active: dict[Lane, None] = {}  # those with work: a turn costs nothing for others
         self._dropped: list[Lane] = []
@@ -237,7 +246,7 @@ class Lane:
             tracked, problem = self.queue[0], None
             try:
                 if not tracked.cancelled:
-                    tracked.bind()
+                    tracked.bind(self._context)
             except Exception as error:  # nothing of it was posted
                 problem = tracked.problem(error)
             if tracked.cancelled or problem:
@@ -261,6 +270,7 @@ class Lane:
         try:
             source = read.plan.sources[read.rank.source]
             parts = self._context.stage.parts(batch, source, self._engine)
+            parts = chain(joined[0].converted, parts)
             self._begun.append(BegunReads(reads=joined, parts=parts, next=next(parts, None)))
         except Exception as error:
             for tracked in joined:

@@ -17,6 +17,7 @@ from disagg.plan.bind import CopyBatch
 from disagg.protocol.events import ReadEnded, ReaderEvent, ReadFailed, ReadMoved
 from disagg.protocol.peers.link import Read
 from disagg.runtime.staging import NUM_BUFFERS, ReadPart, StagingBuffers
+from kvpool.layout import PoolLayout
 from kvpool.layout.sentences import one_line
 from kvpool.layout.types import MAX_REASON
 
@@ -40,17 +41,26 @@ class TrackedRead:
     alone: bool = False
     batch: CopyBatch = field(init=False)
     """Its runs, once it is bound, and the seconds that this took."""
+    converted: list[ReadPart] = field(init=False, default_factory=list)
+    """What is read of rows that are converted."""
     bind_seconds: float = field(init=False)
 
-    def bind(self) -> None:
+    def bind(self, context: ReadContext) -> None:
         """Finds its runs. Raises as TransferPlan.bind."""
         began = time.perf_counter()
         self.batch = self.read.bind()
+        if self.read.plan.cast is not None:
+            from disagg.runtime.conversion import converted_parts  # imports torch
+
+            most = min(context.stage.buffer_bytes, context.engine.max_bytes)
+            self.converted = [*converted_parts(self.read, context.layout, most)]
         self.bind_seconds = time.perf_counter() - began
 
     @property
     def small(self) -> bool:
         """Whether it may be posted together with others."""
+        if self.converted:
+            return False
         few = self.batch.runs <= SMALL_RUNS and self.batch.total <= SMALL_BYTES
         return few and not self.alone
 
@@ -69,6 +79,7 @@ class ReadContext:
 
     engine: Engine
     stage: StagingBuffers
+    layout: PoolLayout
     timeout: float
     clock: Callable[[], float]
     events: list[ReaderEvent] = field(default_factory=list)
@@ -108,8 +119,8 @@ class InFlight:
             self.arrived = context.engine.poll(self.transfer)
             if not self.arrived:
                 return False
-            if self.part.scatter is not None and self.buffer is not None:
-                self.event = context.stage.scatter(self.part.scatter, self.buffer)
+            if self.buffer is not None:
+                self.event = context.stage.finish(self.part, self.buffer)
         if self.copying():
             return False
         if self.buffer is not None:
@@ -142,7 +153,7 @@ class BegunReads:
     ) -> bool:
         """Posts `next`; False while it waits for a buffer. `siblings` are reads of its rank."""
         read, buffer = part.read, None
-        if part.scatter is not None:
+        if part.staged:
             if sum(len(begun.buffers) for begun in siblings) < STAGED_IN_FLIGHT:
                 buffer = context.stage.take()
             if buffer is None:

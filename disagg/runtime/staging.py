@@ -37,6 +37,13 @@ class ReadPart(NamedTuple):
 
     read: CopyBatch
     scatter: CopyBatch | None = None
+    store: Callable[[int], Event | None] | None = None
+    """Stores rows that have arrived in a buffer, at the given pointer, in another format."""
+
+    @property
+    def staged(self) -> bool:
+        """Whether it is read into a buffer: destinations of `read` are offsets there."""
+        return self.scatter is not None or self.store is not None
 
     @property
     def payload(self) -> int:
@@ -78,9 +85,13 @@ class StagingBuffers:
         """`count` buffers may be written to at any time, and are not used again."""
         self._usable -= count
 
-    def scatter(self, part: CopyBatch, buffer: int) -> Event | None:
-        """Copies what has arrived in a buffer to its destination."""
-        return self._copy(part.src + buffer, part.dst, part.nbytes)
+    def finish(self, part: ReadPart, buffer: int) -> Event | None:
+        """Copies what has arrived in a buffer to its destination, or stores it there."""
+        if part.store is not None:
+            return part.store(buffer)
+        assert part.scatter is not None
+        src, dst, nbytes = part.scatter
+        return self._copy(src + buffer, dst, nbytes)
 
 
 def coalesce(batch: CopyBatch, source: PoolLayout, run_overhead_bytes: int) -> ReadPart | None:
@@ -132,10 +143,14 @@ def cut(whole: ReadPart, max_bytes: int, max_runs: int) -> Iterator[ReadPart]:
         )
 
 
-def staging_buffers(layout: PoolLayout, engine: Engine, nbytes: int) -> StagingBuffers:
-    """Buffers of `nbytes` bytes in all; none if engine or device have no use for them."""
+def staging_buffers(
+    layout: PoolLayout, engine: Engine, nbytes: int, always: bool = False
+) -> StagingBuffers:
+    """Buffers of `nbytes` bytes in all; none if engine or device have no use for them, unless they
+    are needed `always`.
+    """
     memories = {buffer.memory for buffer in layout.buffers}
-    if not (nbytes and engine.run_overhead_bytes and len(memories) == 1):
+    if not (nbytes and (always or engine.run_overhead_bytes) and len(memories) == 1):
         return StagingBuffers()
     (memory,) = memories
     if layout.buffers[0].on_host:

@@ -20,6 +20,8 @@ MAX_AXES = 8
 MAX_PARTS = 1 << 16
 MAX_REASON = 4096
 """Characters of one reason, in an error, a message or the log."""
+SCALE = ".scale"
+"""How the role of scales ends, after that of the values that they are of."""
 HOST = "cpu"
 """The memory of the host, as buffers and slabs name it."""
 

@@ -66,14 +66,15 @@ class DecodePeers:
         *,
         now: float,
         allow_missing: Collection[str] = (),
+        cast: bool | Collection[str] = False,
     ) -> None:
         self._group = readers if isinstance(readers, Group) else None
         self._readers = len(readers.layouts) if isinstance(readers, Group) else readers
         members = self._group.layouts if self._group else (layout,)
-        self.hello, self.layout = replace(hello, layout=wanted_layout(members)), layout
+        self.hello, self.layout = replace(hello, layout=wanted_layout(members, bool(cast))), layout
         self.links: list[Link] = []
         self.counts = PeerCounts()
-        self.plans = PlanCache(allow_missing)
+        self.plans = PlanCache(allow_missing, cast=cast)
         self.liveness: Liveness[int] = Liveness(hello.timeout, now)
         self._effects = effects
         self.by_number: dict[int, PrefillRank] = {}
