@@ -15,7 +15,7 @@ from disagg.plan.lookup import Apart, BlockLookup
 from disagg.plan.positions import Paired, SpacePair
 from disagg.plan.runs import Route
 from disagg.plan.shapes import BoundRuns, Shape, StretchRuns
-from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout import PoolLayout, RequestAddress, Space
 from kvpool.layout.grid import Ints, ragged
 
 _LENGTH = struct.Struct("q")
@@ -166,7 +166,7 @@ class Binder:
         groups, table = self._table(layers)
         for group in groups:
             shape, route = group.shape, group.shape.route
-            moved = _moved(route, tokens, count)
+            moved = moved_now(route.src.space, route.dst.space, route.packed, tokens, count)
             if moved is None:
                 continue
             paired = by_spaces.get(shape.spaces)
@@ -261,15 +261,16 @@ def _bound_few(few: Sequence[tuple[_Group, StretchRuns]], table: Ints) -> tuple[
     return pointers, row[4] + place[4] * row[3]
 
 
-def _moved(route: Route, tokens: range, count: Count) -> range | None:
-    """The positions of `tokens` of which a route moves something now."""
+def moved_now(
+    source: Space, space: Space, packed: bool, tokens: range, count: Count
+) -> range | None:
+    """The positions of `tokens` of which something moves now, from one space to another."""
     if count is Count.KNOWN:
         return tokens
-    unknown = count is Count.UNKNOWN
-    space = route.dst.space
-    if not (route.grows and (route.packed or space.partial)):
-        return tokens if route.grows == unknown else None
-    size = space.tokens_per_item if route.packed else space.tokens_per_entry
+    unknown, grows = count is Count.UNKNOWN, source.grows and space.grows
+    if not (grows and (packed or space.partial)):
+        return tokens if grows == unknown else None
+    size = space.tokens_per_item if packed else space.tokens_per_entry
     full = tokens.stop // size * size
     return range(tokens.start, full) if unknown else range(max(tokens.start, full), tokens.stop)
 

@@ -14,11 +14,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from disagg.plan.bind import Count, moved_now
 from disagg.plan.match import Part
 from disagg.plan.runs import Box
-from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region, RequestAddress, Space, Span
+from kvpool.layout import (
+    Axis,
+    Buffer,
+    Interleave,
+    Key,
+    PoolLayout,
+    Region,
+    RequestAddress,
+    Space,
+    Span,
+)
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.grid import Ints
+from kvpool.layout.spaces import EVERY
 from kvpool.layout.types import SCALE
 
 FLOATS = "float32", "bfloat16", "float16"
@@ -186,13 +198,16 @@ def _of_pieces(space: Space) -> Space:
 
 
 class Placed(NamedTuple):
-    """Rows of a piece: of `keys`, which are alike, steps `box` of their axes at `entries` of the
-    destination's rank. Those of item `first` of the request lie in item 0 of the arrival.
+    """What of a piece comes from one source rank: of the arrival's regions `keys`, which are alike,
+    steps `box` of their axes at those of `needed` entries that all `held` hold. `entries` are
+    these, in the destination rank's numbers; those of item `first` of the request lie in item 0.
     """
 
     keys: tuple[Key, ...]
     box: Box
     space: Space
+    needed: range
+    held: tuple[Interleave, ...]
     entries: Ints
     first: int
 
@@ -279,26 +294,41 @@ def to_offsets(arrival: Arrival, piece: CastPiece, pointers: Ints) -> Ints:
 
 
 def placed(
-    arrival: Arrival, parts: Sequence[Part], source: int, piece: CastPiece, total: int
+    arrival: Arrival,
+    parts: Sequence[Part],
+    source: int,
+    layout: PoolLayout,
+    piece: CastPiece,
+    total: int,
+    count: Count,
 ) -> list[Placed]:
-    """What of a piece comes from a source rank, as rows."""
+    """What of a piece comes now from source rank `source`, whose layout it is."""
     rows: list[Placed] = []
     for part in parts:
-        keys = tuple(
-            key
-            for key in part.keys
-            if key in arrival.conversions and key[0] == piece.owner and key[1] in piece.layers
-        )
+        keys = [key for key in part.keys if key[0] == piece.owner and key[1] in piece.layers]
         if part.source != source or not keys:
             continue
         space = arrival.layout.space_of(arrival.layout.region_by_key[keys[0]])
-        needed = space.needed_entries(piece.tokens, total)
+        theirs = layout.space_of(layout.region_by_key[keys[0]])
+        moved = moved_now(theirs, space, False, piece.tokens, count)
+        if moved is None:
+            continue
+        needed = space.needed_entries(moved, total)
         numbers = np.arange(needed.start, needed.stop, dtype=np.int64)
         for held in (part.held, space.held):
             numbers = numbers[numbers // held.size % held.ranks == held.rank]
         if numbers.size:
-            entries = np.asarray(space.held.index(numbers))
-            rows.append(Placed(keys, part.box, space, entries, piece.items[space.name].start))
+            rows.append(
+                Placed(
+                    keys=tuple(keys),
+                    box=part.box,
+                    space=space,
+                    needed=needed,
+                    held=tuple({h: None for h in (part.held, space.held) if h != EVERY}),
+                    entries=np.asarray(space.held.index(numbers)),
+                    first=piece.items[space.name].start,
+                )
+            )
     return rows
 
 

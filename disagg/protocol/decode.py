@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from disagg.digest.arrived import ArrivedDigests
 from disagg.errors import EndpointDraining, RoomError
 from disagg.plan import Group
 from disagg.protocol import events, messages
@@ -196,6 +197,10 @@ class DecodeMachine(Machine[DecodeRoom]):
 
     def _ask(self, room: DecodeRoom) -> None:
         room.ask(self._now)
+        plan = room.link.plan
+        if self.verify and plan is not None and plan.cast is not None:
+            sources = plan.cast.plan.contributors()
+            room.arrived = {source: ArrivedDigests() for source in sources}
         for rank, generation in room.asked_ranks():
             request = messages.ReadRequest(
                 generation=generation,

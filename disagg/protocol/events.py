@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from disagg.digest.arrived import ArrivedDigests
 from disagg.digest.digest import Piece
 from disagg.protocol.codec import Aux, encode
 from disagg.protocol.messages import Hello, Message, Room
@@ -233,6 +234,8 @@ class ComputeDigest(Struct, frozen=True):
     address: RequestAddress
     pieces: list[Piece]
     each: bool
+    arrived: ArrivedDigests | None = None
+    """Of pieces that have arrived and are not in memory."""
 
 
 class RoomEnded(Struct, frozen=True):

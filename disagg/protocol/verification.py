@@ -73,6 +73,8 @@ class Comparisons:
         total = room.address.num_tokens
         for source in plan.contributors():
             parts = pieces(plan, source, range(room.start, total), total)
+            if plan.cast is not None:
+                parts += pieces(plan.cast.plan, source, range(room.start, total), total)
             rank = room.link.ranks[source]
             self._ask(Verification(room=room, rank=rank, pieces=parts, begun=now))
 
@@ -90,7 +92,8 @@ class Comparisons:
         if not check.pieces or rank.hello is None:
             return
         room.checks[rank.source] = check
-        self._effects.append(ComputeDigest(check, room.address, check.pieces, check.each))
+        arrived = room.arrived.get(rank.source)
+        self._effects.append(ComputeDigest(check, room.address, check.pieces, check.each, arrived))
         parts, generation = to_wire(check.pieces), rank.hello.generation
         request = room.message(DigestRequest, generation, each=check.each, pieces=parts)
         self._effects.send(rank.number, request)

@@ -6,12 +6,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from disagg.digest.arrived import ArrivedDigests
+from disagg.digest.cell_hash import read_memory
+from disagg.digest.digest import Piece
 from disagg.plan.bind import CopyBatch
 from disagg.plan.cast import (
     Arrival,
@@ -29,7 +34,8 @@ from disagg.protocol.peers.link import Read
 from disagg.runtime.staging import ReadPart
 from kvpool.device import Event, get_device
 from kvpool.device.torch_ops import ReadRow, WriteRow
-from kvpool.layout import Buffer, PoolLayout, Region, RequestAddress
+from kvpool.layout import Buffer, PoolLayout, Region
+from kvpool.layout.grid import Ints
 
 
 def converted_parts(read: Read, layout: PoolLayout, most: int) -> Iterator[ReadPart]:
@@ -54,8 +60,11 @@ def converted_parts(read: Read, layout: PoolLayout, most: int) -> Iterator[ReadP
             )
             if batch.runs:
                 offsets = to_offsets(arrival, piece, batch.dst)
-                rows = placed(arrival, planned.parts, source, piece, total)
-                store = partial(converter.store, piece, rows, read.dest_address)
+                layout_there = planned.sources[source]
+                rows = placed(
+                    arrival, planned.parts, source, layout_there, piece, total, read.count
+                )
+                store = partial(converter.store, piece, rows, read)
                 yield ReadPart(CopyBatch(batch.src, offsets, batch.nbytes), store=store)
 
 
@@ -83,24 +92,45 @@ class Converter:
         self._device = get_device(dest.buffers[0].memory)
 
     def store(
-        self, piece: CastPiece, rows: Sequence[Placed], address: RequestAddress, pointer: int
+        self, piece: CastPiece, rows: Sequence[Placed], read: Read, pointer: int
     ) -> Event | None:
-        """Stores rows of a piece that lies at `pointer`; `address` is the destination's. Returns
-        what has happened once they are stored.
+        """Stores rows of a piece of a read that lies at `pointer`, and digests them if the read
+        says so. Returns what has happened once they are stored.
         """
+        if read.arrived is not None:
+            self._digest(piece, rows, read.arrived, pointer, read.dest_address.num_tokens)
+        address = read.dest_address
         for part in rows:
             space = part.space
             items, steps = space.place(part.entries)
             first = 0 if space.per_request else part.first
             local = torch.from_numpy((items - first) * space.steps + steps)
             for key in part.keys:
-                conversion = self._arrival.conversions[key]
+                conversion = self._arrival.conversions.get(key)
+                if conversion is None:  # scales, which go with their values
+                    continue
                 own = self._dest.space_of(conversion.dest.region)
                 span = address.spans[own.id_list]
                 index = items if own.per_request else items - span.first_item
                 there = torch.from_numpy(span.ids[index] * own.steps + steps)
                 self._store(conversion, part.box, piece, pointer, local, there)
         return self._device.record()
+
+    def _digest(
+        self,
+        piece: CastPiece,
+        rows: Sequence[Placed],
+        arrived: ArrivedDigests,
+        pointer: int,
+        total: int,
+    ) -> None:
+        def read(buffer: Buffer, offsets: Ints, width: int) -> npt.NDArray[np.void]:
+            return read_memory(self._here(buffer, piece, pointer), offsets, width)
+
+        pieces = [
+            Piece(key, part.box, part.needed, part.held) for part in rows for key in part.keys
+        ]
+        arrived.take(self._arrival.layout, piece_address(piece, total), pieces, read)
 
     def _store(
         self,
@@ -129,9 +159,12 @@ class Converter:
 
     def _arrived(self, region: Region, piece: CastPiece, pointer: int, box: Box) -> torch.Tensor:
         buffer = self._arrival.layout.buffer_of(region)
+        return view_of(region, self._here(buffer, piece, pointer), box, "")
+
+    def _here(self, buffer: Buffer, piece: CastPiece, pointer: int) -> Buffer:
+        """A buffer of the arrival, where it lies in a piece."""
         base, items = pointer + piece.offsets[buffer.name], len(piece.items[buffer.space])
-        here = Buffer(buffer.name, buffer.space, base, buffer.item_stride, buffer.item_bytes, items)
-        return view_of(region, here, box, "")
+        return replace(buffer, base=base, items=items, memory=self._dest.buffers[0].memory)
 
 
 def view_of(region: Region, buffer: Buffer, box: Box, axis: str) -> torch.Tensor:

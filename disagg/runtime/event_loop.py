@@ -219,8 +219,8 @@ class EventLoop(Generic[M]):
                 self.reader.cancel(attempt)
             case events.DropPeer(rank):
                 self.reader.drop_peer(rank)
-            case events.ComputeDigest(key, address, pieces, each):
-                self.digester.add(key, self.layout, address, pieces, each)
+            case events.ComputeDigest(key, address, pieces, each, arrived):
+                self.digester.add(key, self.layout, address, pieces, each, arrived)
 
 
 @dataclass(eq=False, slots=True)

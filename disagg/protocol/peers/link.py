@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from msgspec import Struct
 
+from disagg.digest.arrived import ArrivedDigests
 from disagg.plan import IncompatibleLayouts, TransferPlan
 from disagg.plan.bind import CopyBatch, Count
 from disagg.protocol.messages import DropRoom, Hello, Room
@@ -113,6 +114,8 @@ class Read(Struct, frozen=True, eq=False, kw_only=True):
     dest_address: RequestAddress
     count: Count
     ready: float
+    arrived: ArrivedDigests | None = None
+    """Takes the digests of what arrives and is not kept."""
 
     def bind(self) -> CopyBatch:
         """Its runs. Raises as TransferPlan.bind; block tables were checked where they came in."""

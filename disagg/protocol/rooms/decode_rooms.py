@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from disagg.digest.arrived import ArrivedDigests
 from disagg.errors import RoomError
 from disagg.plan.bind import Count
 from disagg.plan.lookup import id_clash
@@ -50,6 +51,8 @@ class DecodeRoom(PhasedRoom):
     """By source rank, the chunk that came last, and its block table, until its last chunk comes."""
     reads: dict[Read, float | None] = field(default_factory=dict)
     """Those that have not ended, and when each has had its turn."""
+    arrived: dict[int, ArrivedDigests] = field(default_factory=dict)
+    """By source rank, digests of what arrives and is not kept, where it is to be compared."""
     checks: dict[int, Verification] = field(default_factory=dict)
     """By source rank, comparisons that are not done."""
     aux: Aux = field(default_factory=dict)
@@ -172,6 +175,7 @@ class DecodeRoom(PhasedRoom):
                 dest_address=self.address,
                 count=count,
                 ready=now,
+                arrived=self.arrived.get(source),
             )
             for positions, layers, count in wanted
         ]
