@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from disagg.plan import IncompatibleLayouts, TransferPlan
+from disagg.plan.cache import PlanCache
 from disagg.plan.explain import Explanation, explain_routes
-from disagg.plan.planner import PlanCache
 from kvpool.layout import Key, PoolLayout
 from kvpool.layout.sentences import by_layers, ranges
 

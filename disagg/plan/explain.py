@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,8 @@ SKIPPED = {"missing": "no source has it; allowed", "unsent": "the destination ha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainRow:
-    """How roles that share runs travel: direct, strided, resharded, missing or unsent. Runs are
-    those of the worst case, in which no two pages of the request are adjacent.
+    """How roles that share runs travel: direct, strided, resharded, converted, missing or unsent.
+    Runs are those of the worst case, in which no two pages of the request are adjacent.
     """
 
     owner: str
@@ -36,6 +36,10 @@ class ExplainRow:
     @property
     def bytes_per_run(self) -> float:
         return self.nbytes / self.runs if self.runs else 0.0
+
+    def converted(self, words: str) -> ExplainRow:
+        """The same of rows that are stored in another format."""
+        return replace(self, how="converted", why=f"{words}; read {self.how}: {self.why}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,7 @@ destination exactly once.
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -194,7 +192,13 @@ class TransferPlan:
     def explain(self, tokens: int = 2048) -> Explanation:
         """How the bytes of each role travel, in how many runs and why, for `tokens` tokens."""
         skipped = {"missing": self.missing, "unsent": self.unsent}
-        return explain_routes(self.sources, self.dest, self.routes, tokens, skipped)
+        own = explain_routes(self.sources, self.dest, self.routes, tokens, skipped)
+        if self.cast is None:
+            return own
+        arrival, planned = self.cast
+        there = explain_routes(planned.sources, arrival.layout, planned.routes, tokens)
+        rows = [row.converted(arrival.words(row.owner, row.roles)) for row in there.rows]
+        return Explanation(tokens, (*own.rows, *rows))
 
 
 def plan(
@@ -219,32 +223,39 @@ def plan(
     says = "plan(sources, dest): `sources` is a list of layouts (pool.layout)."
     need_layouts(sources, says)
     need_layouts([dest], says)
-    arrival = arrival_of(sources, dest, cast) if cast else None
-    if arrival is not None:
-        rest = without(dest, arrival.converted)
-        planned = plan(sources, rest, allow_missing=allow_missing, group=group)
-        return replace(planned, cast=Cast(arrival, plan(sources, arrival.layout)))
+    wanted = _Wanted(sources, allow_missing, cast)
     if group is None:
-        matched = _match(sources, dest, allow_missing)
+        matched = wanted.match(dest)
         parts, asks = tuple(elect(matched.overlaps)), dict[int, int]()
     else:
         group.check(dest)
-        members = _match_members(sources, dest, allow_missing, group)
+        members = _match_members(wanted, dest, group)
         matched = members[group.member]
         overlaps = [member.overlaps for member in members]
         parts, asks = share_out(overlaps, group.member, len(sources))
+    planned = _planned(matched, parts, asks)
+    if matched.arrival is None or matched.converted is None:
+        return planned
+    return replace(planned, cast=Cast(matched.arrival, _planned(matched.converted, parts, asks)))
+
+
+def _planned(matched: _Matched, parts: Sequence[Part], asks: Mapping[int, int]) -> TransferPlan:
+    """The copies of those parts that are of the matched destination."""
     paired = matched.paired
-    records = records_of([*paired.sources, paired.dest])
+    dest = paired.dest
+    parts = tuple(part for part in parts if part.keys[0] in dest.region_by_key)
+    records = records_of([*paired.sources, dest])
     routes = layer_routes = routes_of(records, parts)
     prove(records, parts, routes)
     if any((route.layers < 0).any() for route in routes):
         layer_routes = routes_of(records, parts, by_layer=True)
         prove(records, parts, layer_routes)
+    known = dest.region_by_key.keys() | matched.arriving
     return TransferPlan(
         sources=paired.sources,
-        dest=paired.dest,
+        dest=dest,
         routes=routes,
-        unsent=tuple(key for key in paired.offered if key not in dest.region_by_key),
+        unsent=tuple(key for key in paired.offered if key not in known),
         missing=tuple(key for key in dest.region_by_key if key in matched.missing),
         parts=parts,
         layer_routes=layer_routes,
@@ -252,57 +263,67 @@ def plan(
     )
 
 
-class PlanCache:
-    """The `capacity` plans used last, all for one `allow_missing`, by the shape of their layouts:
-    peers of one shape differ in pointers only. Not thread-safe.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Matched:
+    """What of each source fits where in a destination, and what may be missing of it. With an
+    `arrival`, the same of rows that are `converted`.
     """
 
-    def __init__(
-        self,
-        allow_missing: Collection[str] = (),
-        capacity: int = 64,
-        *,
-        cast: bool | Collection[str] = False,
-    ) -> None:
-        self.allow_missing, self.capacity, self.cast = frozenset(allow_missing), capacity, cast
-        self.hits = self.misses = 0
-        self.seconds = 0.0
-        """Spent in all, refusals included."""
-        self._plans: OrderedDict[object, TransferPlan] = OrderedDict()
-        """By fingerprints of sources and destination, and `Group.shape`."""
-
-    def plan(
-        self, sources: Sequence[PoolLayout], dest: PoolLayout, group: Group | None = None
-    ) -> TransferPlan:
-        """As `disagg.plan.plan`. A refusal is computed and raised each time."""
-        began = time.perf_counter()
-        try:
-            shapes = [layout.fingerprint() for layout in (*sources, dest)]
-            key = tuple(shapes), group.shape if group else None
-            planned = self._plans.get(key)
-            if planned is None:
-                self.misses += 1
-                planned = plan(
-                    sources, dest, allow_missing=self.allow_missing, group=group, cast=self.cast
-                )
-                self._plans[key] = planned
-                if len(self._plans) > self.capacity:
-                    self._plans.popitem(last=False)
-                return planned
-            self.hits += 1
-            self._plans.move_to_end(key)
-            return planned.between(sources, dest)
-        finally:
-            self.seconds += time.perf_counter() - began
-
-
-@dataclass(frozen=True, slots=True)
-class _Matched:
-    """What of each source fits where in a destination, and what may be missing of it."""
-
     paired: Pairing
-    overlaps: list[Part]
+    own: list[Part]
     missing: set[Key]
+    arrival: Arrival | None = None
+    converted: _Matched | None = None
+
+    @property
+    def overlaps(self) -> list[Part]:
+        """Those of rows that are converted among them."""
+        return self.own if self.converted is None else [*self.own, *self.converted.own]
+
+    @property
+    def arriving(self) -> Set[Key]:
+        """Regions of sources that are converted."""
+        return set() if self.arrival is None else self.arrival.layout.region_by_key.keys()
+
+
+class _Wanted(NamedTuple):
+    """What destinations may be filled from, and how."""
+
+    sources: Sequence[PoolLayout]
+    allow_missing: Collection[str]
+    cast: bool | Collection[str]
+
+    def match(self, dest: PoolLayout) -> _Matched:
+        """Raises IncompatibleLayouts."""
+        arrival = arrival_of(self.sources, dest, self.cast) if self.cast else None
+        if arrival is None:
+            try:
+                return _match(self.sources, dest, self.allow_missing)
+            except IncompatibleLayouts as error:
+                raise _with_casts(error, self.sources, dest) from None
+        rest = without(dest, arrival.converted)
+        converted = _match(self.sources, arrival.layout, ())
+        own = _match(self.sources, rest, self.allow_missing)
+        return replace(own, arrival=arrival, converted=converted)
+
+
+def _with_casts(
+    error: IncompatibleLayouts, sources: Sequence[PoolLayout], dest: PoolLayout
+) -> IncompatibleLayouts:
+    """The same reasons, and where rows could be converted, how to allow that."""
+    arrival = arrival_of(sources, dest, True)
+    if arrival is None:
+        return error
+    hints = {
+        key: f" Or let decode convert {rows.arrival.format} to {rows.dest.format}: cast=True."
+        for key, rows in arrival.conversions.items()
+    }
+    return IncompatibleLayouts(
+        [
+            replace(r, sentence=r.sentence + hints.get((r.owner, r.layer, r.role), ""))
+            for r in error.reasons
+        ]
+    )
 
 
 def _match(
@@ -348,12 +369,10 @@ def _match(
                 for sentence, ranks in problems.get((owner, layer, role), {}).items()
             ]
         )
-    return _Matched(paired, overlaps, missing)
+    return _Matched(paired=paired, own=overlaps, missing=missing)
 
 
-def _match_members(
-    sources: Sequence[PoolLayout], dest: PoolLayout, allow_missing: Collection[str], group: Group
-) -> list[_Matched]:
+def _match_members(wanted: _Wanted, dest: PoolLayout, group: Group) -> list[_Matched]:
     """For each member of a group, those alike at once. Raises IncompatibleLayouts."""
     alike: dict[str, list[int]] = {}
     for number, layout in enumerate(group.layouts):
@@ -364,7 +383,7 @@ def _match_members(
         own = group.member in numbers
         into = dest if own else group.layouts[numbers[0]]
         try:
-            matched.update(dict.fromkeys(numbers, _match(sources, into, allow_missing)))
+            matched.update(dict.fromkeys(numbers, wanted.match(into)))
         except IncompatibleLayouts as error:
             who = "" if own else f"on decode rank {ranges(numbers)} of its group: "
             reasons += [replace(reason, sentence=who + reason.sentence) for reason in error.reasons]

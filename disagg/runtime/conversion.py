@@ -18,16 +18,8 @@ from disagg.digest.arrived import ArrivedDigests
 from disagg.digest.cell_hash import read_memory
 from disagg.digest.digest import Piece
 from disagg.plan.bind import CopyBatch
-from disagg.plan.cast import (
-    Arrival,
-    CastPiece,
-    Conversion,
-    Placed,
-    piece_address,
-    pieces,
-    placed,
-    to_offsets,
-)
+from disagg.plan.cast import Arrival, Conversion
+from disagg.plan.pieces import CastPiece, Placed, piece_address, pieces, placed, to_offsets
 from disagg.plan.planner import Cast
 from disagg.plan.runs import Box
 from disagg.protocol.peers.link import Read

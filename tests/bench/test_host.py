@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from disagg.plan import plan
-from disagg.plan.planner import PlanCache
+from disagg.plan.cache import PlanCache
 from kvpool import DSv4Pool, MHAPool, MLAPool, PoolLayout, RequestAddress, Span
 from kvpool.layout.formats import Shard
 from kvpool.models import declare, declare_draft

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from disagg.plan import CopyBatch, IncompatibleLayouts, IncompleteTransfer, plan
-from disagg.plan.planner import PlanCache
+from disagg.plan.cache import PlanCache
 from disagg.protocol import codec, messages
 from kvpool.layout import LayoutError, PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints, merge_intervals, region_runs

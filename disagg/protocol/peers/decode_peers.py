@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from disagg.errors import RoomError
 from disagg.log import log
 from disagg.plan import Group, IncompatibleLayouts
-from disagg.plan.planner import PlanCache
+from disagg.plan.cache import PlanCache
 from disagg.protocol import messages
 from disagg.protocol.agreement import all_differences, handshake_kind, handshake_problems
 from disagg.protocol.codec import wanted_layout

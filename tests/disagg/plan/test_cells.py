@@ -10,7 +10,7 @@ import torch
 
 from disagg.digest.digest import digests, pieces
 from disagg.plan import IncompatibleLayouts, plan
-from disagg.plan.planner import PlanCache
+from disagg.plan.cache import PlanCache
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span
 from kvpool.layout.types import MAX_AXES

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from disagg.plan import Group, IncompatibleLayouts, plan
-from disagg.plan.planner import PlanCache
+from disagg.plan.cache import PlanCache
 from kvpool import PoolLayout
 from kvpool.item import Cell, Repeat
 from kvpool.layout.formats import Shard

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from disagg.digest.digest import Piece, digests, from_wire, pieces, to_wire
 from disagg.plan import IncompatibleLayouts, IncompleteTransfer, plan
-from disagg.plan.planner import PlanCache
+from disagg.plan.cache import PlanCache
 from kvpool.item import Cell, Repeat, Seq
 from kvpool.layout import Interleave, RequestAddress, Space, Span
 from tests.oracle import apply, assert_holds, built, live, move, packed, place, staged

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from disagg.plan import Count, plan
-from disagg.plan.planner import PlanCache
+from disagg.plan.cache import PlanCache
 from kvpool import PoolLayout, RequestAddress
 from kvpool.describe import describe, describe_buffer
 from kvpool.layout import Space

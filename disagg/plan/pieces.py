@@ -1,0 +1,152 @@
+"""Rows that are converted, piece by piece: what of them is read at once, and where it lies then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from disagg.plan.bind import Count, moved_now
+from disagg.plan.cast import ARRIVAL_BITS, Arrival
+from disagg.plan.match import Part
+from disagg.plan.runs import Box
+from kvpool.layout import Interleave, Key, PoolLayout, RequestAddress, Space, Span
+from kvpool.layout.grid import Ints
+from kvpool.layout.spaces import EVERY
+
+
+class Placed(NamedTuple):
+    """What of a piece comes from one source rank: of the arrival's regions `keys`, which are alike,
+    steps `box` of their axes at those of `needed` entries that all `held` hold. `entries` are
+    these, in the destination rank's numbers; those of item `first` of the request lie in item 0.
+    """
+
+    keys: tuple[Key, ...]
+    box: Box
+    space: Space
+    needed: range
+    held: tuple[Interleave, ...]
+    entries: Ints
+    first: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastPiece:
+    """What is read at once of rows that are converted: positions `tokens` of layers of `owner`.
+    `offsets` are those of an arrival's buffers in the piece, by name, of `nbytes` in all.
+    """
+
+    owner: str
+    layers: range
+    tokens: range
+    offsets: Mapping[str, int]
+    items: Mapping[str, range]
+    nbytes: int
+
+
+def pieces(
+    arrival: Arrival, owner: str, layers: range, tokens: range, total: int, most: int
+) -> Iterator[CastPiece]:
+    """Positions `tokens` of a request of `total`, in pieces of at most `most` bytes: of fewer
+    layers where those of all do not fit, then of fewer positions. Raises ValueError for one
+    position of a layer that does not fit.
+    """
+    piece = _piece(arrival, owner, layers, tokens, total)
+    if piece.nbytes <= most:
+        if piece.nbytes:
+            yield piece
+        return
+    if len(layers) > 1:
+        middle = layers.start + len(layers) // 2
+        halves = [(range(layers.start, middle), tokens), (range(middle, layers.stop), tokens)]
+    elif len(tokens) > 1:
+        middle = tokens.start + len(tokens) // 2
+        halves = [(layers, range(tokens.start, middle)), (layers, range(middle, tokens.stop))]
+    else:
+        raise ValueError(
+            f"{owner} layer {layers.start}: {piece.nbytes} bytes arrive with position "
+            f"{tokens.start} and are converted together, and a staging buffer has {most}. Give the "
+            f"endpoint staging={4 * piece.nbytes}."
+        )
+    for some, part in halves:
+        yield from pieces(arrival, owner, some, part, total, most)
+
+
+def _piece(arrival: Arrival, owner: str, layers: range, tokens: range, total: int) -> CastPiece:
+    items = {space.name: _items(space, tokens, total) for space in arrival.layout.spaces}
+    offsets: dict[str, int] = {}
+    nbytes = 0
+    for region in arrival.layout.regions:
+        if region.owner == owner and region.layer in layers:
+            buffer = arrival.layout.buffer_of(region)
+            offsets[buffer.name] = nbytes
+            nbytes += -(-len(items[buffer.space]) * buffer.item_bytes // 64) * 64
+    return CastPiece(
+        owner=owner, layers=layers, tokens=tokens, offsets=offsets, items=items, nbytes=nbytes
+    )
+
+
+def _items(space: Space, tokens: range, total: int) -> range:
+    """Numbers of a request's items in which entries move with `tokens`."""
+    entries = space.held.part(space.needed_entries(tokens, total))
+    if not entries:
+        return range(0)
+    if space.per_request:
+        return range(1)
+    first, last = (int(space.place(entry)[0]) for entry in (entries[0], entries[-1]))
+    return range(first, last + 1)
+
+
+def piece_address(piece: CastPiece, total: int) -> RequestAddress:
+    """The block table of a piece in its arrival."""
+    spans = {name: Span(np.arange(len(items)), items.start) for name, items in piece.items.items()}
+    return RequestAddress(total, spans)
+
+
+def to_offsets(arrival: Arrival, piece: CastPiece, pointers: Ints) -> Ints:
+    """Offsets in the piece, of pointers into the arrival."""
+    names = [buffer.name for buffer in arrival.layout.buffers]
+    starts = np.array([piece.offsets.get(name, 0) for name in names], dtype=np.int64)
+    number = (pointers >> ARRIVAL_BITS) - 1
+    return np.asarray(starts[number] + (pointers & ((1 << ARRIVAL_BITS) - 1)), dtype=np.int64)
+
+
+def placed(
+    arrival: Arrival,
+    parts: Sequence[Part],
+    source: int,
+    layout: PoolLayout,
+    piece: CastPiece,
+    total: int,
+    count: Count,
+) -> list[Placed]:
+    """What of a piece comes now from source rank `source`, whose layout it is."""
+    rows: list[Placed] = []
+    for part in parts:
+        keys = [key for key in part.keys if key[0] == piece.owner and key[1] in piece.layers]
+        if part.source != source or not keys:
+            continue
+        space = arrival.layout.space_of(arrival.layout.region_by_key[keys[0]])
+        theirs = layout.space_of(layout.region_by_key[keys[0]])
+        moved = moved_now(theirs, space, False, piece.tokens, count)
+        if moved is None:
+            continue
+        needed = space.needed_entries(moved, total)
+        numbers = np.arange(needed.start, needed.stop, dtype=np.int64)
+        for held in (part.held, space.held):
+            numbers = numbers[numbers // held.size % held.ranks == held.rank]
+        if numbers.size:
+            rows.append(
+                Placed(
+                    keys=tuple(keys),
+                    box=part.box,
+                    space=space,
+                    needed=needed,
+                    held=tuple({h: None for h in (part.held, space.held) if h != EVERY}),
+                    entries=np.asarray(space.held.index(numbers)),
+                    first=piece.items[space.name].start,
+                )
+            )
+    return rows
