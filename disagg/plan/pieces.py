@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from disagg.plan.bind import Count, moved_now
 from disagg.plan.cast import ARRIVAL_BITS, Arrival
-from disagg.plan.match import Part
+from disagg.plan.planner import TransferPlan
 from disagg.plan.runs import Box
-from kvpool.layout import Interleave, Key, PoolLayout, RequestAddress, Space, Span
+from kvpool.layout import Interleave, Key, RequestAddress, Space, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.spaces import EVERY
 
@@ -115,16 +115,16 @@ def to_offsets(arrival: Arrival, piece: CastPiece, pointers: Ints) -> Ints:
 
 def placed(
     arrival: Arrival,
-    parts: Sequence[Part],
+    plan: TransferPlan,
     source: int,
-    layout: PoolLayout,
     piece: CastPiece,
     total: int,
     count: Count,
 ) -> list[Placed]:
-    """What of a piece comes now from source rank `source`, whose layout it is."""
+    """What of a piece comes now from source rank `source`, by the plan of an arrival."""
     rows: list[Placed] = []
-    for part in parts:
+    layout = plan.sources[source]
+    for part in plan.parts:
         keys = [key for key in part.keys if key[0] == piece.owner and key[1] in piece.layers]
         if part.source != source or not keys:
             continue

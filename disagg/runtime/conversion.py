@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,96 +17,136 @@ import torch
 from disagg.digest.arrived import ArrivedDigests
 from disagg.digest.cell_hash import read_memory
 from disagg.digest.digest import Piece
-from disagg.plan.bind import CopyBatch
-from disagg.plan.cast import Arrival, Conversion
+from disagg.plan.bind import CopyBatch, Count
+from disagg.plan.cast import Conversion
 from disagg.plan.pieces import CastPiece, Placed, piece_address, pieces, placed, to_offsets
 from disagg.plan.planner import Cast
 from disagg.plan.runs import Box
-from disagg.protocol.peers.link import Read
 from disagg.runtime.staging import ReadPart
 from kvpool.device import Event, get_device
 from kvpool.device.torch_ops import ReadRow, WriteRow
-from kvpool.layout import Buffer, PoolLayout, Region
+from kvpool.layout import Buffer, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
 
 
-def converted_parts(read: Read, layout: PoolLayout, most: int) -> Iterator[ReadPart]:
-    """The parts of a read whose rows are stored in another format: each takes one staging buffer,
-    of `most` bytes. Raises as TransferPlan.bind, and as `pieces`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is wanted of one source rank: positions `tokens` of a request, and with `layers` of
+    these of `owner` only. `arrived` takes digests of what arrives.
     """
-    assert read.plan.cast is not None
-    arrival, planned = read.plan.cast
-    source, total = read.rank.source, read.dest_address.num_tokens
-    converter = Converter(read.plan.cast, layout)
-    for owner, layers in _layers(read, arrival):
-        for piece in pieces(arrival, owner, layers, read.tokens, total, most):
-            batch = planned.bind(
-                source,
-                read.source_address,
-                piece_address(piece, total),
-                tokens=piece.tokens,
-                layers=piece.layers,
-                owner=owner,
-                count=read.count,
-                checked=True,
-            )
-            if batch.runs:
-                offsets = to_offsets(arrival, piece, batch.dst)
-                layout_there = planned.sources[source]
-                rows = placed(
-                    arrival, planned.parts, source, layout_there, piece, total, read.count
-                )
-                store = partial(converter.store, piece, rows, read)
-                yield ReadPart(CopyBatch(batch.src, offsets, batch.nbytes), store=store)
 
-
-def _layers(read: Read, arrival: Arrival) -> Iterator[tuple[str, range]]:
-    """The layers of each owner that a read is about."""
-    layers: dict[str, list[int]] = {}
-    for owner, layer, _ in arrival.conversions:
-        layers.setdefault(owner, []).append(layer)
-    for owner, numbers in layers.items():
-        low, high = min(numbers), max(numbers) + 1
-        if read.layers is not None:
-            if read.layers.owner != owner:
-                continue
-            some = read.layers.layers
-            low, high = max(low, some.start), min(high, some.stop)
-        if low < high:
-            yield owner, range(low, high)
+    source: int
+    source_address: RequestAddress
+    dest_address: RequestAddress
+    tokens: range
+    layers: range | None = None
+    owner: str = ""
+    count: Count = Count.KNOWN
+    arrived: ArrivedDigests | None = None
 
 
 class Converter:
-    """Converts what arrives for one destination."""
+    """Converts what arrives for a destination."""
 
     def __init__(self, cast: Cast, dest: PoolLayout) -> None:
-        self._arrival, self._dest = cast.arrival, dest
-        self._device = get_device(dest.buffers[0].memory)
+        self._arrival, self._plan = cast
+        self._dest, self._memory = dest, dest.buffers[0].memory
+        self._device = get_device(self._memory)
+
+    def parts(self, wanted: Wanted, most: int) -> Iterator[ReadPart]:
+        """What is to be read, each part into a buffer of `most` bytes from which it is stored.
+        Raises as TransferPlan.bind, and as `pieces`.
+        """
+        total, count = wanted.dest_address.num_tokens, wanted.count
+        for owner, layers in self._layers(wanted):
+            for piece in pieces(self._arrival, owner, layers, wanted.tokens, total, most):
+                batch = self._plan.bind(
+                    wanted.source,
+                    wanted.source_address,
+                    piece_address(piece, total),
+                    tokens=piece.tokens,
+                    layers=piece.layers,
+                    owner=owner,
+                    count=count,
+                    checked=True,
+                )
+                if batch.runs:
+                    rows = placed(
+                        self._arrival, self._plan, wanted.source, piece, total, wanted.count
+                    )
+                    offsets = to_offsets(self._arrival, piece, batch.dst)
+                    store = partial(self.store, piece, rows, wanted)
+                    yield ReadPart(CopyBatch(batch.src, offsets, batch.nbytes), store=store)
 
     def store(
-        self, piece: CastPiece, rows: Sequence[Placed], read: Read, pointer: int
+        self, piece: CastPiece, rows: Sequence[Placed], wanted: Wanted, pointer: int
     ) -> Event | None:
-        """Stores rows of a piece of a read that lies at `pointer`, and digests them if the read
-        says so. Returns what has happened once they are stored.
+        """Stores rows of a piece that lies at `pointer`, and digests them first if that is wanted.
+        Returns the event after which they are stored.
         """
-        if read.arrived is not None:
-            self._digest(piece, rows, read.arrived, pointer, read.dest_address.num_tokens)
-        address = read.dest_address
+        address = wanted.dest_address
+        if wanted.arrived is not None:
+            self._digest(piece, rows, wanted.arrived, pointer, address.num_tokens)
         for part in rows:
-            space = part.space
-            items, steps = space.place(part.entries)
-            first = 0 if space.per_request else part.first
-            local = torch.from_numpy((items - first) * space.steps + steps)
+            items, steps = part.space.place(part.entries)
+            first = 0 if part.space.per_request else part.first
+            arrived_at = torch.from_numpy((items - first) * part.space.steps + steps)
             for key in part.keys:
                 conversion = self._arrival.conversions.get(key)
                 if conversion is None:  # scales, which go with their values
                     continue
                 own = self._dest.space_of(conversion.dest.region)
                 span = address.spans[own.id_list]
-                index = items if own.per_request else items - span.first_item
-                there = torch.from_numpy(span.ids[index] * own.steps + steps)
-                self._store(conversion, part.box, piece, pointer, local, there)
+                ids = span.ids[items if own.per_request else items - span.first_item]
+                stored_at = torch.from_numpy(ids * own.steps + steps)
+                values = self._values(conversion, part.box, piece, pointer, arrived_at)
+                self._device.store_rows([self._row(conversion, part.box, values)], stored_at)
         return self._device.record()
+
+    def _layers(self, wanted: Wanted) -> Iterator[tuple[str, range]]:
+        """The layers of each owner of which something is converted."""
+        layers: dict[str, list[int]] = {}
+        for owner, layer, _ in self._arrival.conversions:
+            layers.setdefault(owner, []).append(layer)
+        for owner, numbers in layers.items():
+            low, high = min(numbers), max(numbers) + 1
+            if wanted.layers is not None:
+                if owner != wanted.owner:
+                    continue
+                low, high = max(low, wanted.layers.start), min(high, wanted.layers.stop)
+            if low < high:
+                yield owner, range(low, high)
+
+    def _values(
+        self,
+        conversion: Conversion,
+        box: Box,
+        piece: CastPiece,
+        pointer: int,
+        locations: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rows as they have arrived `[N, ..., D]`: those with scales as float32."""
+        region, scale = conversion.arrival.region, conversion.arrival.scale
+        scales = None if scale is None else self._arrived(scale, piece, pointer, box)
+        row = ReadRow(self._arrived(region, piece, pointer, box), scales, torch.float32)
+        (values,) = self._device.load_rows([row], locations)
+        return values
+
+    def _row(self, conversion: Conversion, box: Box, values: torch.Tensor) -> WriteRow:
+        region, scale = conversion.dest.region, conversion.dest.scale
+        view = view_of(region, self._dest.buffer_of(region), box, conversion.axis)
+        if scale is None:
+            return WriteRow(view, values.to(view.dtype))
+        return WriteRow(view, values, view_of(scale, self._dest.buffer_of(scale), box))
+
+    def _arrived(self, region: Region, piece: CastPiece, pointer: int, box: Box) -> torch.Tensor:
+        buffer = self._arrival.layout.buffer_of(region)
+        return view_of(region, self._here(buffer, piece, pointer), box)
+
+    def _here(self, buffer: Buffer, piece: CastPiece, pointer: int) -> Buffer:
+        """A buffer of the arrival, where it lies in a piece."""
+        base, items = pointer + piece.offsets[buffer.name], len(piece.items[buffer.space])
+        return replace(buffer, base=base, items=items, memory=self._memory)
 
     def _digest(
         self,
@@ -119,70 +159,28 @@ class Converter:
         def read(buffer: Buffer, offsets: Ints, width: int) -> npt.NDArray[np.void]:
             return read_memory(self._here(buffer, piece, pointer), offsets, width)
 
-        pieces = [
-            Piece(key, part.box, part.needed, part.held) for part in rows for key in part.keys
-        ]
-        arrived.take(self._arrival.layout, piece_address(piece, total), pieces, read)
-
-    def _store(
-        self,
-        conversion: Conversion,
-        box: Box,
-        piece: CastPiece,
-        pointer: int,
-        local: torch.Tensor,
-        there: torch.Tensor,
-    ) -> None:
-        arrival, dest = conversion.arrival, conversion.dest
-        device = self._device
-        read = ReadRow(
-            self._arrived(arrival.region, piece, pointer, box),
-            None if arrival.scale is None else self._arrived(arrival.scale, piece, pointer, box),
-            torch.float32,
-        )
-        (values,) = device.load_rows([read], local)
-        view = view_of(dest.region, self._dest.buffer_of(dest.region), box, conversion.axis)
-        scales = None
-        if dest.scale is None:
-            values = values.to(view.dtype)
-        else:
-            scales = view_of(dest.scale, self._dest.buffer_of(dest.scale), box, "")
-        device.store_rows([WriteRow(view, values, scales)], there)
-
-    def _arrived(self, region: Region, piece: CastPiece, pointer: int, box: Box) -> torch.Tensor:
-        buffer = self._arrival.layout.buffer_of(region)
-        return view_of(region, self._here(buffer, piece, pointer), box, "")
-
-    def _here(self, buffer: Buffer, piece: CastPiece, pointer: int) -> Buffer:
-        """A buffer of the arrival, where it lies in a piece."""
-        base, items = pointer + piece.offsets[buffer.name], len(piece.items[buffer.space])
-        return replace(buffer, base=base, items=items, memory=self._dest.buffers[0].memory)
+        parts = [Piece(key, row.box, row.needed, row.held) for row in rows for key in row.keys]
+        arrived.take(self._arrival.layout, piece_address(piece, total), parts, read)
 
 
-def view_of(region: Region, buffer: Buffer, box: Box, axis: str) -> torch.Tensor:
+def view_of(region: Region, buffer: Buffer, box: Box, axis: str = "") -> torch.Tensor:
     """Rows `[item, entry, axes..., element]` of a region, of steps `box` of its axes; elements lie
     along `axis`, or in its cells.
     """
     kind = getattr(torch, region.dtype)
-    size = kind.itemsize
-    sizes, strides, offset = [buffer.items], [buffer.item_stride], region.offset
-    entry = region.axis("entry")
-    sizes.append(entry.size if entry else 1)
-    strides.append(entry.stride if entry else buffer.item_stride)
-    steps = {name: (low, high) for name, low, high in box}
-    for part in region.inner_axes:
-        if part.name != axis:
-            low, high = steps[part.name]
-            sizes.append(high - low)
-            strides.append(part.stride)
-            offset += (low - part.start) * part.stride
-    along = region.axis(axis)
+    size, entry, along = kind.itemsize, region.axis("entry"), region.axis(axis)
+    steps = {name: range(low, high) for name, low, high in box}
+    inner = [part for part in region.inner_axes if part.name != axis]
+    offset = region.offset
+    offset += sum((steps[part.name].start - part.start) * part.stride for part in inner)
+    sizes = [buffer.items, entry.size if entry else 1, *(len(steps[part.name]) for part in inner)]
+    strides = [buffer.item_stride, entry.stride if entry else buffer.item_stride]
+    strides += [part.stride for part in inner]
     sizes.append(along.size if along else region.width // size)
     strides.append(along.stride if along else size)
-    flat = memory_at(buffer.base, buffer.end - buffer.base)
     if any(stride % size for stride in strides) or (buffer.base + offset) % size:
-        raise ValueError(f"{region}: its rows are not aligned to {region.dtype}.")
-    lead = offset % size
+        raise ValueError(f"{region}: its rows do not lie at multiples of {size} bytes.")
+    flat, lead = memory_at(buffer.base, buffer.end - buffer.base), offset % size
     typed = flat[lead : lead + (flat.numel() - lead) // size * size].view(kind)
     return typed.as_strided(sizes, [stride // size for stride in strides], offset // size)
 

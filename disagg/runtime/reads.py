@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from disagg.engines.base import Engine, TransferError
 from disagg.log import log
 from disagg.plan.bind import CopyBatch
+from disagg.plan.planner import Cast
 from disagg.protocol.events import ReadEnded, ReaderEvent, ReadFailed, ReadMoved
 from disagg.protocol.peers.link import Read
 from disagg.runtime.staging import NUM_BUFFERS, ReadPart, StagingBuffers
@@ -50,11 +51,25 @@ class TrackedRead:
         began = time.perf_counter()
         self.batch = self.read.bind()
         if self.read.plan.cast is not None:
-            from disagg.runtime.conversion import converted_parts  # imports torch
-
             most = min(context.stage.buffer_bytes, context.engine.max_bytes)
-            self.converted = [*converted_parts(self.read, context.layout, most)]
+            self.converted = [*self._conversions(self.read.plan.cast, context.layout, most)]
         self.bind_seconds = time.perf_counter() - began
+
+    def _conversions(self, cast: Cast, layout: PoolLayout, most: int) -> Iterator[ReadPart]:
+        from disagg.runtime.conversion import Converter, Wanted  # imports torch
+
+        read, some = self.read, self.read.layers
+        wanted = Wanted(
+            source=read.rank.source,
+            source_address=read.source_address,
+            dest_address=read.dest_address,
+            tokens=read.tokens,
+            layers=some.layers if some else None,
+            owner=some.owner if some else "",
+            count=read.count,
+            arrived=read.arrived,
+        )
+        return Converter(cast, layout).parts(wanted, most)
 
     @property
     def small(self) -> bool:
