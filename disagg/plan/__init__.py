@@ -4,7 +4,8 @@ from disagg.plan.bind import CopyBatch, Count
 from disagg.plan.explain import ExplainRow, Explanation
 from disagg.plan.lookup import IncompleteTransfer
 from disagg.plan.match import Group
-from disagg.plan.planner import IncompatibleLayouts, Reason, TransferPlan, plan
+from disagg.plan.planner import TransferPlan, plan
+from disagg.plan.refusal import IncompatibleLayouts, Reason
 
 __all__ = [
     "CopyBatch",

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from disagg.errors import PeerError
 from disagg.plan.bind import Binder, CopyBatch, Count
 from disagg.plan.cast import Arrival, arrival_of, without
 from disagg.plan.explain import Explanation, explain_routes
@@ -19,37 +18,11 @@ from disagg.plan.lookup import id_clash
 from disagg.plan.match import Group, Part, absent, elect, mismatches, named_pairs, share_out, tile
 from disagg.plan.pairing import Pairing, pair
 from disagg.plan.proof import prove
+from disagg.plan.refusal import IncompatibleLayouts, Reason
 from disagg.plan.routes import records_of, routes_of
 from disagg.plan.runs import Route
 from kvpool.layout import Key, PoolLayout, RequestAddress, need_layouts
-from kvpool.layout.sentences import by_layers, ranges
-
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why one region of the destination cannot be filled, and what would make it work. `sources`
-    are the source ranks that hold the region and that it is about.
-    """
-
-    owner: str
-    layer: int
-    role: str
-    sentence: str
-    sources: tuple[int, ...] = ()
-
-
-class IncompatibleLayouts(PeerError, ValueError):
-    """The destination cannot be filled from these sources; `reasons` lists all reasons."""
-
-    def __init__(self, reasons: Sequence[Reason]) -> None:
-        self.reasons = tuple(reasons)
-        lines = [f"  {line}" for line in self.lines()]
-        count = f"{len(lines)} reason{'s' if len(lines) > 1 else ''}"
-        super().__init__("\n".join([f"{count}.", *lines]))
-
-    def lines(self) -> list[str]:
-        """One sentence for all layers that share owner, role and reason."""
-        return by_layers(((r.owner, r.layer, r.role), f": {r.sentence}") for r in self.reasons)
+from kvpool.layout.sentences import ranges
 
 
 class Cast(NamedTuple):

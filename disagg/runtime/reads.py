@@ -15,6 +15,7 @@ from disagg.engines.base import Engine, TransferError
 from disagg.log import log
 from disagg.plan.bind import CopyBatch
 from disagg.plan.planner import Cast
+from disagg.portable.conversion import Converter, Wanted
 from disagg.protocol.events import ReadEnded, ReaderEvent, ReadFailed, ReadMoved
 from disagg.protocol.peers.link import Read
 from disagg.runtime.staging import NUM_BUFFERS, ReadPart, StagingBuffers
@@ -56,8 +57,6 @@ class TrackedRead:
         self.bind_seconds = time.perf_counter() - began
 
     def _conversions(self, cast: Cast, layout: PoolLayout, most: int) -> Iterator[ReadPart]:
-        from disagg.runtime.conversion import Converter, Wanted  # imports torch
-
         read, some = self.read, self.read.layers
         wanted = Wanted(
             source=read.rank.source,
@@ -69,7 +68,8 @@ class TrackedRead:
             count=read.count,
             arrived=read.arrived,
         )
-        return Converter(cast, layout).parts(wanted, most)
+        for part in Converter(cast, layout).parts(wanted, most):
+            yield ReadPart(part.read, store=part.store)
 
     @property
     def small(self) -> bool:

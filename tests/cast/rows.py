@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from disagg.plan import TransferPlan
-from disagg.runtime.conversion import Converter, Wanted
+from disagg.portable.conversion import Converter, Wanted
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout import RequestAddress
 from kvpool.pools.base import KVPool

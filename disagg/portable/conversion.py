@@ -1,0 +1,197 @@
+"""Rows that are converted: what of them is read at once, into a buffer, and how it is stored from
+there, by the operations of the device whose memory it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.digest.arrived import ArrivedDigests
+from disagg.digest.cell_hash import read_memory
+from disagg.digest.digest import Piece
+from disagg.plan.bind import CopyBatch, Count
+from disagg.plan.cast import Conversion
+from disagg.plan.pieces import CastPiece, Placed, piece_address, pieces, placed, to_offsets
+from disagg.plan.planner import Cast
+from disagg.plan.runs import Box
+from kvpool.device import get_device
+from kvpool.device.rows_at import RowsAt, ScaledRowsAt
+from kvpool.layout import Buffer, PoolLayout, Region, RequestAddress
+from kvpool.layout.dtypes import ITEMSIZE
+from kvpool.layout.grid import Ints
+
+if TYPE_CHECKING:
+    from kvpool.device import Event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is wanted of one source rank: positions `tokens` of a request, and with `layers` of
+    these of `owner` only. `arrived` takes digests of what arrives.
+    """
+
+    source: int
+    source_address: RequestAddress
+    dest_address: RequestAddress
+    tokens: range
+    layers: range | None = None
+    owner: str = ""
+    count: Count = Count.KNOWN
+    arrived: ArrivedDigests | None = None
+
+
+class ConvertedPart(NamedTuple):
+    """What is read at once: destinations of `read` are offsets in a buffer, from whose pointer
+    `store` stores it. That returns the event after which the buffer may be used again.
+    """
+
+    read: CopyBatch
+    store: Callable[[int], Event]
+
+
+class Converter:
+    """Converts what arrives for a destination. Raises DeviceUnavailable."""
+
+    def __init__(self, cast: Cast, dest: PoolLayout) -> None:
+        self._arrival, self._plan = cast
+        self._dest, self._memory = dest, dest.buffers[0].memory
+        self._device = get_device(self._memory)
+
+    def parts(self, wanted: Wanted, most: int) -> Iterator[ConvertedPart]:
+        """What is to be read, each part into a buffer of `most` bytes. Raises as TransferPlan.bind,
+        and as `pieces`.
+        """
+        total, count = wanted.dest_address.num_tokens, wanted.count
+        for owner, layers in self._layers(wanted):
+            for piece in pieces(self._arrival, owner, layers, wanted.tokens, total, most):
+                batch = self._plan.bind(
+                    wanted.source,
+                    wanted.source_address,
+                    piece_address(piece, total),
+                    tokens=piece.tokens,
+                    layers=piece.layers,
+                    owner=owner,
+                    count=count,
+                    checked=True,
+                )
+                if batch.runs:
+                    rows = placed(self._arrival, self._plan, wanted.source, piece, total, count)
+                    offsets = to_offsets(self._arrival, piece, batch.dst)
+                    part = CopyBatch(batch.src, offsets, batch.nbytes)
+                    yield ConvertedPart(part, partial(self._store, _Arrived(piece, rows), wanted))
+
+    def _store(self, arrived: _Arrived, wanted: Wanted, pointer: int) -> Event:
+        """Stores what lies at `pointer`, and digests it first if that is wanted."""
+        address = wanted.dest_address
+        if wanted.arrived is not None:
+            self._digest(arrived, wanted.arrived, pointer, address.num_tokens)
+        for part in arrived.rows:
+            items, steps = part.space.place(part.entries)
+            first = 0 if part.space.per_request else part.first
+            read = (items - first) * part.space.steps + steps
+            for key in part.keys:
+                conversion = self._arrival.conversions.get(key)
+                if conversion is None:  # scales, which go with their values
+                    continue
+                own = self._dest.space_of(conversion.dest.region)
+                span = address.spans[own.id_list]
+                ids = span.ids[items if own.per_request else items - span.first_item]
+                source = self._source(conversion, part.box, arrived.piece, pointer)
+                dest = self._stored(conversion, part.box)
+                self._convert(source, dest, read, ids * own.steps + steps)
+        return self._device.record()
+
+    def _convert(self, source: ScaledRowsAt, dest: ScaledRowsAt, read: Ints, write: Ints) -> None:
+        from kvpool.device.conversion import convert_rows  # imports torch
+
+        convert_rows(self._device, source, dest, read, write)
+
+    def _source(
+        self, conversion: Conversion, box: Box, piece: CastPiece, pointer: int
+    ) -> ScaledRowsAt:
+        """Rows as they have arrived."""
+        rows = [
+            rows_at(region, self._here(region, piece, pointer), box)
+            for region in (conversion.arrival.region, conversion.arrival.scale)
+            if region is not None
+        ]
+        return ScaledRowsAt(*rows)
+
+    def _stored(self, conversion: Conversion, box: Box) -> ScaledRowsAt:
+        """Rows as the destination has them."""
+        region, scale = conversion.dest.region, conversion.dest.scale
+        rows = rows_at(region, self._dest.buffer_of(region), box, conversion.axis)
+        if scale is None:
+            return ScaledRowsAt(rows)
+        return ScaledRowsAt(rows, rows_at(scale, self._dest.buffer_of(scale), box))
+
+    def _here(self, region: Region, piece: CastPiece, pointer: int) -> Buffer:
+        """The buffer of the arrival that a region is in, where it lies in a piece."""
+        return self._moved(self._arrival.layout.buffer_of(region), piece, pointer)
+
+    def _moved(self, buffer: Buffer, piece: CastPiece, pointer: int) -> Buffer:
+        base, items = pointer + piece.offsets[buffer.name], len(piece.items[buffer.space])
+        return replace(buffer, base=base, items=items, memory=self._memory)
+
+    def _layers(self, wanted: Wanted) -> Iterator[tuple[str, range]]:
+        """The layers of each owner of which something is converted."""
+        layers: dict[str, list[int]] = {}
+        for owner, layer, _ in self._arrival.conversions:
+            layers.setdefault(owner, []).append(layer)
+        for owner, numbers in layers.items():
+            low, high = min(numbers), max(numbers) + 1
+            if wanted.layers is not None:
+                if owner != wanted.owner:
+                    continue
+                low, high = max(low, wanted.layers.start), min(high, wanted.layers.stop)
+            if low < high:
+                yield owner, range(low, high)
+
+    def _digest(self, arrived: _Arrived, digests: ArrivedDigests, pointer: int, total: int) -> None:
+        piece, rows = arrived
+
+        def read(buffer: Buffer, offsets: Ints, width: int) -> npt.NDArray[np.void]:
+            return read_memory(self._moved(buffer, piece, pointer), offsets, width)
+
+        parts = [Piece(key, row.box, row.needed, row.held) for row in rows for key in row.keys]
+        digests.take(self._arrival.layout, piece_address(piece, total), parts, read)
+
+
+class _Arrived(NamedTuple):
+    """A piece, and what of it a source rank has sent."""
+
+    piece: CastPiece
+    rows: list[Placed]
+
+
+def rows_at(region: Region, buffer: Buffer, box: Box, axis: str = "") -> RowsAt:
+    """Rows of a region in a buffer, of steps `box` of its axes; their elements lie along `axis`, or
+    in its cells.
+    """
+    size, entry, along = ITEMSIZE[region.dtype], region.axis("entry"), region.axis(axis)
+    steps = {name: range(low, high) for name, low, high in box}
+    inner = [part for part in region.inner_axes if part.name != axis]
+    offset = region.offset
+    offset += sum((steps[part.name].start - part.start) * part.stride for part in inner)
+    return RowsAt(
+        dtype=region.dtype,
+        base=buffer.base + offset,
+        sizes=(
+            buffer.items,
+            entry.size if entry else 1,
+            *(len(steps[part.name]) for part in inner),
+            along.size if along else region.width // size,
+        ),
+        strides=(
+            buffer.item_stride,
+            entry.stride if entry else buffer.item_stride,
+            *(part.stride for part in inner),
+            along.stride if along else size,
+        ),
+    )

@@ -1,0 +1,72 @@
+"""Rows at pointers of a device's memory, stored in another format by the device's operations."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvpool.device import Device, DeviceUnavailable
+from kvpool.device.rows_at import RowsAt, ScaledRowsAt
+from kvpool.device.torch_ops import ReadRow, WriteRow
+from kvpool.layout.grid import Ints
+
+
+def convert_rows(
+    device: Device, source: ScaledRowsAt, dest: ScaledRowsAt, read: Ints, write: Ints
+) -> None:
+    """Reads rows at locations `read` `[N]` of `source` and stores them at `write` `[N]` of `dest`.
+    What has scales is read as float32; what has none in `dest` is rounded to the nearest. Raises
+    DeviceUnavailable for memory of a kind whose pointers torch does not take.
+    """
+    scales = None if source.scales is None else _tensor(device, source.scales)
+    row = ReadRow(_tensor(device, source.rows), scales, torch.float32)
+    (values,) = device.load_rows([row], _locations(device, read))
+    view = _tensor(device, dest.rows)
+    if dest.scales is None:
+        stored = WriteRow(view, values.to(view.dtype))
+    else:
+        stored = WriteRow(view, values, _tensor(device, dest.scales))
+    device.store_rows([stored], _locations(device, write))
+
+
+def _locations(device: Device, numbers: Ints) -> torch.Tensor:
+    locations = torch.from_numpy(np.ascontiguousarray(numbers))
+    return locations if device.memory_kind == "cpu" else locations.to(device.name)
+
+
+def _tensor(device: Device, rows: RowsAt) -> torch.Tensor:
+    kind = getattr(torch, rows.dtype)
+    size = kind.itemsize
+    if any(stride % size for stride in rows.strides) or rows.base % size:
+        raise ValueError(f"rows of {rows.dtype} that do not lie at multiples of {size} bytes.")
+    reach = size + sum((n - 1) * stride for n, stride in zip(rows.sizes, rows.strides))
+    flat = _memory(device, rows.base, reach).view(kind)
+    return flat.as_strided(rows.sizes, [stride // size for stride in rows.strides])
+
+
+def _memory(device: Device, base: int, nbytes: int) -> torch.Tensor:
+    """Bytes at a pointer."""
+    if device.memory_kind == "cpu":
+        array: Any = (ctypes.c_ubyte * nbytes).from_address(base)
+        return torch.from_numpy(np.frombuffer(array, dtype=np.uint8))
+    if device.memory_kind == "cuda":
+        return torch.as_tensor(_CudaMemory(base, nbytes), device=device.name)
+    raise DeviceUnavailable(
+        f"rows in memory of {device.name} cannot be converted at pointers: convert on prefill, or "
+        "give both sides one format."
+    )
+
+
+class _CudaMemory:
+    """Bytes at a pointer, as numba's CUDA array interface (version 3) describes them."""
+
+    def __init__(self, base: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (base, False),
+            "version": 3,
+        }
