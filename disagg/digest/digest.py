@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,9 +24,6 @@ from kvpool.layout.grid import Ints
 from kvpool.layout.sentences import axis_steps, by_layers, held_words, one_line, ranges
 from kvpool.layout.spaces import EVERY
 from kvpool.layout.types import MAX_AXES, MAX_INT, MAX_PARTS, MAX_REASON, Name
-
-if TYPE_CHECKING:
-    from disagg.digest.arrived import ArrivedDigests
 
 STEP_BYTES = 4 << 20
 """Work between two yields, in bytes."""
@@ -136,22 +133,9 @@ class Digester:
     def busy(self) -> bool:
         return bool(self._jobs)
 
-    def add(
-        self,
-        key: Hashable,
-        layout: PoolLayout,
-        address: RequestAddress,
-        pieces: list[Piece],
-        each: bool,
-        arrived: ArrivedDigests | None = None,
-    ) -> None:
-        """Takes a job over; `step` returns its digests with `key`. Those of `arrived` are not in
-        memory.
-        """
-        if arrived is None:
-            self._jobs.append((key, digests(layout, address, pieces, each)))
-        else:
-            self._jobs.append((key, arrived.with_others(layout, address, pieces, each)))
+    def add(self, key: Hashable, steps: Iterator[Hashes]) -> None:
+        """Takes a job over, which is what `digests` returns; `step` returns them with `key`."""
+        self._jobs.append((key, steps))
 
     def step(self) -> tuple[Hashable, bytes | None, str] | None:
         """Goes one step on; where that ends a job, its key, and digests or the reason for none."""

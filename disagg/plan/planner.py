@@ -6,23 +6,22 @@ destination exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from disagg.plan.bind import Binder, CopyBatch, Count
-from disagg.plan.cast import Arrival, arrival_of, without
+from disagg.plan.cast.arrival import Arrival, without
 from disagg.plan.explain import Explanation, explain_routes
 from disagg.plan.lookup import id_clash
-from disagg.plan.match import Group, Part, absent, elect, mismatches, named_pairs, share_out, tile
-from disagg.plan.pairing import Pairing, pair
+from disagg.plan.match import Group, Part, elect, share_out
+from disagg.plan.matching import Matched, Wanted, match_members
+from disagg.plan.pairing import pair
 from disagg.plan.proof import prove
-from disagg.plan.refusal import IncompatibleLayouts, Reason
 from disagg.plan.routes import records_of, routes_of
 from disagg.plan.runs import Route
 from kvpool.layout import Key, PoolLayout, RequestAddress, need_layouts
-from kvpool.layout.sentences import ranges
 
 
 class Cast(NamedTuple):
@@ -196,13 +195,13 @@ def plan(
     says = "plan(sources, dest): `sources` is a list of layouts (pool.layout)."
     need_layouts(sources, says)
     need_layouts([dest], says)
-    wanted = _Wanted(sources, allow_missing, cast)
+    wanted = Wanted(sources, allow_missing, cast)
     if group is None:
         matched = wanted.match(dest)
         parts, asks = tuple(elect(matched.overlaps)), dict[int, int]()
     else:
         group.check(dest)
-        members = _match_members(wanted, dest, group)
+        members = match_members(wanted, dest, group)
         matched = members[group.member]
         overlaps = [member.overlaps for member in members]
         parts, asks = share_out(overlaps, group.member, len(sources))
@@ -212,7 +211,7 @@ def plan(
     return replace(planned, cast=Cast(matched.arrival, _planned(matched.converted, parts, asks)))
 
 
-def _planned(matched: _Matched, parts: Sequence[Part], asks: Mapping[int, int]) -> TransferPlan:
+def _planned(matched: Matched, parts: Sequence[Part], asks: Mapping[int, int]) -> TransferPlan:
     """The copies of those parts that are of the matched destination."""
     paired = matched.paired
     dest = paired.dest
@@ -234,132 +233,3 @@ def _planned(matched: _Matched, parts: Sequence[Part], asks: Mapping[int, int]) 
         layer_routes=layer_routes,
         asks=asks,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Matched:
-    """What of each source fits where in a destination, and what may be missing of it. With an
-    `arrival`, the same of rows that are `converted`.
-    """
-
-    paired: Pairing
-    own: list[Part]
-    missing: set[Key]
-    arrival: Arrival | None = None
-    converted: _Matched | None = None
-
-    @property
-    def overlaps(self) -> list[Part]:
-        """Those of rows that are converted among them."""
-        return self.own if self.converted is None else [*self.own, *self.converted.own]
-
-    @property
-    def arriving(self) -> Set[Key]:
-        """Regions of sources that are converted."""
-        return set() if self.arrival is None else self.arrival.layout.region_by_key.keys()
-
-
-class _Wanted(NamedTuple):
-    """What destinations may be filled from, and how."""
-
-    sources: Sequence[PoolLayout]
-    allow_missing: Collection[str]
-    cast: bool | Collection[str]
-
-    def match(self, dest: PoolLayout) -> _Matched:
-        """Raises IncompatibleLayouts."""
-        arrival = arrival_of(self.sources, dest, self.cast) if self.cast else None
-        if arrival is None:
-            try:
-                return _match(self.sources, dest, self.allow_missing)
-            except IncompatibleLayouts as error:
-                raise _with_casts(error, self.sources, dest) from None
-        rest = without(dest, arrival.converted)
-        converted = _match(self.sources, arrival.layout, ())
-        own = _match(self.sources, rest, self.allow_missing)
-        return replace(own, arrival=arrival, converted=converted)
-
-
-def _with_casts(
-    error: IncompatibleLayouts, sources: Sequence[PoolLayout], dest: PoolLayout
-) -> IncompatibleLayouts:
-    """The same reasons, and where rows could be converted, how to allow that."""
-    arrival = arrival_of(sources, dest, True)
-    if arrival is None:
-        return error
-    hints = {
-        key: f" Or let decode convert {rows.arrival.format} to {rows.dest.format}: cast=True."
-        for key, rows in arrival.conversions.items()
-    }
-    return IncompatibleLayouts(
-        [
-            replace(r, sentence=r.sentence + hints.get((r.owner, r.layer, r.role), ""))
-            for r in error.reasons
-        ]
-    )
-
-
-def _match(
-    sources: Sequence[PoolLayout], dest: PoolLayout, allow_missing: Collection[str]
-) -> _Matched:
-    """Raises IncompatibleLayouts."""
-    paired = pair(sources, dest)
-    # an owner or role that one source has is not missing: a forgotten stage stays refused
-    owners = {owner for owner, _, _ in paired.offered}
-    layers: dict[tuple[str, str], set[int]] = {}
-    for owner, layer, role in paired.offered:
-        layers.setdefault((owner, role), set()).add(layer)
-    absences: dict[tuple[str, str], str] = {}
-    offered_names = named_pairs(layers)
-    problems: dict[Key, dict[str, list[int]]] = {}
-    missing: set[Key] = set()
-    overlaps: list[Part] = []
-    for alike in paired.alike:
-        region = alike.region
-        name = region.owner, region.role
-        without_owner = region.owner in allow_missing and region.owner not in owners
-        without_role = region.role in allow_missing and name not in layers
-        if without_owner or without_role:
-            missing.update(alike.keys)
-            continue
-        reasons = mismatches(alike)
-        if not alike.holders:
-            if name not in absences:  # named once for all layers: they may be many
-                absences[name] = absent(region, layers.get(name, ()), offered_names)
-            reasons = {absences[name]: []}
-        if not reasons:
-            tiles, gaps = tile(alike)
-            overlaps.extend(tiles)
-            ranks = [number for holder in alike.holders for number in holder.sources]
-            reasons = dict.fromkeys(gaps, ranks)
-        if reasons:
-            problems.update(dict.fromkeys(alike.keys, reasons))
-    if problems:
-        raise IncompatibleLayouts(
-            [
-                Reason(owner, layer, role, sentence, tuple(sorted(ranks)))
-                for owner, layer, role in dest.region_by_key
-                for sentence, ranks in problems.get((owner, layer, role), {}).items()
-            ]
-        )
-    return _Matched(paired=paired, own=overlaps, missing=missing)
-
-
-def _match_members(wanted: _Wanted, dest: PoolLayout, group: Group) -> list[_Matched]:
-    """For each member of a group, those alike at once. Raises IncompatibleLayouts."""
-    alike: dict[str, list[int]] = {}
-    for number, layout in enumerate(group.layouts):
-        alike.setdefault(layout.fingerprint(), []).append(number)
-    matched: dict[int, _Matched] = {}
-    reasons: list[Reason] = []
-    for numbers in alike.values():
-        own = group.member in numbers
-        into = dest if own else group.layouts[numbers[0]]
-        try:
-            matched.update(dict.fromkeys(numbers, wanted.match(into)))
-        except IncompatibleLayouts as error:
-            who = "" if own else f"on decode rank {ranges(numbers)} of its group: "
-            reasons += [replace(reason, sentence=who + reason.sentence) for reason in error.reasons]
-    if reasons:
-        raise IncompatibleLayouts(reasons)
-    return [matched[number] for number in range(len(group.layouts))]

@@ -16,8 +16,16 @@ from disagg.digest.arrived import ArrivedDigests
 from disagg.digest.cell_hash import read_memory
 from disagg.digest.digest import Piece
 from disagg.plan.bind import CopyBatch, Count
-from disagg.plan.cast import Conversion
-from disagg.plan.pieces import CastPiece, Placed, piece_address, pieces, placed, to_offsets
+from disagg.plan.cast.arrival import Conversion
+from disagg.plan.cast.pieces import (
+    CastPiece,
+    Extent,
+    Placed,
+    piece_address,
+    pieces,
+    placed,
+    to_offsets,
+)
 from disagg.plan.planner import Cast
 from disagg.plan.runs import Box
 from kvpool.device import get_device
@@ -59,7 +67,7 @@ class Converter:
     """Converts what arrives for a destination. Raises DeviceUnavailable."""
 
     def __init__(self, cast: Cast, dest: PoolLayout) -> None:
-        self._arrival, self._plan = cast
+        self._cast, self._arrival = cast, cast.arrival
         self._dest, self._memory = dest, dest.buffers[0].memory
         self._device = get_device(self._memory)
 
@@ -69,20 +77,21 @@ class Converter:
         """
         total, count = wanted.dest_address.num_tokens, wanted.count
         for owner, layers in self._layers(wanted):
-            for piece in pieces(self._arrival, owner, layers, wanted.tokens, total, most):
-                batch = self._plan.bind(
+            extent = Extent(owner, layers, wanted.tokens, total)
+            for piece in pieces(self._cast.arrival, extent, most):
+                batch = self._cast.plan.bind(
                     wanted.source,
                     wanted.source_address,
-                    piece_address(piece, total),
-                    tokens=piece.tokens,
-                    layers=piece.layers,
+                    piece_address(piece),
+                    tokens=piece.extent.tokens,
+                    layers=piece.extent.layers,
                     owner=owner,
                     count=count,
                     checked=True,
                 )
                 if batch.runs:
-                    rows = placed(self._arrival, self._plan, wanted.source, piece, total, count)
-                    offsets = to_offsets(self._arrival, piece, batch.dst)
+                    rows = placed(self._cast, wanted.source, piece, count)
+                    offsets = to_offsets(self._cast.arrival, piece, batch.dst)
                     part = CopyBatch(batch.src, offsets, batch.nbytes)
                     yield ConvertedPart(part, partial(self._store, _Arrived(piece, rows), wanted))
 
@@ -90,7 +99,7 @@ class Converter:
         """Stores what lies at `pointer`, and digests it first if that is wanted."""
         address = wanted.dest_address
         if wanted.arrived is not None:
-            self._digest(arrived, wanted.arrived, pointer, address.num_tokens)
+            self._digest(arrived, wanted.arrived, pointer)
         for part in arrived.rows:
             items, steps = part.space.place(part.entries)
             first = 0 if part.space.per_request else part.first
@@ -116,12 +125,11 @@ class Converter:
         self, conversion: Conversion, box: Box, piece: CastPiece, pointer: int
     ) -> ScaledRowsAt:
         """Rows as they have arrived."""
-        rows = [
-            rows_at(region, self._here(region, piece, pointer), box)
-            for region in (conversion.arrival.region, conversion.arrival.scale)
-            if region is not None
-        ]
-        return ScaledRowsAt(*rows)
+        region, scale = conversion.arrival.region, conversion.arrival.scale
+        rows = rows_at(region, self._here(region, piece, pointer), box)
+        if scale is None:
+            return ScaledRowsAt(rows)
+        return ScaledRowsAt(rows, rows_at(scale, self._here(scale, piece, pointer), box))
 
     def _stored(self, conversion: Conversion, box: Box) -> ScaledRowsAt:
         """Rows as the destination has them."""
@@ -153,14 +161,14 @@ class Converter:
             if low < high:
                 yield owner, range(low, high)
 
-    def _digest(self, arrived: _Arrived, digests: ArrivedDigests, pointer: int, total: int) -> None:
+    def _digest(self, arrived: _Arrived, digests: ArrivedDigests, pointer: int) -> None:
         piece, rows = arrived
 
         def read(buffer: Buffer, offsets: Ints, width: int) -> npt.NDArray[np.void]:
             return read_memory(self._moved(buffer, piece, pointer), offsets, width)
 
         parts = [Piece(key, row.box, row.needed, row.held) for row in rows for key in row.keys]
-        digests.take(self._arrival.layout, piece_address(piece, total), parts, read)
+        digests.take(self._arrival.layout, piece_address(piece), parts, read)
 
 
 class _Arrived(NamedTuple):

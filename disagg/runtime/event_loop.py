@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from disagg.digest.digest import Digester
+from disagg.digest.digest import Digester, digests
 from disagg.engines.base import Engine
 from disagg.errors import EndpointClosed, WireError
 from disagg.host.signals import deferred_signals
@@ -220,7 +220,8 @@ class EventLoop(Generic[M]):
             case events.DropPeer(rank):
                 self.reader.drop_peer(rank)
             case events.ComputeDigest(key, address, pieces, each, arrived):
-                self.digester.add(key, self.layout, address, pieces, each, arrived)
+                of = digests if arrived is None else arrived.with_others
+                self.digester.add(key, of(self.layout, address, pieces, each))
 
 
 @dataclass(eq=False, slots=True)

@@ -48,11 +48,11 @@ class DecodeRoom(PhasedRoom):
     seen: set[tuple[int, int, int, bool, LayerRange | None]] = field(default_factory=set)
     """Chunks by source rank, start, stop, last and layers."""
     latest: dict[int, tuple[ChunkReady, RequestAddress]] = field(default_factory=dict)
-    """By source rank, the chunk that came last, and its block table, until its last chunk comes."""
+    """By source rank, the chunk that came last and its block table, until the last one comes."""
     reads: dict[Read, float | None] = field(default_factory=dict)
     """Those that have not ended, and when each has had its turn."""
     arrived: dict[int, ArrivedDigests] = field(default_factory=dict)
-    """By source rank, digests of what arrives and is not kept, where it is to be compared."""
+    """By source rank, of what is not kept as it arrives."""
     checks: dict[int, Verification] = field(default_factory=dict)
     """By source rank, comparisons that are not done."""
     aux: Aux = field(default_factory=dict)

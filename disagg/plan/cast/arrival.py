@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 from kvpool.layout import (
@@ -126,42 +127,46 @@ def arrival_of(
         axis = _row_axis(given, rows)
         if axis is not None:
             conversions[key] = given, rows, axis
-    if not conversions:
-        return None
+    return _arrival(dest, conversions) if conversions else None
+
+
+def _arrival(dest: PoolLayout, found: Mapping[Key, tuple[Rows, Rows, str]]) -> Arrival:
     regions: list[Region] = []
     buffers: list[Buffer] = []
-    converted: set[Key] = set()
-    arrivals: dict[Key, Conversion] = {}
-    for key, (given, rows, axis) in conversions.items():
+    conversions: dict[Key, Conversion] = {}
+    for key, (given, rows, axis) in found.items():
         space = dest.space_of(rows.region)
-        parts = [part for part in (given.region, given.scale) if part is not None]
-        placed = []
-        for part in parts:
-            name = f"{part.owner}.{part.layer}.{part.role}"
-            axes, width = _axes(part, rows.region, axis)
-            item = space.steps * width if _entry(rows.region) else width
-            for step in axes:
-                if step.name != "entry":
-                    item *= step.size
-            base = (len(buffers) + 1) << ARRIVAL_BITS
-            items = max(1, (1 << ARRIVAL_BITS - 1) // item)
-            buffers.append(Buffer(name, space.name, base, item, item, items))
-            region = replace(part, buffer=name, offset=0, axes=axes, width=width)
-            regions.append(region)
-            placed.append(region)
-        arrived = Rows(placed[0], placed[1] if placed[1:] else None, given.format)
-        arrivals[key] = Conversion(arrived, rows, axis)
-        converted.add(key)
-        if rows.scale is not None:
-            converted.add(rows.scale.key)
-    names = {buffer.space for buffer in buffers}
-    spaces = tuple(_of_pieces(space) for space in dest.spaces if space.name in names)
+        arrived: list[Region] = []
+        for part in (given.region, given.scale):
+            if part is not None:
+                region, buffer = _place(part, rows.region, axis, space, len(buffers) + 1)
+                arrived.append(region)
+                buffers.append(buffer)
+        regions += arrived
+        scale = arrived[1] if given.scale is not None else None
+        conversions[key] = Conversion(Rows(arrived[0], scale, given.format), rows, axis)
+    converted = {r.key for c in conversions.values() for r in (c.dest.region, c.dest.scale) if r}
+    used = {buffer.space for buffer in buffers}
+    spaces = tuple(_of_pieces(space) for space in dest.spaces if space.name in used)
     layout = PoolLayout(tuple(buffers), tuple(regions), spaces, dest.total_kv_layers, dest.model)
-    return Arrival(layout=layout, conversions=arrivals, converted=frozenset(converted))
+    return Arrival(layout=layout, conversions=conversions, converted=frozenset(converted))
 
 
-def _entry(region: Region) -> Axis | None:
-    return region.axis("entry")
+def _place(
+    part: Region, wanted: Region, axis: str, space: Space, number: int
+) -> tuple[Region, Buffer]:
+    """A source's region in buffer `number` of an arrival, along the axes of the destination's."""
+    axes, width = _axes(part, wanted, axis)
+    nbytes = prod([width, *(step.size for step in axes)])
+    buffer = Buffer(
+        name=f"{part.owner}.{part.layer}.{part.role}",
+        space=space.name,
+        base=number << ARRIVAL_BITS,
+        item_stride=nbytes,
+        item_bytes=nbytes,
+        items=max(1, (1 << ARRIVAL_BITS - 1) // nbytes),
+    )
+    return replace(part, buffer=buffer.name, offset=0, axes=axes, width=width), buffer
 
 
 def _row_axis(given: Rows, wanted: Rows) -> str | None:

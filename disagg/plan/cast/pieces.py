@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from disagg.plan.bind import Count, moved_now
-from disagg.plan.cast import ARRIVAL_BITS, Arrival
-from disagg.plan.planner import TransferPlan
+from disagg.plan.cast.arrival import ARRIVAL_BITS, Arrival
+from disagg.plan.planner import Cast
 from disagg.plan.runs import Box
 from kvpool.layout import Interleave, Key, RequestAddress, Space, Span
 from kvpool.layout.grid import Ints
@@ -32,60 +32,66 @@ class Placed(NamedTuple):
     first: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CastPiece:
-    """What is read at once of rows that are converted: positions `tokens` of layers of `owner`.
-    `offsets` are those of an arrival's buffers in the piece, by name, of `nbytes` in all.
-    """
+class Extent(NamedTuple):
+    """Positions `tokens` of `layers` of an owner, of a request of `total` tokens."""
 
     owner: str
     layers: range
     tokens: range
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastPiece:
+    """What is read at once of rows that are converted. `offsets` are those of an arrival's buffers
+    in the piece, by name, of `nbytes` in all; `items` the numbers of the request's items, by space.
+    """
+
+    extent: Extent
     offsets: Mapping[str, int]
     items: Mapping[str, range]
     nbytes: int
 
 
-def pieces(
-    arrival: Arrival, owner: str, layers: range, tokens: range, total: int, most: int
-) -> Iterator[CastPiece]:
-    """Positions `tokens` of a request of `total`, in pieces of at most `most` bytes: of fewer
-    layers where those of all do not fit, then of fewer positions. Raises ValueError for one
-    position of a layer that does not fit.
+def pieces(arrival: Arrival, extent: Extent, most: int) -> Iterator[CastPiece]:
+    """An extent in pieces of at most `most` bytes: of fewer layers where those of all do not fit,
+    then of fewer positions. Raises ValueError for one position of a layer that does not fit.
     """
-    piece = _piece(arrival, owner, layers, tokens, total)
+    piece = _piece(arrival, extent)
     if piece.nbytes <= most:
         if piece.nbytes:
             yield piece
         return
+    layers, tokens = extent.layers, extent.tokens
     if len(layers) > 1:
         middle = layers.start + len(layers) // 2
-        halves = [(range(layers.start, middle), tokens), (range(middle, layers.stop), tokens)]
+        parts = range(layers.start, middle), range(middle, layers.stop)
+        halves = [extent._replace(layers=part) for part in parts]
     elif len(tokens) > 1:
         middle = tokens.start + len(tokens) // 2
-        halves = [(layers, range(tokens.start, middle)), (layers, range(middle, tokens.stop))]
+        parts = range(tokens.start, middle), range(middle, tokens.stop)
+        halves = [extent._replace(tokens=part) for part in parts]
     else:
         raise ValueError(
-            f"{owner} layer {layers.start}: {piece.nbytes} bytes arrive with position "
-            f"{tokens.start} and are converted together, and a staging buffer has {most}. Give the "
+            f"{extent.owner} layer {layers.start}: {piece.nbytes} bytes arrive with position "
+            f"{tokens.start} and are converted together, and a buffer has {most}. Give the "
             f"endpoint staging={4 * piece.nbytes}."
         )
-    for some, part in halves:
-        yield from pieces(arrival, owner, some, part, total, most)
+    for half in halves:
+        yield from pieces(arrival, half, most)
 
 
-def _piece(arrival: Arrival, owner: str, layers: range, tokens: range, total: int) -> CastPiece:
-    items = {space.name: _items(space, tokens, total) for space in arrival.layout.spaces}
+def _piece(arrival: Arrival, extent: Extent) -> CastPiece:
+    spaces = arrival.layout.spaces
+    items = {space.name: _items(space, extent.tokens, extent.total) for space in spaces}
     offsets: dict[str, int] = {}
     nbytes = 0
     for region in arrival.layout.regions:
-        if region.owner == owner and region.layer in layers:
+        if region.owner == extent.owner and region.layer in extent.layers:
             buffer = arrival.layout.buffer_of(region)
             offsets[buffer.name] = nbytes
             nbytes += -(-len(items[buffer.space]) * buffer.item_bytes // 64) * 64
-    return CastPiece(
-        owner=owner, layers=layers, tokens=tokens, offsets=offsets, items=items, nbytes=nbytes
-    )
+    return CastPiece(extent=extent, offsets=offsets, items=items, nbytes=nbytes)
 
 
 def _items(space: Space, tokens: range, total: int) -> range:
@@ -99,10 +105,10 @@ def _items(space: Space, tokens: range, total: int) -> range:
     return range(first, last + 1)
 
 
-def piece_address(piece: CastPiece, total: int) -> RequestAddress:
+def piece_address(piece: CastPiece) -> RequestAddress:
     """The block table of a piece in its arrival."""
     spans = {name: Span(np.arange(len(items)), items.start) for name, items in piece.items.items()}
-    return RequestAddress(total, spans)
+    return RequestAddress(piece.extent.total, spans)
 
 
 def to_offsets(arrival: Arrival, piece: CastPiece, pointers: Ints) -> Ints:
@@ -113,27 +119,20 @@ def to_offsets(arrival: Arrival, piece: CastPiece, pointers: Ints) -> Ints:
     return np.asarray(starts[number] + (pointers & ((1 << ARRIVAL_BITS) - 1)), dtype=np.int64)
 
 
-def placed(
-    arrival: Arrival,
-    plan: TransferPlan,
-    source: int,
-    piece: CastPiece,
-    total: int,
-    count: Count,
-) -> list[Placed]:
-    """What of a piece comes now from source rank `source`, by the plan of an arrival."""
+def placed(cast: Cast, source: int, piece: CastPiece, count: Count) -> list[Placed]:
+    """What of a piece comes now from source rank `source`."""
     rows: list[Placed] = []
-    layout = plan.sources[source]
-    for part in plan.parts:
-        keys = [key for key in part.keys if key[0] == piece.owner and key[1] in piece.layers]
+    arrival, layout, extent = cast.arrival, cast.plan.sources[source], piece.extent
+    for part in cast.plan.parts:
+        keys = [key for key in part.keys if key[0] == extent.owner and key[1] in extent.layers]
         if part.source != source or not keys:
             continue
         space = arrival.layout.space_of(arrival.layout.region_by_key[keys[0]])
         theirs = layout.space_of(layout.region_by_key[keys[0]])
-        moved = moved_now(theirs, space, False, piece.tokens, count)
+        moved = moved_now(theirs, space, False, extent.tokens, count)
         if moved is None:
             continue
-        needed = space.needed_entries(moved, total)
+        needed = space.needed_entries(moved, extent.total)
         numbers = np.arange(needed.start, needed.stop, dtype=np.int64)
         for held in (part.held, space.held):
             numbers = numbers[numbers // held.size % held.ranks == held.rank]

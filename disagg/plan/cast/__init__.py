@@ -1,0 +1,1 @@
+"""Rows that prefill holds in one format and decode in another."""
