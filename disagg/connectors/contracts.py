@@ -81,6 +81,7 @@ class ServingEngine:
                 for number, rank in enumerate(ranks, self.first)
             ),
             allow_missing=tuple(settings.allow_missing),
+            cast=settings.cast if isinstance(settings.cast, bool) else tuple(settings.cast),
             versions=versions(self.package),
         )
 

@@ -57,6 +57,10 @@ class Settings:
     """What prefill may lack, by owner or role: ["draft"] where only decode speculates. Decode's
     memory for it stays as it is, so that the acceptance of drafts begins low.
     """
+    cast: bool | Collection[str] = False
+    """Whether decode converts what prefill has in another format, or roles of which it does: true,
+    ["k", "v"] (docs/cast.md).
+    """
     shared_memory: bool = True
     """KV memory of the CPU is made so that engine `local` of another process can map it."""
     conventions: Mapping[str, Convention | None] = field(default_factory=dict)

@@ -69,7 +69,8 @@ class ContractRank:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
     """Of an engine with `size` ranks all or some of them, in order of their numbers. `engine` moves
-    its bytes; `serves` are the sides that it can be; `allow_missing` is what a prefill may lack;
+    its bytes; `serves` are the sides that it can be; `allow_missing` is what a prefill may lack, and
+    `cast` what it converts;
     `versions` are those of kvpool and of the serving engine.
     """
 
@@ -78,6 +79,7 @@ class Contract:
     size: int
     ranks: tuple[ContractRank, ...]
     allow_missing: tuple[str, ...] = ()
+    cast: bool | tuple[str, ...] = False
     versions: Mapping[str, str]
     protocol: int = PROTOCOL
 
@@ -95,6 +97,7 @@ class Contract:
             serves=[*self.serves],
             size=self.size,
             allow_missing=[*self.allow_missing],
+            cast=self.cast if isinstance(self.cast, bool) else [*self.cast],
             versions=dict(self.versions),
             ranks=[_encoded(rank) for rank in self.ranks],
         )
@@ -119,6 +122,7 @@ class Contract:
             size=document.size,
             ranks=tuple(_read(rank) for rank in document.ranks),
             allow_missing=tuple(document.allow_missing),
+            cast=document.cast if isinstance(document.cast, bool) else tuple(document.cast),
             versions=document.versions,
             protocol=document.protocol,
         )
@@ -141,7 +145,7 @@ def joined(parts: Sequence[Contract]) -> Contract:
     """
     first = parts[0]
     for part in parts[1:]:
-        for name in ("engine", "serves", "size", "allow_missing", "versions", "protocol"):
+        for name in ("engine", "serves", "size", "allow_missing", "cast", "versions", "protocol"):
             ours, theirs = getattr(first, name), getattr(part, name)
             if ours != theirs:
                 raise ValueError(f"ranks of different engines: {name} {ours!r} and {theirs!r}.")
@@ -172,6 +176,7 @@ class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     serves: Annotated[list[Serves], Meta(min_length=1, max_length=2)]
     size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     allow_missing: Annotated[list[Name], Meta(max_length=MAX_MISSING)] = []
+    cast: bool | Annotated[list[Name], Meta(max_length=MAX_MISSING)] = False
     versions: Annotated[dict[Name, Name], Meta(max_length=MAX_VERSIONS)] = {}
     ranks: Annotated[list[_Rank], Meta(min_length=1, max_length=MAX_RANKS)]
 

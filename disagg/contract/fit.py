@@ -51,7 +51,7 @@ class Fit:
                 ("prefill", "decode"), self.names, (self.prefill, self.decode)
             )
         )
-        return HandOff(prefill, decode, self.tokens, self.decode.allow_missing)
+        return HandOff(prefill, decode, self.tokens, self.decode.allow_missing, self.decode.cast)
 
     def objections(self) -> list[Objection]:
         """All reasons against; none if the two can work together."""

@@ -48,18 +48,20 @@ class Side:
 @dataclass(frozen=True)
 class HandOff:
     """A request of `tokens` tokens from all ranks of prefill to each of decode. `allow_missing`:
-    owners or roles that prefill may lack.
+    owners or roles that prefill may lack. `cast`: roles that decode converts.
     """
 
     prefill: Side
     decode: Side
     tokens: int
     allow_missing: Collection[str] = ()
+    cast: bool | Collection[str] = False
 
     @cached_property
     def outcomes(self) -> list[TransferPlan | IncompatibleLayouts]:
         """Of each decode rank its plan, or why there is none."""
-        cache, outcomes = PlanCache(self.allow_missing), list[TransferPlan | IncompatibleLayouts]()
+        cache = PlanCache(self.allow_missing, cast=self.cast)
+        outcomes = list[TransferPlan | IncompatibleLayouts]()
         sources = [rank.layout for rank in self.prefill.ranks]
         for rank in self.decode.ranks:
             try:
@@ -89,10 +91,11 @@ class HandOff:
         """Bytes by prefill rank, to all decode ranks."""
         sent = dict.fromkeys(range(len(self.prefill.ranks)), 0)
         for plan in self.plans.values():
-            for source in plan.contributors():
-                routes = [route for route in plan.routes if route.source == source]
-                explanation = explain_routes(plan.sources, plan.dest, routes, self.tokens)
-                sent[source] += explanation.nbytes
+            for part in (plan, *([plan.cast.plan] if plan.cast else [])):
+                for source in part.contributors():
+                    routes = [route for route in part.routes if route.source == source]
+                    explanation = explain_routes(part.sources, part.dest, routes, self.tokens)
+                    sent[source] += explanation.nbytes
         return sent
 
     def refusals(self) -> list[tuple[str, str, str]]:

@@ -47,6 +47,11 @@ class Staging:
         self.bytes = self._here.numpy()
         self._base = self._there.data_ptr()
 
+    @property
+    def pointer(self) -> int:
+        """Where it lies in the memory of the layout."""
+        return self._base
+
     def clear(self) -> None:
         """Sets all bytes to 0."""
         self.bytes[:] = 0

@@ -53,7 +53,8 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     nothing happens for longer than `offer_timeout` seconds (None: it waits on): no chunk, no end of
     a read, no digest, no ack, counted from `receive`. `verify="checksum"` compares digests of all
     that was read with prefill's before a room succeeds. `allow_missing` names owners or roles that
-    prefill may lack altogether (`"draft"`): their memory is left as it is. `staging` bytes (0:
+    prefill may lack altogether (`"draft"`): their memory is left as it is. `cast` (True, or roles)
+    lets prefill have rows in another format, which are converted as they arrive (docs/cast.md). `staging` bytes (0:
     none) are for small runs that lie close together on prefill, read as long ones and scattered
     from there (docs/engines.md). `options`: see Options.
     """
@@ -82,6 +83,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             offer_timeout=offer_timeout,
             verify=verify,
             allow_missing=allow_missing,
+            cast=cast,
             staging=staging,
         )
         super().__init__(

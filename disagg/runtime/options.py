@@ -58,6 +58,7 @@ RULES: Mapping[str, Rule] = {
     "offer_timeout": Rule(Seconds | None, f"{_BOUNDED}, or None"),
     "read_timeout": Rule(_Positive, "a number of seconds above 0"),
     "lease": Rule(_Positive | None, "a number of seconds above 0, or None"),
+    "cast": Rule(bool | list[str], 'True, False, or a list of roles, such as ["k", "v"]'),
     "allow_missing": Rule(list[str], 'a list of owners or roles, such as ["draft"]'),
     "verify": Rule(Literal["checksum"] | None, "'checksum', or None"),
     "drain_seconds": Rule(

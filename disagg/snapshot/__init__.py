@@ -16,6 +16,7 @@ import numpy as np
 
 from disagg.digest.digest import digests
 from disagg.plan import CopyBatch, TransferPlan, plan
+from disagg.portable.conversion import ConvertedPart, Converter, Wanted
 from disagg.portable.layout import block_table, live_pieces, portable
 from disagg.portable.staging import Staging, windows
 from disagg.protocol.messages import Convention, checked_conventions
@@ -105,13 +106,14 @@ def load(
     tokens: range | None = None,
     conventions: Mapping[str, Convention] = MappingProxyType({}),
     allow_missing: Collection[str] = (),
+    cast: bool | Collection[str] = False,
 ) -> int:
     """Reads positions `tokens` (default: all) of a request from the files of its ranks, all that
     this rank needs together, into the pool that `layout` describes; returns how many these are.
 
     The block table may have fewer tokens than the files: then it is a prefix that is loaded.
     `tokens` begins after what is there already, and ends with the block table's last.
-    `allow_missing` is `plan`'s. Nothing is written before all files are checked.
+    `allow_missing` and `cast` are `plan`'s. Nothing is written before all files are checked.
 
     Raises SnapshotRefused for a file that is damaged, or of another model or request, or has too
     few tokens; IncompatibleLayouts where the files do not have all state (to its sentences,
@@ -132,22 +134,39 @@ def load(
     with ExitStack() as stack:
         files = [stack.enter_context(closing(SnapshotFile(path))) for path in names]
         _check_agree(files, layout, total, conventions)
-        transfer = plan([file.header.layout for file in files], layout, allow_missing=allow_missing)
+        layouts = [file.header.layout for file in files]
+        transfer = plan(layouts, layout, allow_missing=allow_missing, cast=cast)
         what = f"load of {files[0].path}"
         stack.enter_context(pinned_by_call(what, address, layout, "received", wanted.start))
         staging = Staging(layout, STAGING_BYTES)
+        arrival = staging if transfer.cast is None else Staging(layout, STAGING_BYTES)
 
         def moved(rank: int) -> Iterator[CopyBatch]:
             return batches(transfer, rank, files[rank].address, address, wanted)
 
+        def converted(rank: int) -> Iterator[ConvertedPart]:
+            if transfer.cast is not None:
+                wanted_here = Wanted(
+                    source=rank,
+                    source_address=files[rank].address,
+                    dest_address=address,
+                    tokens=wanted,
+                )
+                yield from Converter(transfer.cast, layout).parts(wanted_here, STAGING_BYTES)
+
+        parts = [*transfer.parts, *(transfer.cast.plan.parts if transfer.cast else ())]
         for rank, file in enumerate(files):
             for _ in moved(rank):  # refuses what cannot be bound
                 pass
-            file.check({key for p in transfer.parts if p.source == rank for key in p.keys})
+            for _ in converted(rank):
+                pass
+            file.check({key for p in parts if p.source == rank for key in p.keys})
         for rank, file in enumerate(files):
             with file.copied():
                 for batch in moved(rank):
                     _read(file, batch, staging)
+                for part in converted(rank):
+                    _read_converted(file, part, staging, arrival)
         for file in files:
             with file.copied():
                 file.check_unchanged()
@@ -162,6 +181,14 @@ def _read(file: SnapshotFile, batch: CopyBatch, staging: Staging) -> None:
         size = int(offsets[-1] + nbytes[-1]) - first
         file.read(first, staging.bytes[:size])
         staging.scatter(offsets - first, pointers, nbytes, size)
+
+
+def _read_converted(
+    file: SnapshotFile, part: ConvertedPart, staging: Staging, arrival: Staging
+) -> None:
+    src, dst, nbytes = part.read
+    _read(file, CopyBatch(src, dst + arrival.pointer, nbytes), staging)
+    part.store(arrival.pointer).synchronize()
 
 
 def _check_agree(

@@ -91,6 +91,7 @@ class Check:
             read_timeout=self.timeout,
             offer_timeout=self.timeout,
             allow_missing=self.fit.decode.allow_missing,
+            cast=self.fit.decode.cast,
             **endpoint_options(self.settings, options),
         )
 

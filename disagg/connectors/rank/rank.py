@@ -97,6 +97,7 @@ class Rank:
                 verify=settings.verify,
                 offer_timeout=settings.offer_timeout,
                 allow_missing=settings.allow_missing,
+                cast=settings.cast,
                 **options,
             )
             self._links = Links(decode)
