@@ -97,6 +97,8 @@ class Converter:
 
     def _store(self, arrived: _Arrived, wanted: Wanted, pointer: int) -> Event:
         """Stores what lies at `pointer`, and digests it first if that is wanted."""
+        from kvpool.device.conversion import convert_rows  # imports torch
+
         address = wanted.dest_address
         if wanted.arrived is not None:
             self._digest(arrived, wanted.arrived, pointer)
@@ -104,22 +106,19 @@ class Converter:
             items, steps = part.space.place(part.entries)
             first = 0 if part.space.per_request else part.first
             read = (items - first) * part.space.steps + steps
-            for key in part.keys:
-                conversion = self._arrival.conversions.get(key)
-                if conversion is None:  # scales, which go with their values
-                    continue
-                own = self._dest.space_of(conversion.dest.region)
-                span = address.spans[own.id_list]
-                ids = span.ids[items if own.per_request else items - span.first_item]
-                source = self._source(conversion, part.box, arrived.piece, pointer)
-                dest = self._stored(conversion, part.box)
-                self._convert(source, dest, read, ids * own.steps + steps)
+            # scales go with their values
+            conversions = [c for key in part.keys if (c := self._arrival.conversions.get(key))]
+            if not conversions:
+                continue
+            own = self._dest.space_of(conversions[0].dest.region)
+            span = address.spans[own.id_list]
+            ids = span.ids[items if own.per_request else items - span.first_item]
+            pairs = [
+                (self._source(c, part.box, arrived.piece, pointer), self._stored(c, part.box))
+                for c in conversions
+            ]
+            convert_rows(self._device, pairs, read, ids * own.steps + steps)
         return self._device.record()
-
-    def _convert(self, source: ScaledRowsAt, dest: ScaledRowsAt, read: Ints, write: Ints) -> None:
-        from kvpool.device.conversion import convert_rows  # imports torch
-
-        convert_rows(self._device, source, dest, read, write)
 
     def _source(
         self, conversion: Conversion, box: Box, piece: CastPiece, pointer: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,26 +11,37 @@ import torch
 
 from kvpool.device import Device, DeviceUnavailable
 from kvpool.device.rows_at import RowsAt, ScaledRowsAt
-from kvpool.device.torch_ops import ReadRow, WriteRow
+from kvpool.device.torch_ops import ReadRow, WriteRow, slots
 from kvpool.layout.grid import Ints
 
 
 def convert_rows(
-    device: Device, source: ScaledRowsAt, dest: ScaledRowsAt, read: Ints, write: Ints
+    device: Device, pairs: Sequence[tuple[ScaledRowsAt, ScaledRowsAt]], read: Ints, write: Ints
 ) -> None:
-    """Reads rows at locations `read` `[N]` of `source` and stores them at `write` `[N]` of `dest`.
-    What has scales is read as float32; what has none in `dest` is rounded to the nearest. Raises
-    DeviceUnavailable for memory of a kind whose pointers torch does not take.
+    """Reads rows of each pair's first at locations `read` `[N]`, and stores them at `write` `[N]`
+    of its second. What has scales is read as float32; what gets none is rounded to the nearest.
+    Raises DeviceUnavailable for memory of a kind whose pointers torch does not take.
     """
-    scales = None if source.scales is None else _tensor(device, source.scales)
-    row = ReadRow(_tensor(device, source.rows), scales, torch.float32)
-    (values,) = device.load_rows([row], _locations(device, read))
-    view = _tensor(device, dest.rows)
-    if dest.scales is None:
-        stored = WriteRow(view, values.to(view.dtype))
-    else:
-        stored = WriteRow(view, values, _tensor(device, dest.scales))
-    device.store_rows([stored], _locations(device, write))
+    if not read.size:
+        return
+    at = _locations(device, read)
+    consecutive = int(read[-1] - read[0]) + 1 == read.size and bool((read[1:] > read[:-1]).all())
+    rows: list[WriteRow] = []
+    for source, dest in pairs:
+        view = _tensor(device, dest.rows)
+        values = _tensor(device, source.rows)
+        if source.scales is not None:
+            row = ReadRow(values, _tensor(device, source.scales), torch.float32)
+            (values,) = device.load_rows([row], at)
+        elif consecutive and (flat := slots(values)) is not None:
+            values = flat[int(read[0]) : int(read[-1]) + 1]
+        else:
+            (values,) = device.load_rows([ReadRow(values)], at)
+        if dest.scales is None:
+            rows.append(WriteRow(view, values.to(view.dtype)))
+        else:
+            rows.append(WriteRow(view, values, _tensor(device, dest.scales)))
+    device.store_rows(rows, _locations(device, write))
 
 
 def _locations(device: Device, numbers: Ints) -> torch.Tensor:
