@@ -29,15 +29,16 @@ class Staging:
                 f"buffers in {' and '.join(memories)}: save and load the layout of one memory at a "
                 "time."
             )
-        self._device: Any = None
+        self.device: Any = None
+        """None: host memory."""
         if memories == [HOST]:
             self.bytes: Bytes = np.empty(nbytes, dtype=np.uint8)
             self._base = self.bytes.ctypes.data
             return
         from kvpool.device import DeviceUnavailable, get_device  # imports torch
 
-        self._device = get_device(memories[0])
-        self._there = self._device.allocate(nbytes)
+        self.device = get_device(memories[0])
+        self._there = self.device.allocate(nbytes)
         if self._there.is_meta:
             raise DeviceUnavailable(
                 "a pool on the meta device has no memory to save or load. Build it with "
@@ -55,26 +56,26 @@ class Staging:
     def clear(self) -> None:
         """Sets all bytes to 0."""
         self.bytes[:] = 0
-        if self._device is not None:
+        if self.device is not None:
             self._there.zero_()
 
     def gather(self, pointers: Ints, offsets: Ints, nbytes: Ints, size: int) -> None:
         """Copies runs of memory to offsets in the first `size` bytes of the buffer."""
         self._runs(pointers, self._base + offsets, nbytes)
-        if self._device is not None:
+        if self.device is not None:
             self._here[:size].copy_(self._there[:size])
 
     def scatter(self, offsets: Ints, pointers: Ints, nbytes: Ints, size: int) -> None:
-        if self._device is not None:
+        if self.device is not None:
             self._there[:size].copy_(self._here[:size])
         self._runs(self._base + offsets, pointers, nbytes)
 
     def _runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:
-        if self._device is None:
+        if self.device is None:
             copy_runs(src, dst, nbytes)
         else:
-            self._device.copy_runs(src, dst, nbytes)
-            self._device.record().synchronize()
+            self.device.copy_runs(src, dst, nbytes)
+            self.device.record().synchronize()
 
 
 def windows(
