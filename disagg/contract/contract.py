@@ -69,9 +69,8 @@ class ContractRank:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
     """Of an engine with `size` ranks all or some of them, in order of their numbers. `engine` moves
-    its bytes; `serves` are the sides that it can be; `allow_missing` is what a prefill may lack, and
-    `cast` what it converts;
-    `versions` are those of kvpool and of the serving engine.
+    its bytes; `serves` are the sides that it can be; `allow_missing` is what a prefill may lack,
+    and `cast` what it converts; `versions` are those of kvpool and of the serving engine.
     """
 
     engine: str

@@ -19,7 +19,8 @@ from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFailed, OfAsked
 from disagg.protocol.peers.link import Link, PrefillRank
-from disagg.protocol.rooms.decode_rooms import DecodeRoom, DecodeRooms
+from disagg.protocol.rooms.decode_room import DecodeRoom
+from disagg.protocol.rooms.decode_rooms import DecodeRooms
 from disagg.protocol.status import Failure, Phase, RoomEvent, failure_kind
 from disagg.protocol.verification import Comparisons, Verification
 from kvpool.layout import PoolLayout

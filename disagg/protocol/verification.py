@@ -21,7 +21,7 @@ from disagg.protocol.status import Failure, Side
 from kvpool.layout import PoolLayout
 
 if TYPE_CHECKING:
-    from disagg.protocol.rooms.decode_rooms import DecodeRoom
+    from disagg.protocol.rooms.decode_room import DecodeRoom
     from disagg.protocol.rooms.prefill_rooms import PrefillRoom
 
 MAX_ENTRIES = 1 << 20

@@ -54,9 +54,9 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     a read, no digest, no ack, counted from `receive`. `verify="checksum"` compares digests of all
     that was read with prefill's before a room succeeds. `allow_missing` names owners or roles that
     prefill may lack altogether (`"draft"`): their memory is left as it is. `cast` (True, or roles)
-    lets prefill have rows in another format, which are converted as they arrive (docs/cast.md). `staging` bytes (0:
-    none) are for small runs that lie close together on prefill, read as long ones and scattered
-    from there (docs/engines.md). `options`: see Options.
+    lets prefill have rows in another format, which are converted as they arrive (docs/cast.md).
+    `staging` bytes (0: none) are for small runs that lie close together on prefill, read as long
+    ones and scattered from there (docs/engines.md). `options`: see Options.
     """
 
     def __init__(

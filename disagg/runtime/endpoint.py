@@ -24,7 +24,7 @@ from disagg.protocol import events
 from disagg.protocol.messages import Hello, Room, checked_conventions, room_name
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.liveness import Leases
-from disagg.protocol.rooms.decode_rooms import DecodeRoom
+from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.rooms.prefill_rooms import PrefillRoom
 from disagg.protocol.status import Ended, Failure, KVPoll
 from disagg.protocol.versions import PROTOCOL

@@ -22,7 +22,7 @@ import numpy as np
 
 from disagg.plan import Group
 from disagg.protocol import messages
-from disagg.protocol.rooms.decode_rooms import DecodeRoom
+from disagg.protocol.rooms.decode_room import DecodeRoom
 from disagg.protocol.status import Failure, KVPoll
 from tests.fleet.network import FIRST_SECOND, FleetNetwork, Line, Timeline
 from tests.fleet.ranks import DecodeRank, FleetRoom, Part, PrefillRank, Rank
