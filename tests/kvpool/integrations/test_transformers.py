@@ -38,7 +38,7 @@ from tests.kvpool.integrations.caches import (  # noqa: E402
     prompt,
     run,
 )
-from tests.kvpool.models.tiny import changes, made, own_cache  # noqa: E402
+from tests.kvpool.models.tiny import own_cache, smooth  # noqa: E402
 from tests.oracle import move  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,8 +51,6 @@ CONFIGS = (
     "kimi_linear",
     "deepseek_v4",
 )
-# no choice among experts or tokens that a rounding could turn
-SMOOTH = {"num_experts_per_tok": 4, "index_topk": 99, "initializer_range": 0.05}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -501,8 +499,7 @@ def test_a_pool_without_kinds_is_refused():
     [*((family, "fp8") for family in CONFIGS), ("llama", "mxfp8"), ("gpt_oss", "mxfp8")],
 )
 def test_what_a_quantised_pool_rounds_stays_small_in_the_logits(family, packing):
-    numbers = changes(family)
-    model = made(family, numbers | {name: SMOOTH[name] for name in SMOOTH if name in numbers})
+    model = smooth(family)
     expected = run(model, own_cache(model), prompt(1), steps=0)
     logits = run(model, cache_of(model, packing=packing), prompt(1), steps=0)
     for a, b in zip(logits[1:], expected[1:], strict=True):

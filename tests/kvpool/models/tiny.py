@@ -26,6 +26,7 @@ CLASSES: dict[str, str] = _TABLES["classes"]
 """Models of them that AutoModel does not make by themselves."""
 SIZES: dict[str, Any] = {n: size for names, size in _TABLES["sizes"].items() for n in names.split()}
 """What a config has of these, whatever its type; windows count the token itself."""
+SMOOTH = {"num_experts_per_tok": 4, "index_topk": 99, "initializer_range": 0.05}
 CHANGES: dict[str, dict[str, Any]] = defaultdict(dict)
 """By type, which several lines of the table may name. A field may be "left out"."""
 for _types, _fields in _TABLES["changes"].items():
@@ -63,6 +64,12 @@ def made(model: str, fields: dict[str, Any]) -> Any:
         return found._from_config(config, dtype=torch.float32).eval()
     kind = transformers.AutoModel if model in TEXTS else transformers.AutoModelForCausalLM
     return kind.from_config(config, dtype=torch.float32).eval()
+
+
+def smooth(model: str) -> Any:
+    """One that has no choice among experts or tokens that a rounding could turn."""
+    numbers = changes(model)
+    return made(model, numbers | {name: SMOOTH[name] for name in SMOOTH if name in numbers})
 
 
 def own_cache(model: Any) -> Any:
