@@ -29,9 +29,8 @@ from disagg.plan.cast.pieces import (
 from disagg.plan.planner import Cast
 from disagg.plan.runs import Box
 from kvpool.device import get_device
-from kvpool.device.rows_at import RowsAt, ScaledRowsAt
+from kvpool.device.rows_at import ScaledRowsAt, rows_at
 from kvpool.layout import Buffer, PoolLayout, Region, RequestAddress
-from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.grid import Ints
 
 if TYPE_CHECKING:
@@ -125,18 +124,20 @@ class Converter:
     ) -> ScaledRowsAt:
         """Rows as they have arrived."""
         region, scale = conversion.arrival.region, conversion.arrival.scale
-        rows = rows_at(region, self._here(region, piece, pointer), box)
+        steps = steps_of(box)
+        rows = rows_at(region, self._here(region, piece, pointer), steps)
         if scale is None:
             return ScaledRowsAt(rows)
-        return ScaledRowsAt(rows, rows_at(scale, self._here(scale, piece, pointer), box))
+        return ScaledRowsAt(rows, rows_at(scale, self._here(scale, piece, pointer), steps))
 
     def _stored(self, conversion: Conversion, box: Box) -> ScaledRowsAt:
         """Rows as the destination has them."""
         region, scale = conversion.dest.region, conversion.dest.scale
-        rows = rows_at(region, self._dest.buffer_of(region), box, conversion.axis)
+        steps = steps_of(box)
+        rows = rows_at(region, self._dest.buffer_of(region), steps, conversion.axis)
         if scale is None:
             return ScaledRowsAt(rows)
-        return ScaledRowsAt(rows, rows_at(scale, self._dest.buffer_of(scale), box))
+        return ScaledRowsAt(rows, rows_at(scale, self._dest.buffer_of(scale), steps))
 
     def _here(self, region: Region, piece: CastPiece, pointer: int) -> Buffer:
         """The buffer of the arrival that a region is in, where it lies in a piece."""
@@ -177,28 +178,6 @@ class _Arrived(NamedTuple):
     rows: list[Placed]
 
 
-def rows_at(region: Region, buffer: Buffer, box: Box, axis: str = "") -> RowsAt:
-    """Rows of a region in a buffer, of steps `box` of its axes; their elements lie along `axis`, or
-    in its cells.
-    """
-    size, entry, along = ITEMSIZE[region.dtype], region.axis("entry"), region.axis(axis)
-    steps = {name: range(low, high) for name, low, high in box}
-    inner = [part for part in region.inner_axes if part.name != axis]
-    offset = region.offset
-    offset += sum((steps[part.name].start - part.start) * part.stride for part in inner)
-    return RowsAt(
-        dtype=region.dtype,
-        base=buffer.base + offset,
-        sizes=(
-            buffer.items,
-            entry.size if entry else 1,
-            *(len(steps[part.name]) for part in inner),
-            along.size if along else region.width // size,
-        ),
-        strides=(
-            buffer.item_stride,
-            entry.stride if entry else buffer.item_stride,
-            *(part.stride for part in inner),
-            along.stride if along else size,
-        ),
-    )
+def steps_of(box: Box) -> dict[str, range]:
+    """Steps by axis."""
+    return {name: range(low, high) for name, low, high in box}

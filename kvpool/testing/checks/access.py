@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpool.device import DeviceUnavailable
+from kvpool.device.conversion import convert_rows
+from kvpool.device.rows_at import RowsAt, ScaledRowsAt, rows_at
 from kvpool.layout import Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
 from kvpool.layout.formats import scale_role
 from kvpool.layout.grid import Ints
-from kvpool.testing.case import equal, fail, raises
-from kvpool.testing.memory import Trial, blocks, ids_on, off, shape
+from kvpool.testing.case import Inapplicable, equal, fail, raises
+from kvpool.testing.memory import RegionGroup, Trial, blocks, ids_on, off, same, shape
 from kvpool.testing.values import (
     Bytes,
     Floats,
@@ -129,6 +132,30 @@ def values_may_have_any_strides(trial: Trial) -> None:
         _write(trial, "bfloat16", plain_floats, name)
 
 
+def rows_at_pointers_are_stored_as_write_stores(trial: Trial) -> None:
+    """Floats of every dtype, as rows of another format arrive in a hand-off."""
+    for dtype in FLOATS:
+        _write(trial, dtype, plain_floats, store=_store_at_pointers)
+
+
+def rows_at_pointers_are_read_as_the_formats_say(trial: Trial) -> None:
+    """What has scales, as float32."""
+    for group in trial.groups:
+        locations = group.pick(trial.random)
+        for region, scales in group.inputs():
+            if scales is None:
+                continue
+            numbers = plain_floats(trial.random, shape(region, locations.size), "float32")
+            codes, factors = quantise(numbers, blocks(scales), scales.dtype, region.dtype)
+            trial.bytes[trial.cells(region, locations)] = codes
+            trial.bytes[trial.cells(scales, locations)] = factors
+            trial.put(trial.bytes)
+            floats = dequantise(codes, factors, scales.dtype, "float32", region.dtype)
+            read = trial.on_device(np.zeros_like(floats), "float32")
+            _convert(trial, _rows_of(trial, region, scales), locations, _rows_in(read), None)
+            same(f"{region}: rows at pointers", off(trial.device, read), floats)
+
+
 def read_unpacks_as_the_formats_say(trial: Trial) -> None:
     """Floats from bytes set by the check: each role alone, and all of a layer in one call."""
     pool = trial.pool
@@ -155,8 +182,16 @@ def read_unpacks_as_the_formats_say(trial: Trial) -> None:
                 trial.same(region, tensor, floats)
 
 
-def _write(trial: Trial, dtype: str, floats: Callable[..., Floats], lay: str = "") -> None:
-    """Writes floats of `dtype`, or stored values if the pool takes none such, laid out as named."""
+def _write(
+    trial: Trial,
+    dtype: str,
+    floats: Callable[..., Floats],
+    lay: str = "",
+    store: Callable[..., None] | None = None,
+) -> None:
+    """Writes floats of `dtype`, or stored values if the pool takes none such, laid out as named, by
+    the pool's `write` or by `store`.
+    """
     for group in trial.groups:
         locations, values = group.pick(trial.random), {}
         for region, scales in group.inputs():
@@ -181,8 +216,51 @@ def _write(trial: Trial, dtype: str, floats: Callable[..., Floats], lay: str = "
             elif passed != stored:
                 raw = encode(decode(raw, passed), stored)
             trial.bytes[trial.cells(region, locations)] = raw
-        trial.pool.write(group.layer, locations, values)
+        if store is None:
+            trial.pool.write(group.layer, locations, values)
+        else:
+            store(trial, group, locations, values)
     trial.check()
+
+
+def _store_at_pointers(
+    trial: Trial, group: RegionGroup, locations: Ints, values: dict[str, torch.Tensor]
+) -> None:
+    for region, scales in group.inputs():
+        rows = values[region.role]
+        if scales is None and region.dtype not in FLOATS:
+            trial.pool.write(group.layer, locations, {region.role: rows})
+        else:
+            _convert(trial, _rows_in(rows), None, _rows_of(trial, region, scales), locations)
+
+
+def _convert(
+    trial: Trial, source: ScaledRowsAt, read: Ints | None, dest: ScaledRowsAt, write: Ints | None
+) -> None:
+    """Of the rows of a tensor (`read` or `write` is None) all."""
+    read = np.arange(source.rows.sizes[0]) if read is None else read
+    write = np.arange(dest.rows.sizes[0]) if write is None else write
+    try:
+        convert_rows(trial.device, [(source, dest)], read, write)
+    except DeviceUnavailable as refused:
+        raise Inapplicable(str(refused)) from None
+
+
+def _rows_of(trial: Trial, region: Region, scales: Region | None) -> ScaledRowsAt:
+    """A region's rows in the pool."""
+    rows = rows_at(region, trial.layout.buffer_of(region))
+    if scales is None:
+        return ScaledRowsAt(rows)
+    return ScaledRowsAt(rows, rows_at(scales, trial.layout.buffer_of(scales)))
+
+
+def _rows_in(tensor: torch.Tensor) -> ScaledRowsAt:
+    """The rows `[N, ..., element]` of a tensor."""
+    size, (count, *inner) = tensor.element_size(), tensor.shape
+    first, *strides = (stride * size for stride in tensor.stride())
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    sizes = (count, 1, *inner)
+    return ScaledRowsAt(RowsAt(dtype, tensor.data_ptr(), sizes, (first, first, *strides)))
 
 
 _FORMS: dict[str, Callable[[Ints, torch.device], Any]] = {
