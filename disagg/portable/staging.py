@@ -65,9 +65,13 @@ class Staging:
         if self.device is not None:
             self._here[:size].copy_(self._there[:size])
 
-    def scatter(self, offsets: Ints, pointers: Ints, nbytes: Ints, size: int) -> None:
+    def push(self, size: int) -> None:
+        """Lets `pointer` lead to the first `size` bytes of the buffer."""
         if self.device is not None:
             self._there[:size].copy_(self._here[:size])
+
+    def scatter(self, offsets: Ints, pointers: Ints, nbytes: Ints, size: int) -> None:
+        self.push(size)
         self._runs(self._base + offsets, pointers, nbytes)
 
     def _runs(self, src: Ints, dst: Ints, nbytes: Ints) -> None:

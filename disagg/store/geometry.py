@@ -102,6 +102,11 @@ class Geometry:
             raise ValueError("not the bytes in which a writer says this.")
         return geometry
 
+    @cached_property
+    def namespace(self) -> str:
+        """The name of that which its objects are in."""
+        return namespace_of(self)[0]
+
     def with_kind(self, kind: str) -> list[int]:
         """The parts that have objects of a kind."""
         return [number for number, part in enumerate(self.parts) if kind in part]
@@ -173,6 +178,7 @@ def readable(
     layout: PoolLayout,
     conventions: Mapping[str, Convention],
     allow_missing: Collection[str] = (),
+    cast: bool | Collection[str] = False,
 ) -> Readable:
     """How a rank reads a geometry. Raises ValueError with the reasons why it cannot."""
     differing = [
@@ -191,7 +197,7 @@ def readable(
         sources[kind] = geometry.with_kind(kind)
         layouts = [geometry.parts[number][kind].layout for number in sources[kind]]
         try:
-            plans[kind] = plan(layouts, dest, allow_missing=allow_missing)
+            plans[kind] = plan(layouts, dest, allow_missing=allow_missing, cast=cast)
         except IncompatibleLayouts as error:
             raise ValueError(f"{kind}: {' '.join(error.lines())}") from None
     return Readable(geometry, plans, sources)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from disagg.protocol.messages import Convention
 from disagg.store.catalogue import Catalogue
 from disagg.store.chunks import KINDS, kind_of
+from disagg.store.family import Family
 from disagg.store.floors.base import Floor
 from disagg.store.geometry import Geometry, readable
 from disagg.store.known import KnownObjects
@@ -46,8 +47,11 @@ class Lookup:
         conventions: Mapping[str, Convention],
         chunk_tokens: int,
         known: KnownObjects,
+        family: Family,
+        cast: bool | Collection[str] = False,
     ) -> None:
         self._floor, self._namespace, self._tokens = floor, namespace, chunk_tokens
+        self._family, self._cast = family, cast
         self._agreed = dict(conventions)
         """What this engine and the writers that it reads from say."""
         shapes = {rank.fingerprint(): rank for rank in ranks}
@@ -55,7 +59,8 @@ class Lookup:
         self._spaces = [space for rank in self._ranks for space in rank.spaces]
         kinds = {kind_of(r.space_of(region)) for r in self._ranks for region in r.regions}
         self._kinds = [kind for kind in KINDS if kind in kinds]
-        self.catalogue = Catalogue(floor, namespace)
+        self._catalogues = {namespace: Catalogue(floor, namespace)}
+        """By namespace: its own, and with `cast` those of its family."""
         self.usable: dict[bytes, Geometry] = {}
         self.unusable: dict[bytes, str] = {}
         """Why this engine cannot read a geometry, by digest."""
@@ -77,17 +82,23 @@ class Lookup:
         with self._lock:
             if time.monotonic() - self._refreshed < seconds:
                 return
-            for geometry in self.catalogue.refresh():
-                self.judge(geometry)
+            if self._cast:
+                for other in self._family.others():
+                    self._catalogues.setdefault(other, Catalogue(self._floor, other))
+            for catalogue in self._catalogues.values():
+                for geometry in catalogue.refresh():
+                    self.judge(geometry)
             self._refreshed = time.monotonic()
 
     def add(self, geometry: Geometry) -> None:
         """Publishes this engine's geometry, if it is not there. Raises CatalogueFull."""
+        catalogue = self._catalogues[self._namespace]
         with self._lock:
-            if geometry.digest in self.catalogue.geometries:
+            if geometry.digest in catalogue.geometries:
                 return
-            self.catalogue.add(geometry)
-            for known in list(self.catalogue.geometries.values()):
+            catalogue.add(geometry)
+            self._family.join()
+            for known in list(catalogue.geometries.values()):
                 self.judge(known)
 
     def find(self, keys: Sequence[bytes], step: int = 1) -> Hit:
@@ -137,11 +148,15 @@ class Lookup:
         self, kind: str, keys: Sequence[bytes], chunks: range, places: dict[int, bytes]
     ) -> None:
         """Notes of each chunk the first geometry of which all parts are there."""
-        for digest, geometry in list(self.usable.items()):
+        # nothing is converted that is there as it is needed
+        others_last = sorted(
+            self.usable.items(), key=lambda each: each[1].namespace != self._namespace
+        )
+        for digest, geometry in others_last:
             left = [chunk for chunk in chunks if chunk not in places]
             parts = geometry.with_kind(kind)
             names = [
-                ObjectId(kind, keys[chunk], digest, part, chunk).name(self._namespace)
+                ObjectId(kind, keys[chunk], digest, part, chunk).name(geometry.namespace)
                 for chunk in left
                 for part in parts
             ]
@@ -159,7 +174,7 @@ class Lookup:
             return
         try:
             for rank in self._ranks:
-                readable(geometry, rank, self._agreed)
+                readable(geometry, rank, self._agreed, cast=self._cast)
             self.usable[digest] = geometry
             # chunks of writers that differ in what this engine does not say must not meet
             self._agreed = {**geometry.conventions, **self._agreed}

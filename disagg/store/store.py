@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from disagg.protocol.messages import Convention, checked_conventions
+from disagg.store.family import Family
 from disagg.store.floors.base import Floor, FloorError, NotThere, open_floor
 from disagg.store.geometry import Geometry, namespace
 from disagg.store.jobs import DeferredAddress, EndedJob, Jobs, LookupJob, ReadJob
@@ -39,8 +40,10 @@ class Store:
     bytes mean beside their layout (`disagg.connectors.conventions`). `timeout`: seconds after which
     a lookup or read that has not ended counts as failed. `room`: bytes in memory that are not
     written yet (default: a sixteenth of the host's memory, divided among the ranks, 256 MiB to
-    8 GiB); what does not fit is not written. Raises ValueError for a URL that names no floor,
-    for a pool of which chunks would cut items, and FloorError where the floor is not there.
+    8 GiB); what does not fit is not written. `cast` (True, or roles) also reads what engines have
+    written whose rows have other formats, and converts it (docs/cast.md). Raises ValueError for a
+    URL that names no floor, for a pool of which chunks would cut items, and FloorError where the
+    floor is not there.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Store:
         timeout: float = 10.0,
         room: int | None = None,
         threads: int = 4,
+        cast: bool | Collection[str] = False,
     ) -> None:
         ranks = tuple(ranks) or (layout,)
         if chunk_tokens < 1:
@@ -75,9 +79,11 @@ class Store:
             conventions=conventions,
             chunk_tokens=chunk_tokens,
             known=self._known,
+            family=Family(self._floor, self.namespace, self.document),
+            cast=cast,
         )
         self._lookup.judge(self._geometry)  # known from the start, and read rather than others
-        self._reader = ObjectReader(self._floor, self.namespace, layout, conventions)
+        self._reader = ObjectReader(self._floor, layout, conventions, cast)
         self._writer = ObjectWriter(
             self._floor,
             self.namespace,

@@ -51,9 +51,9 @@ def stored(pool, key):
     return pool.view(key[2], key[1]).contiguous().view(torch.uint8).numpy()
 
 
-def hand_over(sources, dest, want, tokens, *, start=0, edges=(), most=1 << 16, seed=0):
+def hand_over(sources, dest, want, tokens, *, start=0, edges=(), most=1 << 16, seed=0, by=move):
     """Every row that decode stores is what its format makes of the value that prefill's has, and no
-    other byte has changed.
+    other byte has changed. `by` moves them.
     """
     rng = np.random.default_rng(seed)
     planned = plan([source.layout for source in sources], dest.layout, cast=True)
@@ -69,7 +69,7 @@ def hand_over(sources, dest, want, tokens, *, start=0, edges=(), most=1 << 16, s
                 write(source, key, there, values[key])
     marks = [start, *edges, tokens]
     chunks = [range(first, last) for first, last in pairwise(marks)]
-    move(planned, sources, tables, dest, table, chunks, most)
+    by(planned, sources, tables, dest, table, chunks, most)
     arrival = planned.cast.arrival if planned.cast else None
     for key in names(dest):
         if arrival is None or key not in arrival.conversions:

@@ -74,7 +74,8 @@ def explain(
     Exit status 1 if they do not share both ways.
 
     JSON: a and b (name, namespace, chunk_tokens, needs); namespace and conventions (name, first,
-    second, same: same, different or not said); a_to_b and b_to_a (shares, reasons).
+    second, same: same, different or not said); a_to_b and b_to_a (shares, reasons, converts:
+    whether it is read with cast).
 
     \b
     Examples:
@@ -170,7 +171,12 @@ def _as_dict(
     ]
     ways = (True, comparison.first_to_second), (False, comparison.second_to_first)
     forth, back = (
-        {"shares": comparison.shares(way), "reasons": list(reasons)} for way, reasons in ways
+        {
+            "shares": comparison.shares(way),
+            "reasons": list(reasons),
+            "converts": comparison.converts(way),
+        }
+        for way, reasons in ways
     )
     return {
         "a": about[0],
@@ -215,6 +221,8 @@ def _print(sides: tuple[Configuration, Configuration], comparison: StoreComparis
             typer.echo(f"  other namespaces, which differ in {', '.join(names)}.")
         for reason in reasons:
             typer.echo(f"  {reason}")
+        if comparison.converts(forth):
+            typer.echo("  With cast it is read and converted (docs/cast.md).")
     if comparison.first_to_second or comparison.second_to_first:
         typer.echo("In reasons of plans, prefill is who writes and decode who reads.")
 

@@ -62,6 +62,7 @@ class Opening:
             chunk_tokens=settings.chunk_tokens,
             timeout=settings.store_timeout,
             room=settings.room,
+            cast=settings.cast,
         )
 
 

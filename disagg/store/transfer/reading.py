@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from disagg.plan import CopyBatch
-from disagg.portable.staging import Staging, windows
+from disagg.portable.conversion import ConvertedPart, Converter, Wanted
+from disagg.portable.staging import Bytes, Staging, windows
 from disagg.protocol.messages import Convention
 from disagg.store.chunks import ChunkLayout
 from disagg.store.floors.base import BeyondEnd, Floor
@@ -19,6 +21,9 @@ from disagg.store.transfer.binding import ChunkBinder
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout import PoolLayout
 from kvpool.layout.grid import Ints
+
+if TYPE_CHECKING:
+    from kvpool.device import Event
 
 MAX_GAP = 64 << 10
 """Bytes of blocks that nobody needs which are rather read than skipped."""
@@ -31,12 +36,12 @@ class ObjectReader:
     def __init__(
         self,
         floor: Floor,
-        namespace: str,
         layout: PoolLayout,
         conventions: Mapping[str, Convention],
+        cast: bool | Collection[str],
     ) -> None:
-        self._floor, self._namespace, self._layout = floor, namespace, layout
-        self._conventions = conventions
+        self._floor, self._layout = floor, layout
+        self._conventions, self._cast = conventions, cast
         self._readable: dict[bytes, Readable] = {}
         self._binders: dict[tuple[bytes, str, int], ChunkBinder] = {}
         self._lock = threading.Lock()
@@ -50,7 +55,7 @@ class ObjectReader:
         with self._lock:
             known = self._readable.get(geometry.digest)
             if known is None:
-                known = readable(geometry, self._layout, self._conventions)
+                known = readable(geometry, self._layout, self._conventions, cast=self._cast)
                 self._readable[geometry.digest] = known
             return known
 
@@ -64,19 +69,21 @@ class ObjectReader:
         fetched = 0
         for source, part in enumerate(way.sources[kind]):
             layout = geometry.parts[part][kind]
-            binder = self._binder(way, kind, source)
-            batch = binder.bind(chunk, job.address, job.tokens.start)
-            if batch.runs:
-                identity = ObjectId(kind, key, geometry.digest, part, chunk)
-                try:
-                    fetched += self._fetch(job, identity, layout, batch)
-                except Damaged as error:
-                    error.name = identity.name(self._namespace)
-                    raise
-                except BeyondEnd as error:
-                    damaged = Damaged(str(error))
-                    damaged.name = identity.name(self._namespace)
-                    raise damaged from None
+            identity = ObjectId(kind, key, geometry.digest, part, chunk)
+            name = identity.name(geometry.namespace)
+            batch = self._binder(way, kind, source).bind(chunk, job.address, job.tokens.start)
+            try:
+                if batch.runs:
+                    fetched += self._fetch(job, name, identity, layout, batch)
+                for piece in self._conversions(way, kind, source, chunk, job):
+                    fetched += self._fetch(job, name, identity, layout, piece.read, piece.store)
+            except Damaged as error:
+                error.name = name
+                raise
+            except BeyondEnd as error:
+                damaged = Damaged(str(error))
+                damaged.name = name
+                raise damaged from None
         return fetched
 
     def _binder(self, way: Readable, kind: str, source: int) -> ChunkBinder:
@@ -90,21 +97,52 @@ class ObjectReader:
                 self._binders[name] = binder
         return binder
 
+    def _conversions(
+        self, way: Readable, kind: str, source: int, chunk: int, job: ReadJob
+    ) -> list[ConvertedPart]:
+        """What is read of a chunk's rows of other formats."""
+        plan, part = way.plans[kind], way.geometry.parts[way.sources[kind][source]][kind]
+        if plan.cast is None:
+            return []
+        start, stop = chunk * part.tokens, (chunk + 1) * part.tokens
+        wanted = Wanted(
+            source=source,
+            source_address=part.address(chunk),
+            dest_address=job.address,
+            tokens=range(max(start, job.tokens.start), stop),
+        )
+        with self._plan_lock:
+            return [*Converter(plan.cast, self._layout).parts(wanted, STAGING_BYTES)]
+
     def _fetch(
-        self, job: ReadJob, identity: ObjectId, layout: ChunkLayout, batch: CopyBatch
+        self,
+        job: ReadJob,
+        name: str,
+        identity: ObjectId,
+        layout: ChunkLayout,
+        batch: CopyBatch,
+        store: Callable[[int], Event] | None = None,
     ) -> int:
+        """Fetches blocks of an object and copies runs of them, which `store` then stores from
+        where they were copied to. Returns how many bytes were fetched.
+        """
         blocks = _stretches(layout, batch)
         head = head_bytes(layout)
         edges = layout.blocks
         ranges = [(head + int(edges[b.start]), head + int(edges[b.stop])) for b in blocks]
-        with self._floor.read(identity.name(self._namespace), [(0, head), *ranges]) as data:
+        with self._floor.read(name, [(0, head), *ranges]) as data:
             views = [memoryview(one).cast("B") for one in data]
             digests = decode_head(views[0], identity, layout)
             check_blocks(list(zip(blocks, views[1:])), digests, layout)
             starts = np.array([int(edges[b.start]) for b in blocks], dtype=np.int64)
             with job.lock:
-                if not job.ended:
+                if job.ended:
+                    pass
+                elif store is None:
                     self._scatter(starts, views[1:], batch)
+                else:
+                    self._stage_runs(starts, views[1:], batch)
+                    store(self._stage().pointer).synchronize()
         return sum(stop - start for start, stop in ranges)
 
     def _scatter(self, starts: Ints, views: Sequence[memoryview], batch: CopyBatch) -> None:
@@ -113,11 +151,10 @@ class ObjectReader:
         if self._on_host and len(arrays) == 1:
             copy_runs(batch.src + (arrays[0].ctypes.data - int(starts[0])), batch.dst, batch.nbytes)
             return
-        which = np.searchsorted(starts, batch.src, side="right") - 1
         if self._on_host:
-            bases = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
-            copy_runs(bases[which] + batch.src - starts[which], batch.dst, batch.nbytes)
+            copy_runs(_pointers(starts, arrays, batch.src), batch.dst, batch.nbytes)
             return
+        which = np.searchsorted(starts, batch.src, side="right") - 1
         staging = self._stage()
         for number, array in enumerate(arrays):
             runs = np.flatnonzero(which == number)
@@ -127,11 +164,25 @@ class ObjectReader:
                 staging.bytes[: high - low] = array[low:high]
                 staging.scatter(offsets - low, pointers, nbytes, high - low)
 
+    def _stage_runs(self, starts: Ints, views: Sequence[memoryview], batch: CopyBatch) -> None:
+        """As `_scatter`, to offsets in the staging buffer."""
+        staging, arrays = self._stage(), [np.frombuffer(view, dtype=np.uint8) for view in views]
+        src, there = _pointers(starts, arrays, batch.src), staging.bytes.ctypes.data
+        copy_runs(src, batch.dst + there, batch.nbytes)
+        staging.push(int((batch.dst + batch.nbytes).max()))
+
     def _stage(self) -> Staging:
         staging: Staging | None = getattr(self._staging, "one", None)
         if staging is None:
             staging = self._staging.one = Staging(self._layout, STAGING_BYTES)
         return staging
+
+
+def _pointers(starts: Ints, arrays: Sequence[Bytes], offsets: Ints) -> Ints:
+    """Where offsets in an object lie, of which stretches from `starts` on are `arrays`."""
+    which = np.searchsorted(starts, offsets, side="right") - 1
+    bases = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
+    return bases[which] + offsets - starts[which]
 
 
 def _stretches(layout: ChunkLayout, batch: CopyBatch) -> list[range]:

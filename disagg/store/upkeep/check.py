@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from disagg.store.chunks import ChunkLayout
+from disagg.store.family import is_member
 from disagg.store.floors.base import BeyondEnd, Floor, Listed, NotThere
 from disagg.store.objects import (
     START_BYTES,
@@ -21,7 +22,13 @@ from disagg.store.objects import (
     decode_start,
     head_bytes,
 )
-from disagg.store.upkeep.inventory import Held, StoredName, geometry_name, object_name
+from disagg.store.upkeep.inventory import (
+    Held,
+    StoredName,
+    geometry_name,
+    is_member_name,
+    object_name,
+)
 
 CHECKED_AT_ONCE = 4
 STRETCH_BYTES = 8 << 20
@@ -68,6 +75,11 @@ def check(floor: Floor, entry: Listed, namespaces: Mapping[str, Held]) -> Object
             verdict("foreign", f"a geometry that cannot be read: {why}")
             if why
             else verdict("sound")
+        )
+    if is_member_name(entry.name):
+        sound = is_member(floor, entry)
+        return (
+            verdict("sound") if sound else verdict("damaged", "not the text that it is called by.")
         )
     if name is None:
         return verdict("foreign", "no name of a store's object.")

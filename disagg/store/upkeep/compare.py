@@ -10,6 +10,7 @@ from typing import Any, Literal
 from disagg.plan import IncompatibleLayouts, plan
 from disagg.protocol.messages import Convention
 from disagg.store.chunks import KINDS, kind_of, of_kind
+from disagg.store.family import family_of
 from disagg.store.geometry import Geometry, namespace, namespace_of
 from kvpool.layout import PoolLayout, Space
 
@@ -100,6 +101,9 @@ class StoreComparison:
     conventions: tuple[ComparedRow, ...]
     first_to_second: tuple[str, ...]
     second_to_first: tuple[str, ...]
+    converts_to_second: bool
+    """Whether the second can read with `cast` what the first has written."""
+    converts_to_first: bool
 
     @property
     def same_namespace(self) -> bool:
@@ -115,6 +119,10 @@ class StoreComparison:
         reasons = self.first_to_second if forth else self.second_to_first
         return self.same_namespace and not reasons
 
+    def converts(self, forth: bool) -> bool:
+        """As `shares`, where who reads converts."""
+        return self.converts_to_second if forth else self.converts_to_first
+
 
 def compare(first: Configuration, second: Configuration) -> StoreComparison:
     """Compares what a store compares."""
@@ -123,11 +131,21 @@ def compare(first: Configuration, second: Configuration) -> StoreComparison:
         conventions=tuple(_conventions(first, second)),
         first_to_second=tuple(reasons(first, second)),
         second_to_first=tuple(reasons(second, first)),
+        converts_to_second=_converts(first, second),
+        converts_to_first=_converts(second, first),
     )
 
 
-def reasons(writer: Configuration, reader: Configuration) -> list[str]:
-    """Why a reader cannot use what a writer writes, beside their namespaces."""
+def _converts(writer: Configuration, reader: Configuration) -> bool:
+    """Whether a reader that converts finds and reads what a writer writes."""
+    family = [family_of(json.dumps(dict(side.text))) for side in (writer, reader)]
+    return family[0] == family[1] and not reasons(writer, reader, cast=True)
+
+
+def reasons(writer: Configuration, reader: Configuration, cast: bool = False) -> list[str]:
+    """Why a reader, which may convert (`cast`), cannot use what a writer writes, beside their
+    namespaces.
+    """
     lines = [
         f"{row.name}: {row.first!r} of the writer, {row.second!r} of the reader."
         for row in _conventions(writer, reader)
@@ -135,7 +153,7 @@ def reasons(writer: Configuration, reader: Configuration) -> list[str]:
     ]
     refused: dict[str, list[str]] = {}
     for words, layout in reader.dests:
-        for line in _refusals(writer.geometry, layout):
+        for line in _refusals(writer.geometry, layout, cast):
             refused.setdefault(line, []).append(words)
     every = len(reader.dests)
     for why, dests in refused.items():
@@ -144,14 +162,14 @@ def reasons(writer: Configuration, reader: Configuration) -> list[str]:
     return lines
 
 
-def _refusals(geometry: Geometry, dest: PoolLayout) -> Iterator[str]:
+def _refusals(geometry: Geometry, dest: PoolLayout, cast: bool) -> Iterator[str]:
     """Why no plan leads from the objects of a geometry to a layout, by kind of object."""
     for kind in KINDS:
         part = of_kind(dest, kind)
         if part.regions:
             sources = [geometry.parts[n][kind].layout for n in geometry.with_kind(kind)]
             try:
-                plan(sources, part)
+                plan(sources, part, cast=cast)
             except IncompatibleLayouts as error:
                 yield from (f"{kind}: {line}" for line in error.lines())
 

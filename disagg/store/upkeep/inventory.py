@@ -15,6 +15,7 @@ from disagg.store.geometry import Geometry, namespace_of
 
 _OBJECT = re.compile(r"([0-9a-f]{32})/([0-9a-f]{64})/([0-9a-f]{32})\.([0-9]{1,4})\.([a-z]+)")
 _GEOMETRY = re.compile(r"([0-9a-f]{32})/geometry/([0-9]{2})")
+_MEMBER = re.compile(r"([0-9a-f]{32})/namespace/([0-9a-f]{32})")
 MOST_FOREIGN = 8
 """Names of what is no store's that are kept."""
 
@@ -43,6 +44,11 @@ def geometry_name(name: str) -> tuple[str, int] | None:
     """Namespace and number of a geometry; None for what is not named as one."""
     match = _GEOMETRY.fullmatch(name)
     return (match[1], int(match[2])) if match else None
+
+
+def is_member_name(name: str) -> bool:
+    """Whether it is named as a namespace in the list of its family."""
+    return _MEMBER.fullmatch(name) is not None
 
 
 @dataclass(slots=True)
@@ -147,7 +153,7 @@ def taken(floor: Floor, entries: Iterable[Listed]) -> Inventory:
         elif numbered is not None:
             held = inventory.namespaces.setdefault(numbered[0], Held(numbered[0]))
             held.refused[numbered[1]] = "not read."
-        else:
+        elif not is_member_name(entry.name):
             inventory.foreign.add(entry)
             if len(inventory.foreign_names) < MOST_FOREIGN:
                 inventory.foreign_names.append(entry.name)
