@@ -77,10 +77,9 @@ def check(floor: Floor, entry: Listed, namespaces: Mapping[str, Held]) -> Object
             else verdict("sound")
         )
     if is_member_name(entry.name):
-        sound = is_member(floor, entry)
-        return (
-            verdict("sound") if sound else verdict("damaged", "not the text that it is called by.")
-        )
+        if is_member(floor, entry):
+            return verdict("sound")
+        return verdict("damaged", "not the text of which its name is the digest.")
     if name is None:
         return verdict("foreign", "no name of a store's object.")
     held = namespaces.get(name.namespace)
