@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 
 from disagg.connectors.tensors import UnknownFormat
+from disagg.plan.cast.scales import SCALED, scale_name
 from disagg.protocol.messages import Convention
 from kvpool.layout import PoolLayout, Region
 from kvpool.layout.formats import FP4, scale_role
-
-ROLES = {"k": "k", "v": "v", "latent": "k"}
-"""Which of a layer's two scales the values of a role have: a latent is a key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ def scale_conventions(layout: PoolLayout, scales: Iterable[LayerScale]) -> dict[
         by_layer.setdefault((scale.owner, scale.layer, scale.role), []).append(scale)
     said: dict[str, Convention] = {}
     for region in _scaled(layout):
-        role = ROLES[_name(region)]
+        role = SCALED[_name(region)]
         # of several modules over one cache, one has the scale (MLA: the absorbed one)
         modules = by_layer.get((region.owner, region.layer, role), [])
         values = {_number(scale) for scale in modules if scale.value is not None} - {1.0}
@@ -54,8 +52,9 @@ def scale_conventions(layout: PoolLayout, scales: Iterable[LayerScale]) -> dict[
                 f"{' and '.join(map(str, sorted(values)))} over one cache are not known. Use "
                 "--kv-cache-dtype auto."
             )
-        owner = "" if region.owner == "target" else f"{region.owner}."
-        said[f"{owner}{role}_scale of layer {region.layer}"] = next(iter(values), 1.0)
+        name = scale_name(region.owner, region.layer, region.role)
+        if name is not None:
+            said[name] = next(iter(values), 1.0)
     return said
 
 
@@ -68,7 +67,7 @@ def _scaled(layout: PoolLayout) -> Iterator[Region]:
     for region in layout.regions:
         name = _name(region)
         scales = layout.region_by_key.get((region.owner, region.layer, scale_role(region.role)))
-        plain = name in ROLES and region.dtype.startswith("float8") and scales is None
+        plain = name in SCALED and region.dtype.startswith("float8") and scales is None
         exponents = scales is not None and scales.dtype == "float8_e8m0fnu"
         if plain or (name in ("k", "v") and region.dtype == FP4 and not exponents):
             yield region

@@ -10,6 +10,8 @@ from functools import cached_property
 
 from disagg.contract.contract import Contract
 from disagg.contract.hand_off import HandOff, Side, SideRank
+from disagg.plan import TransferPlan
+from disagg.plan.cast.scales import scale_problems
 from disagg.protocol.agreement import (
     NO_REGION,
     all_differences,
@@ -96,6 +98,11 @@ class Fit:
             sources = (source.conventions for source in self.prefill.ranks)
             for reason in all_differences(sources, rank.conventions):
                 numbers.setdefault(reason, []).append(number)
+            outcome = self.hand_off.outcomes[number]
+            if isinstance(outcome, TransferPlan) and outcome.cast is not None:
+                said = [source.conventions for source in self.prefill.ranks]
+                for reason in scale_problems(outcome.cast.arrival, said, rank.conventions):
+                    numbers.setdefault(reason, []).append(number)
         sides = self.hand_off
         for reason, ranks in numbers.items():
             prefill, decode = sides.prefill.words(), sides.decode.words(ranks)

@@ -16,6 +16,7 @@ import numpy as np
 
 from disagg.digest.digest import digests
 from disagg.plan import CopyBatch, TransferPlan, plan
+from disagg.plan.cast.scales import scale_problems
 from disagg.portable.conversion import ConvertedPart, Converter, Wanted
 from disagg.portable.layout import block_table, live_pieces, portable
 from disagg.portable.staging import Staging, windows
@@ -136,6 +137,10 @@ def load(
         _check_agree(files, layout, total, conventions)
         layouts = [file.header.layout for file in files]
         transfer = plan(layouts, layout, allow_missing=allow_missing, cast=cast)
+        if transfer.cast is not None:
+            said = [file.header.conventions for file in files]
+            if problems := scale_problems(transfer.cast.arrival, said, conventions):
+                raise SnapshotRefused(f"{files[0].path}: {' '.join(problems)}")
         what = f"load of {files[0].path}"
         stack.enter_context(pinned_by_call(what, address, layout, "received", wanted.start))
         staging = Staging(layout, STAGING_BYTES)

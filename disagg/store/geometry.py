@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from disagg.plan import IncompatibleLayouts, TransferPlan, plan
+from disagg.plan.cast.scales import scale_problems
 from disagg.protocol.messages import Convention, checked_conventions
 from disagg.store.chunks import KINDS, ChunkLayout, chunk_layouts, elected, of_kind
 from kvpool.layout import LayoutError, PoolLayout
@@ -197,7 +198,11 @@ def readable(
         sources[kind] = geometry.with_kind(kind)
         layouts = [geometry.parts[number][kind].layout for number in sources[kind]]
         try:
-            plans[kind] = plan(layouts, dest, allow_missing=allow_missing, cast=cast)
+            planned = plans[kind] = plan(layouts, dest, allow_missing=allow_missing, cast=cast)
         except IncompatibleLayouts as error:
             raise ValueError(f"{kind}: {' '.join(error.lines())}") from None
+        if planned.cast is not None and (
+            problems := scale_problems(planned.cast.arrival, [geometry.conventions], conventions)
+        ):
+            raise ValueError(f"{kind}: {' '.join(problems)}")
     return Readable(geometry, plans, sources)

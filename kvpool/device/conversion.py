@@ -14,12 +14,15 @@ from kvpool.device.rows_at import RowsAt, ScaledRowsAt
 from kvpool.device.torch_ops import ReadRow, WriteRow, slots
 from kvpool.layout.grid import Ints
 
+E4M3_MAX = 448.0
+
 
 def convert_rows(
     device: Device, pairs: Sequence[tuple[ScaledRowsAt, ScaledRowsAt]], read: Ints, write: Ints
 ) -> None:
     """Reads rows of each pair's first at locations `read` `[N]`, and stores them at `write` `[N]`
-    of its second. What has scales is read as float32; what gets none is rounded to the nearest.
+    of its second. What has scales is read as float32; what gets none is rounded to the nearest, in
+    float8_e4m3fn at most to its largest.
     Raises DeviceUnavailable for memory of a kind whose pointers torch does not take.
     """
     if not read.size:
@@ -37,10 +40,14 @@ def convert_rows(
             values = flat[int(read[0]) : int(read[-1]) + 1]
         else:
             (values,) = device.load_rows([ReadRow(values)], at)
-        if dest.scales is None:
-            rows.append(WriteRow(view, values.to(view.dtype)))
-        else:
+        if values.dtype == torch.float8_e4m3fn:
+            values = values.float()
+        if dest.scales is not None:
             rows.append(WriteRow(view, values, _tensor(device, dest.scales)))
+        elif view.dtype == torch.float8_e4m3fn:
+            rows.append(WriteRow(view, values.float().clamp(-E4M3_MAX, E4M3_MAX).to(view.dtype)))
+        else:
+            rows.append(WriteRow(view, values.to(view.dtype)))
     device.store_rows(rows, _locations(device, write))
 
 

@@ -75,7 +75,10 @@ def encode(
     """Rows `[..., D]` of float32 as bytes `[..., D, bytes]`, and scales as `[..., S, bytes]`."""
     values = values.astype(np.float32)
     if not scales:
-        return to_floats(values, dtype), None
+        stored = (
+            to_e4m3(values)[..., None] if dtype == "float8_e4m3fn" else to_floats(values, dtype)
+        )
+        return stored, None
     blocks = values.reshape(*values.shape[:-1], scales, -1)
     factors = np.abs(blocks).max(axis=-1) / LARGEST[dtype]
     stored, factors = to_scale(np.maximum(factors.astype(np.float32), SMALLEST_SCALE), scale)
@@ -91,9 +94,9 @@ def decode(
     stored: np.ndarray, dtype: str, scales: np.ndarray | None = None, scale: str = ""
 ) -> np.ndarray:
     """float32 rows of what `encode` returns."""
-    if scales is None:
-        return of_floats(stored, dtype)
     codes = stored[..., 0]
+    if scales is None:
+        return of_e4m3(codes) if dtype == "float8_e4m3fn" else of_floats(stored, dtype)
     values = codes.view(np.int8).astype(np.float32) if dtype == "int8" else of_e4m3(codes)
     if scale == "float8_e8m0fnu":
         factors = np.ldexp(np.float32(1), scales[..., 0].astype(np.int32) - 127)

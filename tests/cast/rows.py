@@ -15,7 +15,7 @@ from kvpool.pools.base import KVPool
 from tests import oracle
 from tests.cast.formats import decode, encode
 
-FLOATS = "float32", "float16", "bfloat16"
+FLOATS = "float32", "float16", "bfloat16", "float8_e4m3fn"
 SCALE = ".scale"
 
 

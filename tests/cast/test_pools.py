@@ -15,7 +15,7 @@ from tests import oracle
 from tests.cast.rows import move, names, read, write
 from tests.pools import CLASSES, mha
 
-PACKINGS = "bf16", "f32", "fp8", "mxfp8"
+PACKINGS = "bf16", "f32", "fp8", "mxfp8", "e4m3"
 
 
 def built(build, packing, **more):

@@ -38,14 +38,16 @@ class Pair:
 
 
 def compare(
-    folder: Path, last: int | None = None, dtype: torch.dtype | None = None
+    folder: Path,
+    last: int | None = None,
+    converted: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[int, int, list[str]]:
     """Tensors compared, bytes, and what differs, between both sides of every room.
 
     A rank's file `{side}.{room}.{rank}.pt` has tensors by `name/part`, positions first, then what
     ranks share, heads or channels, but of a row (`row`, `swa_cache row`); a name has its layer's
     number, which is all that two engines' names share. `last`: where one side holds more positions
-    than these, its last ones are compared. `dtype`: of decode, where that converts.
+    than these, its last ones are compared. `converted`: what decode makes of prefill's.
     """
     tensors, nbytes, wrong = 0, 0, []
     for path in sorted(folder.glob("decode.*.0.pt")):
@@ -54,7 +56,9 @@ def compare(
         if not ours or ours.keys() != theirs.keys():
             wrong.append(f"{room}: {sorted(ours)} and {sorted(theirs)}")
         for key in ours.keys() & theirs.keys():
-            one, other = ours[key], theirs[key] if dtype is None else theirs[key].to(dtype)
+            one, other = ours[key], theirs[key]
+            if converted is not None:
+                other = converted(other)
             if last is not None and len(one) != len(other):
                 one, other = one[-last:], other[-last:]
             tensors += 1

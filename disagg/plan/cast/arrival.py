@@ -24,9 +24,10 @@ from kvpool.layout import (
 from kvpool.layout.dtypes import ITEMSIZE
 from kvpool.layout.types import SCALE
 
-FLOATS = "float32", "bfloat16", "float16"
-"""Formats without scales that are converted."""
-CODES = "float8_e4m3fn", "int8"
+E4M3 = "float8_e4m3fn"
+BITS = {"float32": 24, "float16": 11, "bfloat16": 8, E4M3: 4}
+"""Formats without scales that are converted, and the bits of their significands."""
+CODES = E4M3, "int8"
 """Values of formats with scales."""
 ARRIVAL_BITS = 40
 """Buffers of an arrival lie so many bits apart, at addresses that nothing has: what is read lies in
@@ -66,7 +67,7 @@ def rows_in(layout: PoolLayout) -> dict[Key, Rows]:
     for key, region in layout.region_by_key.items():
         owner, layer, role = key
         scale = layout.region_by_key.get((owner, layer, role + SCALE))
-        if region.packing or region.dtype not in (CODES if scale else FLOATS):
+        if region.packing or region.dtype not in (CODES if scale else BITS):
             continue
         if scale is None:
             rows[key] = Rows(region, None, Format(region.dtype))
@@ -221,10 +222,11 @@ def error_of(rows: Conversion) -> str:
         if dest.dtype == "int8":
             return "off by half a scale at most"
         return "off by 2**-4 of the value or 2**-10 of its scale at most"
-    bits = {"float32": 24, "float16": 11, "bfloat16": 8}
-    if source.scales == 0 and bits[source.dtype] <= bits[dest.dtype] and dest.dtype == "float32":
+    if source.scales == 0 and (dest.dtype == "float32" or source.dtype == E4M3):
         return "exact"
-    text = f"off by 2**-{bits[dest.dtype]} of the value at most"
+    text = f"off by 2**-{BITS[dest.dtype]} of the value at most"
     if dest.dtype == "float16":
         text += ", and beyond 65504 it is infinite"
+    if dest.dtype == E4M3:
+        text += " or 2**-10, and beyond 448 it is 448"
     return text

@@ -15,6 +15,7 @@ from disagg.errors import RoomError
 from disagg.log import log
 from disagg.plan import Group, IncompatibleLayouts
 from disagg.plan.cache import PlanCache
+from disagg.plan.cast.scales import scale_problems
 from disagg.protocol import messages
 from disagg.protocol.agreement import all_differences, handshake_kind, handshake_problems
 from disagg.protocol.codec import wanted_layout
@@ -285,8 +286,12 @@ class DecodePeers:
                 link.error = error
             self.counts.refuse("decode", [*kinds, "layout"])
             return self._refuse(link, [*problems, str(error)], "decode")
+        if plan.cast is not None:
+            problems += scale_problems(
+                plan.cast.arrival, [hello.conventions for hello in hellos], own
+            )
         if problems:
-            self.counts.refuse("decode", kinds)
+            self.counts.refuse("decode", ["conventions"])
             return self._refuse(link, problems, "decode")
         link.plan, link.plan_seconds = plan, self.plans.seconds - before
         if alone := {name for hello in hellos for name in hello.conventions.keys() ^ own.keys()}:

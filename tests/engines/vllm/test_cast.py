@@ -1,4 +1,4 @@
-"""vLLM decodes in another dtype than prefill has computed in."""
+"""vLLM decodes with KV in another format than prefill has computed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,38 @@ import torch
 from tests.engines.pair import LENGTHS, Pair, compare
 from tests.engines.vllm.engines import handed_over, prompts
 
+BF16, F32 = {"dtype": "bfloat16"}, {"dtype": "float32"}
+FP8 = {"kv_cache_dtype": "fp8"}
+E4M3 = torch.float8_e4m3fn
 
-@pytest.mark.parametrize("model", ["llama", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize(("given", "wanted"), [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_every_value_is_rounded_to_the_nearest(model, given, wanted, start, tmp_path):
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    return values.float().clamp(-448, 448).to(E4M3)
+
+
+WAYS = {
+    "bfloat16 to float32": (BF16, F32, torch.Tensor.float),
+    "float32 to bfloat16": (F32, BF16, torch.Tensor.bfloat16),
+    "bfloat16 to fp8": (BF16, {**BF16, **FP8}, to_e4m3),
+    "fp8 to bfloat16": ({**BF16, **FP8}, BF16, lambda stored: stored.view(E4M3).bfloat16()),
+}
+MODELS = ("llama", *WAYS), ("gpt_oss", *[*WAYS][:2]), ("deepseek_v3", *[*WAYS][:2])
+CASES = [(model, way) for model, *ways in MODELS for way in ways]
+
+
+@pytest.mark.parametrize(("model", "way"), CASES)
+def test_every_value_is_rounded_to_the_nearest(model, way, start, tmp_path):
+    given, wanted, converted = WAYS[way]
     pair = Pair(
         model,
-        prefill={"dtype": given, "block_size": 128},
-        decode={"dtype": wanted, "block_size": 32},
+        prefill={**given, "block_size": 128},
+        decode={**wanted, "block_size": 32},
         extra={"cast": True, "verify": "checksum"},
     )
     prefill, decode = pair.start(start, tmp_path)
     got = handed_over(prefill, decode, prompts(*LENGTHS))
     assert all(got)
-    tensors, nbytes, wrong = compare(tmp_path, dtype=getattr(torch, wanted))
+    tensors, nbytes, wrong = compare(tmp_path, converted=converted)
     assert not wrong
     assert tensors and nbytes
     prefill.idle()
