@@ -14,7 +14,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    return values.float().clamp(-448, 448).to(E4M3)
+    return values.float().clamp(-448, 448).to(E4M3).view(torch.uint8)
 
 
 WAYS = {
