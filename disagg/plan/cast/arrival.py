@@ -140,7 +140,11 @@ def _arrival(dest: PoolLayout, found: Mapping[Key, tuple[Rows, Rows, str]]) -> A
         arrived: list[Region] = []
         for part in (given.region, given.scale):
             if part is not None:
-                region, buffer = _place(part, rows.region, axis, space, len(buffers) + 1)
+                width = part.width
+                if part is given.region:
+                    # elements that lie along an axis there are together in a cell here
+                    width = (given.cell if axis else rows.cell) * ITEMSIZE[part.dtype]
+                region, buffer = _place(part, rows.region, axis, width, space, len(buffers) + 1)
                 arrived.append(region)
                 buffers.append(buffer)
         regions += arrived
@@ -154,10 +158,12 @@ def _arrival(dest: PoolLayout, found: Mapping[Key, tuple[Rows, Rows, str]]) -> A
 
 
 def _place(
-    part: Region, wanted: Region, axis: str, space: Space, number: int
+    part: Region, wanted: Region, axis: str, width: int, space: Space, number: int
 ) -> tuple[Region, Buffer]:
-    """A source's region in buffer `number` of an arrival, along the axes of the destination's."""
-    axes, width = _axes(part, wanted, axis)
+    """A source's region in buffer `number` of an arrival, along the axes of the destination's, in
+    cells of `width` bytes.
+    """
+    axes = _axes(wanted, axis, width)
     nbytes = prod([width, *(step.size for step in axes)])
     buffer = Buffer(
         name=f"{part.owner}.{part.layer}.{part.role}",
@@ -179,6 +185,9 @@ def _row_axis(given: Rows, wanted: Rows) -> str | None:
     extra, lacking = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
     if not extra and not lacking and given.cell == wanted.cell:
         return ""
+    if len(lacking) == 1 and not extra and given.cell == 1 and given.scale is None:
+        axis = theirs[lacking.pop()]
+        return "" if axis.size == axis.total == wanted.cell else None
     if len(extra) == 1 and not lacking and wanted.cell == 1 and wanted.scale is None:
         axis = ours[extra.pop()]
         if axis.size == axis.total == given.cell:
@@ -186,15 +195,15 @@ def _row_axis(given: Rows, wanted: Rows) -> str | None:
     return None
 
 
-def _axes(part: Region, wanted: Region, axis: str) -> tuple[tuple[Axis, ...], int]:
-    """The axes of a region in an arrival, as densely as can be, and the bytes of a cell."""
+def _axes(wanted: Region, axis: str, width: int) -> tuple[Axis, ...]:
+    """The axes of a region in an arrival, as densely as cells of `width` bytes can be."""
     axes: list[Axis] = []
-    stride = part.width
+    stride = width
     for step in reversed(wanted.axes):
         if step.name != axis:
             axes.append(replace(step, stride=stride))
             stride *= step.size
-    return tuple(reversed(axes)), part.width
+    return tuple(reversed(axes))
 
 
 def _of_pieces(space: Space) -> Space:

@@ -4,15 +4,14 @@ engine alone, and every live byte is equal in both engines' own tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.engines.cross.hand_over import from_sglang, from_vllm, vllm_engine
 from tests.engines.pair import EXACT, LENGTHS, compare
-from tests.engines.process import EngineFailed, ending
+from tests.engines.process import EngineFailed
 from tests.engines.sglang.engines import Engine
 from tests.engines.vllm.engines import prompts
 from tests.engines.vllm.models import save
@@ -40,17 +39,6 @@ def expected(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         return known[model]
 
     return ask
-
-
-@pytest.fixture
-def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Starts an engine, which ends with the test: `start(engine, role, model, **arguments)`."""
-
-    def one(engine: Any, role: str, model: str, **arguments: Any) -> Any:
-        logs = tmp_path / "logs"
-        return engine(role, save(model, models), logs, watch=tmp_path, **EXACT, **arguments)
-
-    yield from ending(one)
 
 
 WHOLE = {"block_size": 64, "disable_hybrid_kv_cache_manager": True}
