@@ -137,45 +137,53 @@ def load(
         _check_agree(files, layout, total, conventions)
         layouts = [file.header.layout for file in files]
         transfer = plan(layouts, layout, allow_missing=allow_missing, cast=cast)
-        if transfer.cast is not None:
-            said = [file.header.conventions for file in files]
-            if problems := scale_problems(transfer.cast.arrival, said, conventions):
-                raise SnapshotRefused(f"{files[0].path}: {' '.join(problems)}")
+        _check_scales(files, transfer, conventions)
         what = f"load of {files[0].path}"
         stack.enter_context(pinned_by_call(what, address, layout, "received", wanted.start))
-        staging = Staging(layout, STAGING_BYTES)
-        arrival = staging if transfer.cast is None else Staging(layout, STAGING_BYTES)
-
-        def moved(rank: int) -> Iterator[CopyBatch]:
-            return batches(transfer, rank, files[rank].address, address, wanted)
-
-        def converted(rank: int) -> Iterator[ConvertedPart]:
-            if transfer.cast is not None:
-                wanted_here = Wanted(
-                    source=rank,
-                    source_address=files[rank].address,
-                    dest_address=address,
-                    tokens=wanted,
-                )
-                yield from Converter(transfer.cast, layout).parts(wanted_here, STAGING_BYTES)
-
-        parts = [*transfer.parts, *(transfer.cast.plan.parts if transfer.cast else ())]
-        for rank, file in enumerate(files):
-            for _ in moved(rank):  # refuses what cannot be bound
-                pass
-            for _ in converted(rank):
-                pass
-            file.check({key for p in parts if p.source == rank for key in p.keys})
-        for rank, file in enumerate(files):
-            with file.copied():
-                for batch in moved(rank):
-                    _read(file, batch, staging)
-                for part in converted(rank):
-                    _read_converted(file, part, staging, arrival)
-        for file in files:
-            with file.copied():
-                file.check_unchanged()
+        _copy_in(files, transfer, layout, address, wanted)
     return len(wanted)
+
+
+def _copy_in(
+    files: Sequence[SnapshotFile],
+    transfer: TransferPlan,
+    layout: PoolLayout,
+    address: RequestAddress,
+    wanted: range,
+) -> None:
+    """Copies positions `wanted` of a request from files, all of which are checked before."""
+    staging = Staging(layout, STAGING_BYTES)
+    arrival = staging if transfer.cast is None else Staging(layout, STAGING_BYTES)
+
+    def moved(rank: int) -> Iterator[CopyBatch]:
+        return batches(transfer, rank, files[rank].address, address, wanted)
+
+    def converted(rank: int) -> Iterator[ConvertedPart]:
+        if transfer.cast is not None:
+            wanted_here = Wanted(
+                source=rank,
+                source_address=files[rank].address,
+                dest_address=address,
+                tokens=wanted,
+            )
+            yield from Converter(transfer.cast, layout).parts(wanted_here, STAGING_BYTES)
+
+    parts = [*transfer.parts, *(transfer.cast.plan.parts if transfer.cast else ())]
+    for rank, file in enumerate(files):
+        for _ in moved(rank):  # refuses what cannot be bound
+            pass
+        for _ in converted(rank):
+            pass
+        file.check({key for p in parts if p.source == rank for key in p.keys})
+    for rank, file in enumerate(files):
+        with file.copied():
+            for batch in moved(rank):
+                _read(file, batch, staging)
+            for part in converted(rank):
+                _read_converted(file, part, staging, arrival)
+    for file in files:
+        with file.copied():
+            file.check_unchanged()
 
 
 def _read(file: SnapshotFile, batch: CopyBatch, staging: Staging) -> None:
@@ -194,6 +202,16 @@ def _read_converted(
     src, dst, nbytes = part.read
     _read(file, CopyBatch(src, dst + arrival.pointer, nbytes), staging)
     part.store(arrival.pointer).synchronize()
+
+
+def _check_scales(
+    files: Sequence[SnapshotFile], transfer: TransferPlan, conventions: Mapping[str, Convention]
+) -> None:
+    """Refuses to convert what is scaled by what no page has."""
+    if transfer.cast is not None:
+        said = [file.header.conventions for file in files]
+        if problems := scale_problems(transfer.cast.arrival, said, conventions):
+            raise SnapshotRefused(f"{files[0].path}: {' '.join(problems)}")
 
 
 def _check_agree(

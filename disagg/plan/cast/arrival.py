@@ -144,7 +144,10 @@ def _arrival(dest: PoolLayout, found: Mapping[Key, tuple[Rows, Rows, str]]) -> A
                 if part is given.region:
                     # elements that lie along an axis there are together in a cell here
                     width = (given.cell if axis else rows.cell) * ITEMSIZE[part.dtype]
-                region, buffer = _place(part, rows.region, axis, width, space, len(buffers) + 1)
+                number = len(buffers) + 1
+                region, buffer = _place(
+                    part, rows.region, axis=axis, width=width, space=space, number=number
+                )
                 arrived.append(region)
                 buffers.append(buffer)
         regions += arrived
@@ -158,7 +161,7 @@ def _arrival(dest: PoolLayout, found: Mapping[Key, tuple[Rows, Rows, str]]) -> A
 
 
 def _place(
-    part: Region, wanted: Region, axis: str, width: int, space: Space, number: int
+    part: Region, wanted: Region, *, axis: str, width: int, space: Space, number: int
 ) -> tuple[Region, Buffer]:
     """A source's region in buffer `number` of an arrival, along the axes of the destination's, in
     cells of `width` bytes.

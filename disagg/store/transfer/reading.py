@@ -76,7 +76,8 @@ class ObjectReader:
                 if batch.runs:
                     fetched += self._fetch(job, name, identity, layout, batch)
                 for piece in self._conversions(way, kind, source, chunk, job):
-                    fetched += self._fetch(job, name, identity, layout, piece.read, piece.store)
+                    read, store = piece.read, piece.store
+                    fetched += self._fetch(job, name, identity, layout, read, store=store)
             except Damaged as error:
                 error.name = name
                 raise

@@ -60,7 +60,8 @@ def test_layers_that_share_a_reason_share_a_line():
     assert len(refused.reasons) == 12
     assert str(refused).splitlines()[1:] == [
         f"  target layers 0-5 {role}: bfloat16 on prefill, float8_e4m3fn on decode. "
-        "Build both pools with the same dtype and packing."
+        "Build both pools with the same dtype and packing. Or let decode convert bfloat16 to "
+        "float8_e4m3fn: cast=True."
         for role in ("latent", "rope")
     ]
 
