@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from disagg.plan import plan
 from kvpool.layout.formats import Shard
 from tests import oracle
-from tests.cast.rows import move, names, read, write
+from tests.cast.rows import bytes_of, move, names, read, spots, write
 from tests.pools import CLASSES, mha
 
 PACKINGS = "bf16", "f32", "fp8", "mxfp8", "e4m3"
@@ -46,14 +46,32 @@ def rows_for(pool, key, tokens, rng):
     return rows.astype(np.float32)
 
 
-def stored(pool, key):
+def stored(pool, key, table=None):
     """All bytes of a region."""
     return pool.view(key[2], key[1]).contiguous().view(torch.uint8).numpy()
 
 
-def hand_over(sources, dest, want, tokens, *, start=0, edges=(), most=1 << 16, seed=0, by=move):
-    """Every row that decode stores is what its format makes of the value that prefill's has, and no
-    other byte has changed. `by` moves them.
+def live(pool, key, table):
+    """Those of a request's entries."""
+    _, items, steps = spots(pool, key, table)
+    return bytes_of(pool, key)[items, steps]
+
+
+def hand_over(
+    sources,
+    dest,
+    want,
+    tokens,
+    *,
+    start=0,
+    edges=(),
+    most=1 << 16,
+    seed=0,
+    by=move,
+    everywhere=True,
+):
+    """Every row that decode stores is what its format makes of the value that prefill's has, and
+    (`everywhere`) no other byte has changed. `by` moves them.
     """
     rng = np.random.default_rng(seed)
     planned = plan([source.layout for source in sources], dest.layout, cast=True)
@@ -84,7 +102,8 @@ def hand_over(sources, dest, want, tokens, *, start=0, edges=(), most=1 << 16, s
     converted = arrival.converted if arrival else set()
     for key in dest.layout.region_by_key:
         if key in converted:
-            mine, theirs = (stored(pool, key) for pool in (dest, want))
+            held = stored if everywhere else live
+            mine, theirs = (held(pool, key, table) for pool in (dest, want))
             assert np.array_equal(mine, theirs), key
     return planned
 

@@ -1,0 +1,81 @@
+"""Prefill converts before it offers."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg.plan import plan
+from disagg.portable.converted_offers import ConvertedOffers
+from kvpool import OutOfPages, RequestAddress, Span
+from kvpool.device.host_copy import copy_runs
+from tests import oracle
+from tests.cast.test_endpoints import Prefill, is_right, pools
+from tests.cast.test_pools import built, hand_over, pairs
+from tests.pools import mha
+
+TOKENS = 45
+
+
+@pytest.mark.parametrize("chunks", [(), (3, 8)], ids=["whole", "chunks"])
+@pytest.mark.parametrize(("build", "source", "dest"), [*pairs()])
+def test_any_pair_of_packings(build, source, dest, chunks):
+    """What decode then has is what it would have converted itself, but for bytes of a request's own
+    pages that nothing was written to.
+    """
+    first, wire, *others = (built(build, packing) for packing in (source, dest, dest, dest))
+
+    def by_prefill(planned, sources, tables, dest, table, edges, most):
+        if planned.cast is None:
+            pytest.skip("nothing is converted")
+        offers = ConvertedOffers(sources[0].layout, wire.layout)
+        free = offers.num_free
+        plain = plan([wire.layout], dest.layout)
+        for positions in edges:
+            there = offers.convert("r", tables[0], positions)
+            copy_runs(*plain.bind(0, there, table, tokens=positions))
+        offers.free("r")
+        assert offers.num_free == free
+
+    hand_over([first], *others, 12, edges=chunks, by=by_prefill, everywhere=False)
+
+
+def test_a_room_in_chunks_whose_pages_come_one_by_one():
+    (pool,), (wire, dest, want) = pools("bf16"), pools("fp8", 3)
+    source, offers = Prefill(pool), ConvertedOffers(pool.layout, wire.layout)
+    for each in (dest, want):
+        oracle.blank(each)
+    table, ids = oracle.place(dest, TOKENS, 5), source.table.spans["kv"].ids
+    with (
+        PrefillEndpoint(wire.layout, create_engine("local")) as prefill,
+        DecodeEndpoint(dest.layout, create_engine("local"), verify="checksum") as decode,
+    ):
+        decode.connect([prefill.address], timeout=30)
+        decode.receive("r", table)
+        for start, stop in ((0, 20), (20, 33), (33, TOKENS)):
+            part = RequestAddress(stop, {"kv": Span(ids[: -(-stop // 4)])})
+            there = offers.convert("r", part, range(start, stop))
+            prefill.send("r", there, tokens=range(start, stop), last=stop == TOKENS)
+        assert decode.wait("r", 60) is KVPoll.Success, decode.failure("r")
+    is_right([source], dest, want, table)
+
+
+def test_a_pool_without_room_refuses_and_keeps_nothing():
+    (pool,), wire = pools("bf16"), built(mha, "fp8", layers=range(3), num_pages=14, page_size=4)
+    source, offers = Prefill(pool), ConvertedOffers(pool.layout, wire.layout)
+    free = offers.num_free
+    there = offers.convert("a", source.table)
+    assert (
+        offers.convert("a", source.table).spans["kv"].ids.tolist() == there.spans["kv"].ids.tolist()
+    )
+    with pytest.raises(OutOfPages, match="space kv of the pool that is offered: 12 more items"):
+        offers.convert("b", source.table)
+    offers.free("b")
+    offers.free("a")
+    assert offers.num_free == free
+
+
+def test_pages_of_other_sizes_are_refused():
+    (pool,), wire = pools("bf16"), built(mha, "fp8", layers=range(3), num_pages=14, page_size=8)
+    with pytest.raises(ValueError, match="space kv: 4 tokens an item, and 8 in the pool"):
+        ConvertedOffers(pool.layout, wire.layout)
