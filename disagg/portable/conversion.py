@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class WantedRows:
     """What is wanted of one source rank: positions `tokens` of a request, and with `layers` of
     these of `owner` only. `arrived` takes digests of what arrives.
     """
@@ -70,7 +70,7 @@ class Converter:
         self._dest, self._memory = dest, dest.buffers[0].memory
         self._device = get_device(self._memory)
 
-    def parts(self, wanted: Wanted, most: int) -> Iterator[ConvertedPart]:
+    def parts(self, wanted: WantedRows, most: int) -> Iterator[ConvertedPart]:
         """What is to be read, each part into a buffer of `most` bytes. Raises as TransferPlan.bind,
         and as `pieces`.
         """
@@ -94,7 +94,7 @@ class Converter:
                     part = CopyBatch(batch.src, offsets, batch.nbytes)
                     yield ConvertedPart(part, partial(self._store, _Arrived(piece, rows), wanted))
 
-    def _store(self, arrived: _Arrived, wanted: Wanted, pointer: int) -> Event:
+    def _store(self, arrived: _Arrived, wanted: WantedRows, pointer: int) -> Event:
         """Stores what lies at `pointer`, and digests it first if that is wanted."""
         from kvpool.device.conversion import convert_rows  # imports torch
 
@@ -147,7 +147,7 @@ class Converter:
         base, items = pointer + piece.offsets[buffer.name], len(piece.items[buffer.space])
         return replace(buffer, base=base, items=items, memory=self._memory)
 
-    def _layers(self, wanted: Wanted) -> Iterator[tuple[str, range]]:
+    def _layers(self, wanted: WantedRows) -> Iterator[tuple[str, range]]:
         """The layers of each owner of which something is converted."""
         layers: dict[str, list[int]] = {}
         for owner, layer, _ in self._arrival.conversions:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from disagg.plan import plan
 from disagg.plan.bind import CopyBatch
-from disagg.portable.conversion import Converter, Wanted
+from disagg.portable.conversion import Converter, WantedRows
 from disagg.portable.staging import Staging
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout import PoolLayout, RequestAddress
@@ -43,7 +43,9 @@ class PoolConverter:
             self._copy(self._plan.bind(0, source, dest, tokens=positions))
             if self._converter is None:
                 return
-            wanted = Wanted(source=0, source_address=source, dest_address=dest, tokens=positions)
+            wanted = WantedRows(
+                source=0, source_address=source, dest_address=dest, tokens=positions
+            )
             pointer = self._arrival.pointer
             for part in self._converter.parts(wanted, STAGING_BYTES):
                 src, dst, nbytes = part.read

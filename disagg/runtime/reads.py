@@ -15,7 +15,7 @@ from disagg.engines.base import Engine, TransferError
 from disagg.log import log
 from disagg.plan.bind import CopyBatch
 from disagg.plan.planner import Cast
-from disagg.portable.conversion import Converter, Wanted
+from disagg.portable.conversion import Converter, WantedRows
 from disagg.protocol.events import ReadEnded, ReaderEvent, ReadFailed, ReadMoved
 from disagg.protocol.peers.link import Read
 from disagg.runtime.staging import NUM_BUFFERS, ReadPart, StagingBuffers
@@ -58,7 +58,7 @@ class TrackedRead:
 
     def _conversions(self, cast: Cast, layout: PoolLayout, most: int) -> Iterator[ReadPart]:
         read, some = self.read, self.read.layers
-        wanted = Wanted(
+        wanted = WantedRows(
             source=read.rank.source,
             source_address=read.source_address,
             dest_address=read.dest_address,

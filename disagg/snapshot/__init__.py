@@ -17,7 +17,7 @@ import numpy as np
 from disagg.digest.digest import digests
 from disagg.plan import CopyBatch, TransferPlan, plan
 from disagg.plan.cast.scales import scale_problems
-from disagg.portable.conversion import ConvertedPart, Converter, Wanted
+from disagg.portable.conversion import ConvertedPart, Converter, WantedRows
 from disagg.portable.layout import block_table, live_pieces, portable
 from disagg.portable.staging import Staging, windows
 from disagg.protocol.messages import Convention, checked_conventions
@@ -160,7 +160,7 @@ def _copy_in(
 
     def converted(rank: int) -> Iterator[ConvertedPart]:
         if transfer.cast is not None:
-            wanted_here = Wanted(
+            wanted_here = WantedRows(
                 source=rank,
                 source_address=files[rank].address,
                 dest_address=address,

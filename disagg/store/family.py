@@ -48,7 +48,7 @@ def is_member(floor: Floor, listed: Listed) -> bool:
     return hashlib.blake2b(text, digest_size=DIGEST_BYTES).hexdigest() == name
 
 
-class Family:
+class NamespaceFamily:
     """The namespaces of a family on a floor. Each has an object of its name, which is created once
     and holds its text. Not thread-safe.
     """

@@ -12,7 +12,7 @@ import numpy as np
 from disagg.protocol.messages import Convention
 from disagg.store.catalogue import Catalogue
 from disagg.store.chunks import KINDS, kind_of
-from disagg.store.family import Family
+from disagg.store.family import NamespaceFamily
 from disagg.store.floors.base import Floor
 from disagg.store.geometry import Geometry, readable
 from disagg.store.known import KnownObjects
@@ -47,7 +47,7 @@ class Lookup:
         conventions: Mapping[str, Convention],
         chunk_tokens: int,
         known: KnownObjects,
-        family: Family,
+        family: NamespaceFamily,
         cast: bool | Collection[str] = False,
     ) -> None:
         self._floor, self._namespace, self._tokens = floor, namespace, chunk_tokens

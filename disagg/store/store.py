@@ -11,7 +11,7 @@ import numpy.typing as npt
 from typing_extensions import Self
 
 from disagg.protocol.messages import Convention, checked_conventions
-from disagg.store.family import Family
+from disagg.store.family import NamespaceFamily
 from disagg.store.floors.base import Floor, FloorError, NotThere, open_floor
 from disagg.store.geometry import Geometry, namespace
 from disagg.store.jobs import DeferredAddress, EndedJob, Jobs, LookupJob, ReadJob
@@ -79,7 +79,7 @@ class Store:
             conventions=conventions,
             chunk_tokens=chunk_tokens,
             known=self._known,
-            family=Family(self._floor, self.namespace, self.document),
+            family=NamespaceFamily(self._floor, self.namespace, self.document),
             cast=cast,
         )
         self._lookup.judge(self._geometry)  # known from the start, and read rather than others

@@ -14,7 +14,7 @@ import torch
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint
 from disagg.engines.base import create_engine
 from disagg.plan import plan
-from disagg.portable.conversion import Converter, Wanted
+from disagg.portable.conversion import Converter, WantedRows
 from kvpool import MHAPool
 from kvpool.device.host_copy import copy_runs
 from tests.bench.conftest import shuffled
@@ -53,7 +53,7 @@ def test_storing(paired, given, wanted, timed):
     there, here = shuffled(pages, 1, PAGE), shuffled(pages, 2, PAGE)
     tokens = range(pages * PAGE)
     planned = plan([source.layout], dest.layout, cast=True)
-    wants = Wanted(source=0, source_address=there, dest_address=here, tokens=tokens)
+    wants = WantedRows(source=0, source_address=there, dest_address=here, tokens=tokens)
     arrived = []
     for part in Converter(planned.cast, dest.layout).parts(wants, 4 << 20):
         buffer = np.empty(4 << 20, dtype=np.uint8)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from disagg.plan import TransferPlan
-from disagg.portable.conversion import Converter, Wanted
+from disagg.portable.conversion import Converter, WantedRows
 from kvpool.device.host_copy import copy_runs
 from kvpool.layout import RequestAddress
 from kvpool.pools.base import KVPool
@@ -110,7 +110,9 @@ def move(
             copy_runs(*plan.bind(number, there, table, tokens=tokens))
             if plan.cast is None:
                 continue
-            wanted = Wanted(source=number, source_address=there, dest_address=table, tokens=tokens)
+            wanted = WantedRows(
+                source=number, source_address=there, dest_address=table, tokens=tokens
+            )
             for part in Converter(plan.cast, dest.layout).parts(wanted, most):
                 buffer = np.zeros(most + 64, dtype=np.uint8)
                 pointer = -(-buffer.ctypes.data // 64) * 64

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from disagg.plan import CopyBatch
-from disagg.portable.conversion import ConvertedPart, Converter, Wanted
+from disagg.portable.conversion import ConvertedPart, Converter, WantedRows
 from disagg.portable.staging import Bytes, Staging, windows
 from disagg.protocol.messages import Convention
 from disagg.store.chunks import ChunkLayout
@@ -106,7 +106,7 @@ class ObjectReader:
         if plan.cast is None:
             return []
         start, stop = chunk * part.tokens, (chunk + 1) * part.tokens
-        wanted = Wanted(
+        wanted = WantedRows(
             source=source,
             source_address=part.address(chunk),
             dest_address=job.address,
