@@ -3,8 +3,7 @@ before they are offered, so that half the bytes travel. That pool's items belong
 the engine's requests.
 
 offers = ConvertedOffers(pool.layout, wire.layout)
-prefill = PrefillEndpoint(wire.layout, create_engine("nixl"))
-prefill.send(room, offers.convert(room, block_table))
+offered_table = offers.convert(room, block_table)
 offers.free(room)  # once the room has ended
 """
 
@@ -15,6 +14,7 @@ from collections.abc import Collection
 import numpy as np
 
 from disagg.portable.pool_converter import PoolConverter
+from disagg.protocol.messages import Room
 from kvpool.allocation.free_list import FreeList, OutOfPages
 from kvpool.layout import PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
@@ -30,7 +30,7 @@ class ConvertedOffers:
     ) -> None:
         self._converter = PoolConverter(layout, offered, cast=cast)
         self._free: dict[str, FreeList] = {}
-        self._held: dict[str, dict[str, Ints]] = {}
+        self._held: dict[Room, dict[str, Ints]] = {}
         """By room and id list, the items of a request from its first one on; -1 for none."""
         for name in offered.items_by_space:
             space, own = offered.space_by_name[name], layout.space_by_name.get(name)
@@ -50,11 +50,17 @@ class ConvertedOffers:
             self._free[name] = FreeList([offered.space_by_name[name]], count)
 
     def convert(
-        self, room: str, address: RequestAddress, tokens: range | None = None
+        self,
+        room: Room,
+        address: RequestAddress,
+        tokens: range | None = None,
+        *,
+        layers: range | None = None,
+        owner: str = "target",
     ) -> RequestAddress:
-        """Converts positions `tokens` (default: all) of a request; returns the block table of what
-        is offered. Chunks come in order. Raises OutOfPages, with nothing changed, and as
-        `PoolConverter.convert`.
+        """Converts positions `tokens` (default: all) of a request, of all layers or of `layers` of
+        `owner`; returns the block table of what is offered. Chunks come in order. Raises
+        OutOfPages, with nothing changed, and as `PoolConverter.convert`.
         """
         held = self._held.get(room, {})
         needed = {name: self._lacking(held.get(name), span) for name, span in address.spans.items()}
@@ -76,10 +82,10 @@ class ConvertedOffers:
             spans[name] = Span(items[span.first_item : stop], span.first_item)
         self._held[room] = held
         offered = RequestAddress(address.num_tokens, spans)
-        self._converter.convert(address, offered, tokens)
+        self._converter.convert(address, offered, tokens, layers=layers, owner=owner)
         return offered
 
-    def free(self, room: str) -> None:
+    def free(self, room: Room) -> None:
         """Gives the items of a room back, which has ended; of one that has none nothing."""
         for name, items in self._held.pop(room, {}).items():
             self._free[name].release(items[items >= 0])

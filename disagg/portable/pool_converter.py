@@ -30,21 +30,34 @@ class PoolConverter:
         self._converter = None if cast_plan is None else Converter(cast_plan, dest)
 
     def convert(
-        self, source: RequestAddress, dest: RequestAddress, tokens: range | None = None
+        self,
+        source: RequestAddress,
+        dest: RequestAddress,
+        tokens: range | None = None,
+        *,
+        layers: range | None = None,
+        owner: str = "target",
     ) -> None:
-        """Copies positions `tokens` (default: all of `dest`) of a request. Raises as
-        TransferPlan.bind, and RequestPinned.
+        """Copies positions `tokens` (default: all of `dest`) of a request; with `layers`, of these
+        of `owner`. Raises as TransferPlan.bind, and RequestPinned.
         """
         positions = range(dest.num_tokens) if tokens is None else tokens
         with (
             pinned_by_call("a conversion", source, self._source, "offered"),
             pinned_by_call("a conversion", dest, self._dest, "received", positions.start),
         ):
-            self._copy(self._plan.bind(0, source, dest, tokens=positions))
+            self._copy(
+                self._plan.bind(0, source, dest, tokens=positions, layers=layers, owner=owner)
+            )
             if self._converter is None:
                 return
             wanted = WantedRows(
-                source=0, source_address=source, dest_address=dest, tokens=positions
+                source=0,
+                source_address=source,
+                dest_address=dest,
+                tokens=positions,
+                layers=layers,
+                owner=owner,
             )
             pointer = self._arrival.pointer
             for part in self._converter.parts(wanted, STAGING_BYTES):

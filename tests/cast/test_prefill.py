@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
+from disagg import DecodeEndpoint, KVPoll, create_engine
 from disagg.plan import plan
 from disagg.portable.converted_offers import ConvertedOffers
+from disagg.runtime.converting_prefill import ConvertingPrefill
 from kvpool import OutOfPages, RequestAddress, Span
 from kvpool.device.host_copy import copy_runs
 from tests import oracle
@@ -40,24 +41,33 @@ def test_any_pair_of_packings(build, source, dest, chunks):
     hand_over([first], *others, 12, edges=chunks, by=by_prefill, everywhere=False)
 
 
-def test_a_room_in_chunks_whose_pages_come_one_by_one():
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_room_in_chunks_whose_pages_come_one_by_one(by_layer):
     (pool,), (wire, dest, want) = pools("bf16"), pools("fp8", 3)
-    source, offers = Prefill(pool), ConvertedOffers(pool.layout, wire.layout)
+    source = Prefill(pool)
     for each in (dest, want):
         oracle.blank(each)
     table, ids = oracle.place(dest, TOKENS, 5), source.table.spans["kv"].ids
     with (
-        PrefillEndpoint(wire.layout, create_engine("local")) as prefill,
+        ConvertingPrefill(pool.layout, wire.layout, create_engine("local")) as prefill,
         DecodeEndpoint(dest.layout, create_engine("local"), verify="checksum") as decode,
     ):
         decode.connect([prefill.address], timeout=30)
         decode.receive("r", table)
-        for start, stop in ((0, 20), (20, 33), (33, TOKENS)):
+        for stop in (20, 33, TOKENS):
             part = RequestAddress(stop, {"kv": Span(ids[: -(-stop // 4)])})
-            there = offers.convert("r", part, range(start, stop))
-            prefill.send("r", there, tokens=range(start, stop), last=stop == TOKENS)
-        assert decode.wait("r", 60) is KVPoll.Success, decode.failure("r")
-    is_right([source], dest, want, table)
+            if not by_layer:
+                prefill.send("r", part, last=stop == TOKENS)
+                continue
+            for layer in (1, 0, 2):
+                last = stop == TOKENS and layer == 2
+                prefill.send("r", part, layers=range(layer, layer + 1), last=last)
+        for side in (decode, prefill):
+            assert side.wait("r", 60) is KVPoll.Success, side.failure("r")
+        is_right([source], dest, want, table)
+        free = prefill.num_free["kv"]
+        prefill.forget("r")
+        assert prefill.num_free["kv"] == free + 12
 
 
 def test_a_pool_without_room_refuses_and_keeps_nothing():
