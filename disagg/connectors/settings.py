@@ -61,6 +61,12 @@ class Settings:
     """Whether decode converts what prefill has in another format, or roles of which it does: true,
     ["k", "v"] (docs/cast.md).
     """
+    convert_to: str | None = None
+    """A type of floats ("float8_e4m3fn") in which prefill hands over what it has computed in
+    another, where decode does and the wire is narrow (docs/cast.md).
+    """
+    convert_room: int | str = "1GiB"
+    """Bytes of a rank for what is converted and not yet read."""
     shared_memory: bool = True
     """KV memory of the CPU is made so that engine `local` of another process can map it."""
     conventions: Mapping[str, Convention | None] = field(default_factory=dict)
@@ -131,8 +137,12 @@ class Settings:
     @property
     def room(self) -> int | None:
         """`store_room` in bytes."""
-        size = self.store_room
-        return parse_memory(size) if isinstance(size, str) else size
+        return None if self.store_room is None else self.bytes_of("store_room")
+
+    def bytes_of(self, name: str) -> int:
+        """A setting that is a number of bytes, or a text that says one."""
+        size = getattr(self, name)
+        return parse_memory(size) if isinstance(size, str) else int(size)
 
     def options(self, conventions: Mapping[str, Convention]) -> Options:
         """What both endpoints take. These settings come before `conventions`, the engine's."""

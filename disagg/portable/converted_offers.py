@@ -9,12 +9,11 @@ offers.free(room)  # once the room has ended
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 import numpy as np
 
 from disagg.portable.pool_converter import PoolConverter
-from disagg.protocol.messages import Room
 from kvpool.allocation.free_list import FreeList, OutOfPages
 from kvpool.layout import PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
@@ -30,7 +29,7 @@ class ConvertedOffers:
     ) -> None:
         self._converter = PoolConverter(layout, offered, cast=cast)
         self._free: dict[str, FreeList] = {}
-        self._held: dict[Room, dict[str, Ints]] = {}
+        self._held: dict[Hashable, dict[str, Ints]] = {}
         """By room and id list, the items of a request from its first one on; -1 for none."""
         for name in offered.items_by_space:
             space, own = offered.space_by_name[name], layout.space_by_name.get(name)
@@ -51,7 +50,7 @@ class ConvertedOffers:
 
     def convert(
         self,
-        room: Room,
+        room: Hashable,
         address: RequestAddress,
         tokens: range | None = None,
         *,
@@ -85,7 +84,7 @@ class ConvertedOffers:
         self._converter.convert(address, offered, tokens, layers=layers, owner=owner)
         return offered
 
-    def free(self, room: Room) -> None:
+    def free(self, room: Hashable) -> None:
         """Gives the items of a room back, which has ended; of one that has none nothing."""
         for name, items in self._held.pop(room, {}).items():
             self._free[name].release(items[items >= 0])

@@ -22,6 +22,7 @@ class ConvertingPrefill(PrefillEndpoint):
     """A PrefillEndpoint over `offered`, the layout of a pool in another format, in whose pages are
     as many tokens as in `layout`'s. `send` takes block tables of `layout`'s pool: when it returns,
     that chunk's pages may be used again. Those of `offered` are free once a room is forgotten.
+    `memory` is kept as long as the endpoint is.
     """
 
     def __init__(
@@ -32,8 +33,10 @@ class ConvertingPrefill(PrefillEndpoint):
         bind: str | None = None,
         *,
         cast: bool | Collection[str] = True,
+        memory: object = None,
         **options: Any,
     ) -> None:
+        self._memory = memory
         self._offers = ConvertedOffers(layout, offered, cast=cast)
         super().__init__(offered, engine, bind, **options)
 

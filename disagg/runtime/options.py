@@ -16,6 +16,7 @@ from disagg.runtime.sockets.listen_address import FORMS, ListenAddress
 from disagg.runtime.sockets.tls import Side, TLSFiles, open_keys, open_tls_files
 from disagg.runtime.staging import MIN_STAGING
 from disagg.runtime.transport import Transport
+from kvpool.layout.dtypes import dtype_name
 from kvpool.layout.sentences import nearest
 from kvpool.layout.units import MIN_BYTES, parse_memory
 
@@ -73,6 +74,12 @@ RULES: Mapping[str, Rule] = {
     "store": Rule(_Path | None, "a URL (docs/store.md), or None"),
     "chunk_tokens": Rule(Annotated[int, Meta(ge=1, le=1 << 20)], "a number from 1 to 1048576"),
     "store_timeout": Rule(Seconds, _BOUNDED),
+    "convert_to": Rule(str | None, "a type of floats, such as float8_e4m3fn, or None", dtype_name),
+    "convert_room": Rule(
+        _Bytes | str,
+        f'bytes, {MIN_BYTES:,} or more, or text with a unit such as "4GiB"',
+        lambda size: not isinstance(size, str) or parse_memory(size),
+    ),
     "store_room": Rule(
         _Bytes | str | None,
         f'bytes, {MIN_BYTES:,} or more, or text with a unit such as "4GiB", or None',

@@ -7,6 +7,7 @@ import pytest
 from disagg import DecodeEndpoint, KVPoll, create_engine
 from disagg.plan import plan
 from disagg.portable.converted_offers import ConvertedOffers
+from disagg.portable.stored_as import stored_as
 from disagg.runtime.converting_prefill import ConvertingPrefill
 from kvpool import OutOfPages, RequestAddress, Span
 from kvpool.device.host_copy import copy_runs
@@ -89,3 +90,37 @@ def test_pages_of_other_sizes_are_refused():
     (pool,), wire = pools("bf16"), built(mha, "fp8", layers=range(3), num_pages=14, page_size=8)
     with pytest.raises(ValueError, match="space kv: 4 tokens an item, and 8 in the pool"):
         ConvertedOffers(pool.layout, wire.layout)
+
+
+@pytest.mark.parametrize("wanted", ["float32", "float8_e4m3fn"])
+def test_a_pool_of_the_same_pages_in_another_type(wanted):
+    pool = built(mha, "bf16", layers=range(3), num_pages=40, page_size=4)
+    dest, want = (built(mha, wanted, layers=range(3), num_pages=40, page_size=4) for _ in range(2))
+    source = Prefill(pool)
+    offered, memory = stored_as(pool.layout, wanted, 1 << 20)
+    assert sum(buffer.items * buffer.item_bytes for buffer in offered.buffers) <= memory.numel()
+    for each in (dest, want):
+        oracle.blank(each)
+    table = oracle.place(dest, TOKENS, 5)
+    with (
+        ConvertingPrefill(pool.layout, offered, create_engine("local")) as prefill,
+        DecodeEndpoint(dest.layout, create_engine("local")) as decode,
+    ):
+        decode.connect([prefill.address], timeout=30)
+        decode.receive("r", table)
+        prefill.send("r", source.table)
+        assert decode.wait("r", 60) is KVPoll.Success, decode.failure("r")
+    is_right([source], dest, want, table)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes", "words"),
+    [
+        ("int8", 1 << 20, "'int8': one of bfloat16, float16, float32, float8_e4m3fn"),
+        ("bf16", 1 << 20, "'bf16': there is nothing that is of another type"),
+        ("e4m3", 1000, "1,000 bytes: not one item of space kv has room"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused(dtype, nbytes, words):
+    with pytest.raises(ValueError, match=words):
+        stored_as(built(mha, "bf16").layout, dtype, nbytes)

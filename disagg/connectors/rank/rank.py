@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from disagg.connectors.rank.end import end
 from disagg.connectors.rank.links import Links
+from disagg.connectors.rank.producing import prefill_endpoint
 from disagg.connectors.rank.results import Results
 from disagg.connectors.rank.stats import Stats
 from disagg.connectors.settings import Settings
@@ -78,15 +79,13 @@ class Rank:
     ) -> None:
         self.layout, self.stats, self._log = layout, Stats(number), log
         self._drain_seconds = settings.drain_seconds
-        options = settings.options(conventions)
+        options, alone = settings.options(conventions), not consumes
         self._prefill: PrefillEndpoint | None = None
         self._links: Links | None = None
         self._endpoints: list[PrefillEndpoint | DecodeEndpoint] = []
         if produces:
-            engine, addresses = settings.new_engine(), settings.addresses(number)
-            self._prefill = PrefillEndpoint(
-                layout, engine, **addresses, lease=settings.lease, **options
-            )
+            self._prefill = prefill_endpoint(settings, layout, options, number=number, alone=alone)
+            self.layout = self._prefill.layout
             self._endpoints.append(self._prefill)
             self.stats.watch_endpoint("prefill", self._prefill.snapshot)
         if consumes:

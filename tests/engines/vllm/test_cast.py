@@ -27,15 +27,18 @@ MODELS = ("llama", *WAYS), ("gpt_oss", *[*WAYS][:2]), ("deepseek_v3", *[*WAYS][:
 CASES = [(model, way) for model, *ways in MODELS for way in ways]
 
 
-@pytest.mark.parametrize(("model", "way"), CASES)
-def test_every_value_is_rounded_to_the_nearest(model, way, start, tmp_path):
+DECODE = {"cast": True, "verify": "checksum"}
+PREFILL = {"convert_to": "float8_e4m3fn", "convert_room": "64MiB", "verify": "checksum"}
+
+
+@pytest.mark.parametrize(
+    ("model", "way", "extra"),
+    [*((*case, DECODE) for case in CASES), ("llama", "bfloat16 to fp8", PREFILL)],
+)
+def test_every_value_is_rounded_to_the_nearest(model, way, extra, start, tmp_path):
     given, wanted, converted = WAYS[way]
-    pair = Pair(
-        model,
-        prefill={**given, "block_size": 128},
-        decode={**wanted, "block_size": 32},
-        extra={"cast": True, "verify": "checksum"},
-    )
+    prefill, decode = {**given, "block_size": 128}, {**wanted, "block_size": 32}
+    pair = Pair(model, prefill=prefill, decode=decode, extra=extra)
     prefill, decode = pair.start(start, tmp_path)
     got = handed_over(prefill, decode, prompts(*LENGTHS))
     assert all(got)
