@@ -41,8 +41,8 @@ def compiled(name, sources, depends=()):
 COMPILED = [
     compiled(
         "kvpool._native.runs",
-        ["kvpool/_native/runs.c", "kvpool/_native/rows.c"],
-        ["kvpool/_native/blocks.h", "kvpool/_native/stream.h"],
+        ["kvpool/_native/runs.c", "kvpool/_native/rows.c", "kvpool/_native/convert.c"],
+        ["kvpool/_native/blocks.h", "kvpool/_native/rows.h", "kvpool/_native/stream.h"],
     ),
 ]
 

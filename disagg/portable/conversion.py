@@ -16,7 +16,7 @@ from disagg.digest.arrived import ArrivedDigests
 from disagg.digest.cell_hash import read_memory
 from disagg.digest.digest import Piece
 from disagg.plan.bind import CopyBatch, Count
-from disagg.plan.cast.arrival import Conversion
+from disagg.plan.cast.arrival import ARRIVAL_BITS
 from disagg.plan.cast.pieces import (
     CastPiece,
     Extent,
@@ -29,8 +29,8 @@ from disagg.plan.cast.pieces import (
 from disagg.plan.planner import Cast
 from disagg.plan.runs import Box
 from kvpool.device import get_device
-from kvpool.device.rows_at import ScaledRowsAt, rows_at
-from kvpool.layout import Buffer, PoolLayout, Region, RequestAddress
+from kvpool.device.rows_at import RowsAt, ScaledRowsAt, rows_at
+from kvpool.layout import Buffer, Key, PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Converter:
         self._cast, self._arrival = cast, cast.arrival
         self._dest, self._memory = dest, dest.buffers[0].memory
         self._device = get_device(self._memory)
+        self._pairs: dict[tuple[Key, Box], tuple[ScaledRowsAt, ScaledRowsAt]] = {}
 
     def parts(self, wanted: WantedRows, most: int) -> Iterator[ConvertedPart]:
         """What is to be read, each part into a buffer of `most` bytes. Raises as TransferPlan.bind,
@@ -106,42 +107,43 @@ class Converter:
             first = 0 if part.space.per_request else part.first
             read = (items - first) * part.space.steps + steps
             # scales go with their values
-            conversions = [c for key in part.keys if (c := self._arrival.conversions.get(key))]
-            if not conversions:
+            keys = [key for key in part.keys if key in self._arrival.conversions]
+            if not keys:
                 continue
-            own = self._dest.space_of(conversions[0].dest.region)
+            own = self._dest.space_of(self._arrival.conversions[keys[0]].dest.region)
             span = address.spans[own.id_list]
             ids = span.ids[items if own.per_request else items - span.first_item]
-            pairs = [
-                (self._source(c, part.box, arrived.piece, pointer), self._stored(c, part.box))
-                for c in conversions
-            ]
+            pairs = []
+            for key in keys:
+                (rows, scales), dest = self._pair(key, part.box)
+                source = ScaledRowsAt(
+                    self._here(rows, arrived.piece, pointer),
+                    self._here(scales, arrived.piece, pointer) if scales else None,
+                )
+                pairs.append((source, dest))
             convert_rows(self._device, pairs, read, ids * own.steps + steps)
         return self._device.record()
 
-    def _source(
-        self, conversion: Conversion, box: Box, piece: CastPiece, pointer: int
-    ) -> ScaledRowsAt:
-        """Rows as they have arrived."""
-        region, scale = conversion.arrival.region, conversion.arrival.scale
-        steps = steps_of(box)
-        rows = rows_at(region, self._here(region, piece, pointer), steps)
-        if scale is None:
-            return ScaledRowsAt(rows)
-        return ScaledRowsAt(rows, rows_at(scale, self._here(scale, piece, pointer), steps))
+    def _pair(self, key: Key, box: Box) -> tuple[ScaledRowsAt, ScaledRowsAt]:
+        """Rows in the arrival, and as the destination has them."""
+        if (key, box) not in self._pairs:
+            conversion, steps = self._arrival.conversions[key], {n: range(a, b) for n, a, b in box}
+            sides: list[ScaledRowsAt] = []
+            for layout, (values, scale, _), axis in (
+                (self._arrival.layout, conversion.arrival, ""),
+                (self._dest, conversion.dest, conversion.axis),
+            ):
+                rows = rows_at(values, layout.buffer_of(values), steps, axis)
+                scales = rows_at(scale, layout.buffer_of(scale), steps) if scale else None
+                sides.append(ScaledRowsAt(rows, scales))
+            self._pairs[key, box] = sides[0], sides[1]
+        return self._pairs[key, box]
 
-    def _stored(self, conversion: Conversion, box: Box) -> ScaledRowsAt:
-        """Rows as the destination has them."""
-        region, scale = conversion.dest.region, conversion.dest.scale
-        steps = steps_of(box)
-        rows = rows_at(region, self._dest.buffer_of(region), steps, conversion.axis)
-        if scale is None:
-            return ScaledRowsAt(rows)
-        return ScaledRowsAt(rows, rows_at(scale, self._dest.buffer_of(scale), steps))
-
-    def _here(self, region: Region, piece: CastPiece, pointer: int) -> Buffer:
-        """The buffer of the arrival that a region is in, where it lies in a piece."""
-        return self._moved(self._arrival.layout.buffer_of(region), piece, pointer)
+    def _here(self, rows: RowsAt, piece: CastPiece, pointer: int) -> RowsAt:
+        """Rows of the arrival, where they lie in a piece."""
+        buffer = self._arrival.layout.buffers[(rows.base >> ARRIVAL_BITS) - 1]
+        base = rows.base - buffer.base + pointer + piece.offsets[buffer.name]
+        return rows._replace(base=base, sizes=(len(piece.items[buffer.space]), *rows.sizes[1:]))
 
     def _moved(self, buffer: Buffer, piece: CastPiece, pointer: int) -> Buffer:
         base, items = pointer + piece.offsets[buffer.name], len(piece.items[buffer.space])
@@ -176,8 +178,3 @@ class _Arrived(NamedTuple):
 
     piece: CastPiece
     rows: list[Placed]
-
-
-def steps_of(box: Box) -> dict[str, range]:
-    """Steps by axis."""
-    return {name: range(low, high) for name, low, high in box}

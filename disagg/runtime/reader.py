@@ -270,7 +270,7 @@ class Lane:
         try:
             source = read.plan.sources[read.rank.source]
             parts = self._context.stage.parts(batch, source, self._engine)
-            parts = chain(joined[0].converted, parts)
+            parts = chain(joined[0].converted or (), parts)
             self._begun.append(BegunReads(reads=joined, parts=parts, next=next(parts, None)))
         except Exception as error:
             for tracked in joined:
@@ -295,7 +295,7 @@ class Lane:
                 if not begun.post(begun.next, self._peer, context, self._begun):
                     break
                 posted = True
-            if posted:  # it may be there already
+            if posted and not moved:  # it may be there already
                 begun.land(context, self._begun)
         except Exception as error:  # what goes wrong in one read fails that room and no other
             self._give_up(begun, error)

@@ -43,8 +43,8 @@ class TrackedRead:
     alone: bool = False
     batch: CopyBatch = field(init=False)
     """Its runs, once it is bound, and the seconds that this took."""
-    converted: list[ReadPart] = field(init=False, default_factory=list)
-    """What is read of rows that are converted."""
+    converted: Iterator[ReadPart] | None = field(init=False, default=None)
+    """What is read of rows that are converted, each part bound when it is asked for."""
     bind_seconds: float = field(init=False)
 
     def bind(self, context: ReadContext) -> None:
@@ -53,7 +53,9 @@ class TrackedRead:
         self.batch = self.read.bind()
         if self.read.plan.cast is not None:
             most = min(context.stage.buffer_bytes, context.engine.max_bytes)
-            self.converted = [*self._conversions(self.read.plan.cast, context.layout, most)]
+            parts = self._conversions(self.read.plan.cast, context.layout, most)
+            first = next(parts, None)
+            self.converted = chain([first], parts) if first else None
         self.bind_seconds = time.perf_counter() - began
 
     def _conversions(self, cast: Cast, layout: PoolLayout, most: int) -> Iterator[ReadPart]:
@@ -195,6 +197,8 @@ class BegunReads:
             for later in chain.from_iterable(begun.in_flight for begun in siblings):
                 if later.posted >= flight.posted:  # it may have waited for this one
                     later.since = now
+            if flight.buffer is not None and self.next:
+                break  # the next part is posted before another is copied or stored
         return len(self.in_flight) < before
 
     def fail(self, context: ReadContext, error: Exception) -> None:

@@ -1,5 +1,5 @@
 """Copies of many runs outside Python: `runs.c`, loaded by ctypes where it was compiled, together
-with `rows.c` (`kvpool.device.host_rows`).
+with `rows.c` and `convert.c` (`kvpool.device.host_rows`, `kvpool.device.host_conversion`).
 
 A thread that copies run by run in Python asks for the GIL after each run, and a busy main thread
 gives it back 5 ms later. Here one call takes all runs: `copy` lets the GIL go once, and a `Worker`
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-ABI = 3
+ABI = 4
 PEER_ENDED = -1
 """`Job.error` if the process at the other end has gone, so that its number may be another's."""
 _WAITS, _RUNS, _DONE, _FAILED, _CANCELLED = range(5)
@@ -53,6 +53,8 @@ class _Library:
         pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         # whether all was done; roles and how many, locations and how many, to store, threads
         rows = i32, pointer, i64, pointer, i64, i32, i32
+        # whether all was done; conversions and how many, locations of both, how many, threads
+        convert = i32, pointer, i64, pointer, pointer, i64, i32
         for library, name, result, *arguments in (
             (self.quick, "kvpool_abi", ctypes.c_int64),
             (self.quick, "kvpool_job_bytes", ctypes.c_int64),
@@ -65,6 +67,8 @@ class _Library:
             (self.slow, "kvpool_close", None, pointer),
             (self.slow, "kvpool_rows", *rows),
             (self.quick, "kvpool_rows", *rows),
+            (self.slow, "kvpool_convert", *convert),
+            (self.quick, "kvpool_convert", *convert),
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments

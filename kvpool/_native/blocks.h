@@ -11,8 +11,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { AS_STORED, BFLOAT16, FLOAT16, FLOAT32, FLOAT64 }; /* floats that are written and read */
-enum { E4M3, INT8 };                                     /* codes */
+enum { AS_STORED, BFLOAT16, FLOAT16, FLOAT32, FLOAT64, FLOAT8 }; /* of e4m3 without a scale */
+enum { E4M3, INT8 };                                             /* codes */
 enum { SCALE_FLOAT32, SCALE_FLOAT16, SCALE_E8M0 };
 
 typedef uint16_t u16 __attribute__((may_alias, aligned(1)));
@@ -89,6 +89,7 @@ INLINE float number_at(const char *from, int64_t index, int floats) {
     case BFLOAT16: return float_of((uint32_t)((const u16 *)from)[index] << 16);
     case FLOAT16: return from_float16(((const u16 *)from)[index]);
     case FLOAT32: return ((const f32 *)from)[index];
+    case FLOAT8: return from_e4m3(((const uint8_t *)from)[index]);
     default: return (float)((const f64 *)from)[index];
     }
 }

@@ -4,9 +4,10 @@
  * (`kvpool/device/host_rows.py`).
  */
 #define _GNU_SOURCE
+#include "rows.h"
+
 #include <pthread.h>
 #include <signal.h>
-#include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -14,38 +15,14 @@
 #include "blocks.h"
 #include "stream.h"
 
-enum { MOST_THREADS = 64, THREAD_BYTES = 4 << 20, CHUNK_BYTES = 2 << 10 };
+enum { THREAD_BYTES = 4 << 20, CHUNK_BYTES = 2 << 10 };
 enum { MOST_CELLS = 1024 };
-
-/* Offsets in bytes from the start of a row. */
-typedef struct {
-    int64_t held, given, scale;
-} cell_t;
-
-/* One role: `held` and `scales` point to entry 0 of item 0, `given` to row 0. Strides in bytes. */
-typedef struct {
-    char *held, *scales, *given;
-    const cell_t *cells;
-    int64_t count, width; /* of cells, at most MOST_CELLS; of a cell, in elements if quantised,
-                             else in bytes */
-    int64_t items, entries;
-    int64_t held_item, held_entry, scale_item, scale_entry, given_row;
-    int64_t row_bytes; /* that a row reads and writes */
-    int32_t floats, codes, scale, given_size; /* bytes of an element that is given */
-} role_t;
-
-typedef struct {
-    const role_t *roles;
-    const int64_t *locations;
-    int64_t role_count, first, end; /* of locations */
-    int32_t store, streams;
-} task_t;
 
 INLINE char *entry_at(char *base, int64_t location, int64_t entries, int64_t item, int64_t entry) {
     return base + location / entries * item + location % entries * entry;
 }
 
-INLINE char *held_at(const role_t *r, int64_t location) {
+char *held_at(const role_t *r, int64_t location) {
     return entry_at(r->held, location, r->entries, r->held_item, r->held_entry);
 }
 
@@ -110,10 +87,16 @@ INLINE void scaled_rows_of(const role_t *r, const task_t *task) {
     }
 }
 
-/* The widest vectors, in bits; tests lower it. */
 int32_t kvpool_vector_bits = 512;
 
-typedef void scaled_t(const role_t *r, const task_t *task);
+#ifdef __x86_64__
+int has_vectors(int32_t bits) {
+    if (kvpool_vector_bits < bits) return 0;
+    if (bits == 256) return __builtin_cpu_supports("avx2");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
 
 static void scaled_anywhere(const role_t *r, const task_t *task) { scaled_rows_of(r, task); }
 
@@ -128,13 +111,10 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) static void scaled
 }
 #endif
 
-static scaled_t *scaled_here(void) {
+scaled_t *scaled_here(void) {
 #ifdef __x86_64__
-    if (kvpool_vector_bits >= 512 && __builtin_cpu_supports("avx512f") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        return scaled_avx512;
-    if (kvpool_vector_bits >= 256 && __builtin_cpu_supports("avx2")) return scaled_avx2;
+    if (has_vectors(512)) return scaled_avx512;
+    if (has_vectors(256)) return scaled_avx2;
 #endif
     return scaled_anywhere;
 }
@@ -158,8 +138,14 @@ static void plain_rows(const role_t *r, const task_t *task) {
     }
 }
 
-/* Asks for what row `i` reads. */
-static void fetch_row(const role_t *r, const task_t *task, int64_t i) {
+void move_rows(const role_t *r, const task_t *task, scaled_t *scaled) {
+    if (r->floats == AS_STORED)
+        plain_rows(r, task);
+    else
+        scaled(r, task);
+}
+
+void fetch_row(const role_t *r, const task_t *task, int64_t i) {
     const char *held = held_at(r, task->locations[i]);
     const char *given = r->given + i * r->given_row;
     for (const cell_t *cell = r->cells; cell < r->cells + r->count; cell++) {
@@ -184,10 +170,7 @@ static void *work(void *given) {
             if (whole->streams)
                 for (int64_t i = part.first + ahead; i < part.end + ahead && i < whole->end; i++)
                     fetch_row(r, whole, i);
-            if (r->floats == AS_STORED)
-                plain_rows(r, &part);
-            else
-                scaled(r, &part);
+            move_rows(r, &part, scaled);
         }
     }
     stream_end();
@@ -202,43 +185,50 @@ static void want_large_pages(const role_t *r, int64_t count) {
     if (end > start + STREAM_FROM) madvise((void *)start, end - start, MADV_HUGEPAGE);
 }
 
-/* Stores or loads `roles` at each of `count` locations, in up to `threads` threads. 0, and nothing
- * is done, if a location lies outside. */
-int32_t kvpool_rows(const role_t *roles, int64_t role_count, const int64_t *locations,
-                    int64_t count, int32_t store, int32_t threads) {
-    int64_t low = 0, high = 0, row = 0;
+int inside(const role_t *r, const int64_t *locations, int64_t count) {
+    int64_t low = 0, high = 0;
     for (int64_t i = 0; i < count; i++) {
         low = locations[i] < low ? locations[i] : low;
         high = locations[i] > high ? locations[i] : high;
     }
+    return low >= 0 && high < r->items * r->entries;
+}
+
+void in_threads(void *(*work)(void *), char *tasks, size_t size, int64_t count) {
+    pthread_t others[MOST_THREADS];
+    int made[MOST_THREADS];
+    sigset_t all, before;
+    sigfillset(&all); /* signals are for the threads of the program */
+    if (count > 1) pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (int64_t i = 1; i < count; i++)
+        made[i] = !pthread_create(&others[i], NULL, work, tasks + (size_t)i * size);
+    if (count > 1) pthread_sigmask(SIG_SETMASK, &before, NULL);
+    work(tasks);
+    for (int64_t i = 1; i < count; i++) {
+        if (made[i])
+            pthread_join(others[i], NULL);
+        else
+            work(tasks + (size_t)i * size);
+    }
+}
+
+/* Stores or loads `roles` at each of `count` locations, in up to `threads` threads. 0, and nothing
+ * is done, if a location lies outside. */
+int32_t kvpool_rows(const role_t *roles, int64_t role_count, const int64_t *locations,
+                    int64_t count, int32_t store, int32_t threads) {
+    int64_t row = 0;
     for (const role_t *r = roles; r < roles + role_count; r++) {
-        if (low < 0 || high >= r->items * r->entries) return 0;
+        if (!inside(r, locations, count)) return 0;
         row += r->row_bytes;
     }
     for (const role_t *r = roles; r < roles + role_count && !store; r++) want_large_pages(r, count);
-    int64_t parts = count * row / THREAD_BYTES;
-    parts = parts > threads ? threads : parts;
-    parts = parts > MOST_THREADS ? MOST_THREADS : parts < 1 ? 1 : parts;
+    int64_t parts = parts_of(count * row, THREAD_BYTES, threads);
     task_t tasks[MOST_THREADS];
     for (int64_t part = 0; part < parts; part++)
         tasks[part] = (task_t){
             roles, locations, role_count, count * part / parts, count * (part + 1) / parts,
             store, count * row >= STREAM_FROM,
         };
-    pthread_t others[MOST_THREADS];
-    int made[MOST_THREADS];
-    sigset_t all, before;
-    sigfillset(&all); /* signals are for the threads of the program */
-    if (parts > 1) pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (int64_t part = 1; part < parts; part++)
-        made[part] = !pthread_create(&others[part], NULL, work, &tasks[part]);
-    if (parts > 1) pthread_sigmask(SIG_SETMASK, &before, NULL);
-    work(&tasks[0]);
-    for (int64_t part = 1; part < parts; part++) {
-        if (made[part])
-            pthread_join(others[part], NULL);
-        else
-            work(&tasks[part]);
-    }
+    in_threads(work, (char *)tasks, sizeof(task_t), parts);
     return 1;
 }

@@ -18,7 +18,7 @@
 
 #include "stream.h"
 
-#define ABI 3
+#define ABI 4
 #define PIECE_BYTES 512        /* asked for and copied in turns */
 #define BATCH_RUNS 1024        /* IOV_MAX of Linux */
 #define BATCH_BYTES (8 << 20)  /* between two looks at `cancelled` */

@@ -18,6 +18,7 @@ from kvpool.layout.sentences import nearest
 if TYPE_CHECKING:
     import torch
 
+    from kvpool.device.rows_at import ScaledRowsAt
     from kvpool.device.torch_ops import ReadRow, Views, WriteRow
 
 
@@ -123,6 +124,18 @@ class Sharing(Protocol):
 
     def record(self) -> Event:
         """See Device."""
+
+
+@runtime_checkable
+class Converting(Protocol):
+    """A device that stores rows at its pointers in another format in one call."""
+
+    def convert_rows(
+        self, pairs: Sequence[tuple[ScaledRowsAt, ScaledRowsAt]], read: Ints, write: Ints
+    ) -> bool:
+        """As `kvpool.device.conversion.convert_rows`, with the same bytes; False, and nothing is
+        done, for rows of which it cannot.
+        """
 
 
 OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda", "ascend": "npu", "host": "cpu"}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpool.device import Device, DeviceUnavailable
+from kvpool.device import Converting, Device, DeviceUnavailable
 from kvpool.device.rows_at import RowsAt, ScaledRowsAt
 from kvpool.device.torch_ops import ReadRow, WriteRow, slots
 from kvpool.layout.grid import Ints
@@ -26,6 +26,8 @@ def convert_rows(
     Raises DeviceUnavailable for memory of a kind whose pointers torch does not take.
     """
     if not read.size:
+        return
+    if isinstance(device, Converting) and device.convert_rows(pairs, read, write):
         return
     at = _locations(device, read)
     consecutive = int(read[-1] - read[0]) + 1 == read.size and bool((read[1:] > read[:-1]).all())

@@ -9,7 +9,14 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from kvpool.device import DeviceUnavailable, Event, host_rows, shared_memory, torch_ops
+from kvpool.device import (
+    DeviceUnavailable,
+    Event,
+    host_conversion,
+    host_rows,
+    shared_memory,
+    torch_ops,
+)
 from kvpool.device.host_copy import copy_runs
 
 
@@ -66,6 +73,7 @@ class CPUDevice(HostDevice):
 
     store_rows = staticmethod(host_rows.store_rows)
     load_rows = staticmethod(host_rows.load_rows)
+    convert_rows = staticmethod(host_conversion.convert_rows)
     copy_runs = staticmethod(copy_runs)
 
     def copy_items(

@@ -82,7 +82,7 @@ def _move(rows: Sequence[WriteRow], locations: torch.Tensor, *, store: bool) -> 
             return False
         values = row.values if row.values.stride(-1) == 1 else row.values.contiguous()
         scales = None if row.scales is None else _strided(row.scales)
-        shape = _shape(_strided(row.view), values.stride(), values.dtype, scales)
+        shape = shape_of(_strided(row.view), values.stride(), values.dtype, scales)
         if shape is None:
             return False
         role = Role.from_buffer_copy(shape[0])
@@ -114,7 +114,7 @@ def _strided(tensor: torch.Tensor) -> Strided:
 
 
 @lru_cache(maxsize=4096)
-def _shape(
+def shape_of(
     view: Strided, strides_of_values: Sizes, floats: torch.dtype, scales: Strided | None
 ) -> tuple[Role, Ints] | None:
     """A role without the pointers of its tensors, by its view, the strides and dtype of its values,

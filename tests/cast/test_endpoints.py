@@ -173,9 +173,9 @@ def test_what_was_damaged_is_named():
     with joined([source], dest, verify="checksum") as ((prefill,), decode):
         decode.receive("r", table)
         prefill.send("r", source.part(20), last=False)
-        while not decode.machine.rooms.known("r").arrived[0]._parts:
-            pass
         key = ("target", 1, "k")
+        while key not in decode.machine.rooms.known("r").arrived[0]._parts:
+            pass
         part = decode.machine.rooms.known("r").arrived[0]._parts[key][0]
         part.hashes[3] += np.uint64(1)
         prefill.send("r", source.table)

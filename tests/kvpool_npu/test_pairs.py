@@ -120,17 +120,17 @@ def test_scales_and_keys_of_another_dtype_are_refused_by_name(back):
     if back:
         pair, names = pair[::-1], names[::-1]
     said, what = refusal(*pair)
-    assert what == {(layer, role) for layer in (1, 3) for role in ("index_key", "index_key.scale")}
-    for number, role in enumerate(("index_key", "index_key.scale")):
-        there, here = names[0][number], names[1][number]
-        assert f"target layers 1, 3 {role}: {there} on prefill, {here} on decode" in said
+    assert what == {(1, "index_key"), (3, "index_key")}
+    there, here = names
+    assert f"target layers 1, 3 index_key: {there[0]} on prefill, {here[0]} on decode" in said
+    assert f"{there[0]} with 1 {there[1]} a row to {here[0]} with 1 {here[1]} a row" in said
 
 
 def test_keys_without_scales_and_keys_that_are_not_there_are_refused_by_name():
     said, what = refusal(npu_nsa(**NPU), FP8(**NPU))
-    assert what == {(layer, role) for layer in (1, 3) for role in ("index_key", "index_key.scale")}
+    assert what == {(1, "index_key"), (3, "index_key")}
     assert "index_key: bfloat16 on prefill, float8_e4m3fn on decode" in said
-    assert "index_key.scale: prefill offers no such region" in said
+    assert "bfloat16 to float8_e4m3fn with 1 float32 a row" in said
     said, what = refusal(mla(**GPU), npu_nsa(**NPU))
     assert what == {(1, "index_key"), (3, "index_key")}
     # an indexer that decode does not have is not sent, and said

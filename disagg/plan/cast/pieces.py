@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -121,7 +121,7 @@ def to_offsets(arrival: Arrival, piece: CastPiece, pointers: Ints) -> Ints:
 
 def placed(cast: Cast, source: int, piece: CastPiece, count: Count) -> list[Placed]:
     """What of a piece comes now from source rank `source`."""
-    rows: list[Placed] = []
+    alike: dict[Hashable, Placed] = {}
     arrival, layout, extent = cast.arrival, cast.plan.sources[source], piece.extent
     for part in cast.plan.parts:
         keys = [key for key in part.keys if key[0] == extent.owner and key[1] in extent.layers]
@@ -133,19 +133,22 @@ def placed(cast: Cast, source: int, piece: CastPiece, count: Count) -> list[Plac
         if moved is None:
             continue
         needed = space.needed_entries(moved, extent.total)
+        which = space.name, part.box, part.held, needed
+        if (others := alike.get(which)) is not None:
+            alike[which] = others._replace(keys=(*others.keys, *keys))
+            continue
         numbers = np.arange(needed.start, needed.stop, dtype=np.int64)
-        for held in (part.held, space.held):
+        split = tuple({held: None for held in (part.held, space.held) if held != EVERY})
+        for held in split:
             numbers = numbers[numbers // held.size % held.ranks == held.rank]
         if numbers.size:
-            rows.append(
-                Placed(
-                    keys=tuple(keys),
-                    box=part.box,
-                    space=space,
-                    needed=needed,
-                    held=tuple({h: None for h in (part.held, space.held) if h != EVERY}),
-                    entries=np.asarray(space.held.index(numbers)),
-                    first=piece.items[space.name].start,
-                )
+            alike[which] = Placed(
+                keys=tuple(keys),
+                box=part.box,
+                space=space,
+                needed=needed,
+                held=split,
+                entries=np.asarray(space.held.index(numbers)),
+                first=piece.items[space.name].start,
             )
-    return rows
+    return [*alike.values()]

@@ -231,13 +231,13 @@ def test_an_event_of_a_copy_that_raises_fails_that_read_and_no_other(monkeypatch
     source = MHAPool(**LAYERS, **MHA)
     dest = MHAPool(**LAYERS, **{**MHA, "order": "hnd", "num_pages": 40})
     source_table, bad = request(source, dest, TOKENS)
-    good, events, scatter = oracle.elsewhere(dest, bad), [Copying(times)], StagingBuffers.scatter
+    good, events, finish = oracle.elsewhere(dest, bad), [Copying(times)], StagingBuffers.finish
 
-    def scattered(self, part, buffer):
-        scatter(self, part, buffer)
+    def finished(self, part, buffer):
+        finish(self, part, buffer)
         return events.pop() if events else None
 
-    monkeypatch.setattr(StagingBuffers, "scatter", scattered)
+    monkeypatch.setattr(StagingBuffers, "finish", finished)
     with (
         PrefillEndpoint(source.layout, create_engine("local")) as prefill,
         DecodeEndpoint(dest.layout, Joining(), staging=MIN_STAGING) as decode,
