@@ -10,6 +10,7 @@ from logging import Logger
 from types import FrameType
 from typing import Protocol
 
+from disagg.connectors.rank.producing import offered_conventions
 from disagg.connectors.rank.rank import Rank
 from disagg.connectors.settings import Settings
 from disagg.contract.contract import Contract, ContractRank, Serves, versions
@@ -72,18 +73,19 @@ class ServingEngine:
             serves=self.serves,
             size=self.size,
             ranks=tuple(
-                ContractRank.of(
-                    number,
-                    PoolLayout.from_msgpack(rank.layout),
-                    settings.options(rank.conventions)["conventions"],
-                    rank.address,
-                )
-                for number, rank in enumerate(ranks, self.first)
+                _rank_of(settings, number, rank) for number, rank in enumerate(ranks, self.first)
             ),
             allow_missing=tuple(settings.allow_missing),
             cast=settings.cast if isinstance(settings.cast, bool) else tuple(settings.cast),
             versions=versions(self.package),
         )
+
+
+def _rank_of(settings: Settings, number: int, rank: Describing) -> ContractRank:
+    layout = PoolLayout.from_msgpack(rank.layout)
+    conventions = settings.options(rank.conventions)["conventions"]
+    conventions = offered_conventions(settings, layout, conventions)
+    return ContractRank.of(number, layout, conventions, rank.address)
 
 
 def serve_contract(

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 
+from disagg.connectors.contracts import RankDescription, ServingEngine
 from disagg.connectors.rank.rank import Rank
 from disagg.connectors.settings import Settings
 from tests import oracle
@@ -81,6 +82,18 @@ def test_what_prefill_converts_has_no_other_scale_than_decodes(caplog):
     finally:
         for side in (decode, prefill):
             side.rank.close()
+
+
+def test_a_contract_says_the_scales_of_what_prefill_converts():
+    settings = Settings(convert_to="e4m3")
+    prefill = Side(built(mha, "bf16", **SIZES), settings, produces=True)
+    engine = ServingEngine(package="torch", produces=True, consumes=False, size=1)
+    contract = engine.contract(settings, [RankDescription.of(prefill.rank, {"model": "m"})])
+    prefill.rank.close()
+    (rank,) = contract.ranks
+    scales = {f"{which}_scale of layer {n}": 1.0 for which in "kv" for n in range(3)}
+    assert rank.conventions == {"model": "m", **scales}
+    assert {region.dtype for region in rank.layout.regions} == {"float8_e4m3fn"}
 
 
 def test_an_engine_that_decodes_too_does_not_convert_what_it_sends():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from disagg.connectors.scales import scale_conventions
 from disagg.connectors.settings import Settings
 from disagg.portable.stored_as import stored_as
+from disagg.protocol.messages import Convention
 from disagg.runtime.converting_prefill import ConvertingPrefill
 from disagg.runtime.options import Options
 from disagg.runtime.prefill_endpoint import PrefillEndpoint
@@ -24,8 +27,7 @@ def prefill_endpoint(
         raise ValueError("convert_to: only an engine that decodes nothing converts what it sends.")
     offered, memory = stored_as(layout, settings.convert_to, settings.bytes_of("convert_room"))
     converted = options.copy()
-    # what is converted is scaled by nothing that no page has
-    converted["conventions"] = {**scale_conventions(offered, ()), **options["conventions"]}
+    converted["conventions"] = offered_conventions(settings, offered, options["conventions"])
     return ConvertingPrefill(
         layout,
         offered,
@@ -36,3 +38,14 @@ def prefill_endpoint(
         lease=lease,
         **converted,
     )
+
+
+def offered_conventions(
+    settings: Settings, offered: PoolLayout, conventions: Mapping[str, Convention]
+) -> Mapping[str, Convention]:
+    """Conventions of what a rank offers: what it has converted is scaled by nothing that no page
+    has.
+    """
+    if settings.convert_to is None:
+        return conventions
+    return {**scale_conventions(offered, ()), **conventions}
