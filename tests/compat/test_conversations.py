@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from disagg.digest.digest import Digester
+from disagg.digest.digest import Digester, digests
 from disagg.protocol import codec, events, messages
 from disagg.protocol.decode import DecodeMachine
 from disagg.protocol.events import Received, Send
@@ -82,7 +82,8 @@ class Replay:
         if self.side == "decode":  # what it reads has the digests that prefill gave
             return self.digests.pop(0)
         digester = Digester()
-        digester.add(effect.key, self.placed, effect.address, effect.pieces, effect.each)
+        steps = digests(self.placed, effect.address, effect.pieces, effect.each)
+        digester.add(effect.key, steps)
         while (answer := digester.step()) is None:
             pass
         assert answer[1] is not None, answer

@@ -192,7 +192,7 @@ def made(kind: Any, layout: PoolLayout, wire: Wire, clock: Clock, choices: Choic
     with (
         patch("disagg.runtime.endpoint.Digester", lambda: digests),
         patch("disagg.runtime.endpoint.Reader", CountedReader),
-        patch("disagg.runtime.decode_endpoint.staging_buffers", lambda *_: StagingBuffers()),
+        patch("disagg.runtime.decode_endpoint.staging_buffers", lambda *_, **__: StagingBuffers()),
     ):
         options = {"transport": wire, "clock": clock, "threaded": False, "peer_timeout": 1.0}
         return kind(layout, ChosenEngine(choices), **options, **more)

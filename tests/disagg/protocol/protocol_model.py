@@ -442,7 +442,7 @@ class Decode(Node):
             WatchedBuffers(self, 4 * self.engine.max_bytes) if self.life % 2 else StagingBuffers()
         )
         self.engine.stage = stage if self.life % 2 else None
-        with patch("disagg.runtime.decode_endpoint.staging_buffers", lambda *_: stage):
+        with patch("disagg.runtime.decode_endpoint.staging_buffers", lambda *_, **__: stage):
             self.endpoint = DecodeEndpoint(
                 self.layout,
                 self.engine,
