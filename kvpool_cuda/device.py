@@ -105,6 +105,10 @@ class CUDADevice(KernelDevice):
         memory = torch.zeros(nbytes + step, dtype=torch.uint8, device=self.torch_device)
         return memory[-memory.data_ptr() % step :][:nbytes]
 
+    def memory_at(self, pointer: int, nbytes: int) -> torch.Tensor:
+        """See Pointing.memory_at."""
+        return torch.as_tensor(_Memory(pointer, nbytes), device=self.torch_device)
+
     def record(self) -> Event:
         """An event on the current stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -123,6 +127,18 @@ class CUDADevice(KernelDevice):
     def attach(self, handle: IpcHandle) -> ipc.MappedAllocation:
         """See kvpool_cuda.ipc.attach."""
         return ipc.attach(handle, self.torch_device.index)
+
+
+class _Memory:
+    """Bytes at a pointer, as numba's CUDA array interface (version 3) describes them."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+        }
 
 
 def missing_triton() -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvpool.device import Event, torch_ops
+from kvpool.device import DeviceUnavailable, Event, torch_ops
 from kvpool.device.cpu import CPUDevice
 from kvpool.device.torch_ops import ReadRow, Views, WriteRow, bits, slots
 from kvpool.extras import absent, ascend_parts
@@ -98,6 +98,16 @@ class NPUDevice:
         for start, to, size in zip(src.tolist(), dst.tolist(), nbytes.tolist()):
             _memory(slabs, to, size).copy_(_memory(slabs, start, size))
 
+    def memory_at(self, pointer: int, nbytes: int) -> torch.Tensor:
+        """See Pointing.memory_at: of memory that this device allocated."""
+        slabs = [slab for ref in self._slabs if (slab := ref()) is not None]
+        try:
+            return _memory(slabs, pointer, nbytes)
+        except ValueError as error:
+            raise DeviceUnavailable(
+                f"{error} Rows there are converted on prefill, or both sides keep one format."
+            ) from None
+
     def record(self) -> Event:
         """An event in the current stream."""
         npu = self.torch_npu.npu
@@ -150,6 +160,7 @@ class ReferenceNPU(NPUDevice):
     availability = staticmethod(_host.availability)
     record = staticmethod(_host.record)
     wait = staticmethod(_host.wait)
+    memory_at = staticmethod(_host.memory_at)
     _zeros = staticmethod(_host.allocate)
 
 

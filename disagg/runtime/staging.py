@@ -53,11 +53,11 @@ class ReadPart(NamedTuple):
 
 class StagingBuffers:
     """Buffers in this side's memory, and the copy out of them, which returns an event if it goes on
-    after the call. Without `slabs` there are none.
+    after the call; None: only conversions use them. Without `slabs` there are none.
     """
 
     def __init__(
-        self, slabs: Sequence[Slab] = (), copy: Copy = copy_runs, memory: Any = None
+        self, slabs: Sequence[Slab] = (), copy: Copy | None = copy_runs, memory: Any = None
     ) -> None:
         self.slabs, self._copy, self._memory = slabs, copy, memory
         self.buffer_bytes = min((slab.nbytes // NUM_BUFFERS for slab in slabs), default=0)
@@ -66,7 +66,9 @@ class StagingBuffers:
 
     def parts(self, batch: CopyBatch, source: PoolLayout, engine: Engine) -> Iterator[ReadPart]:
         """A batch in parts for an engine; through a buffer if that pays."""
-        longer = coalesce(batch, source, engine.run_overhead_bytes) if self._usable else None
+        longer = None
+        if self._usable and self._copy is not None:
+            longer = coalesce(batch, source, engine.run_overhead_bytes)
         if longer is None:
             return map(ReadPart, batch.split(engine.max_bytes, engine.max_runs))
         return cut(longer, min(self.buffer_bytes, engine.max_bytes), engine.max_runs)
@@ -89,7 +91,7 @@ class StagingBuffers:
         """Copies what has arrived in a buffer to its destination, or stores it there."""
         if part.store is not None:
             return part.store(buffer)
-        assert part.scatter is not None
+        assert part.scatter is not None and self._copy is not None
         src, dst, nbytes = part.scatter
         return self._copy(src + buffer, dst, nbytes)
 
@@ -162,7 +164,8 @@ def staging_buffers(
         device = get_device(memory)
     except DeviceUnavailable:
         return StagingBuffers()  # memory that kvpool cannot copy
-    if not isinstance(device, Sharing):  # it may copy its own memory only
+    copies = isinstance(device, Sharing)  # another may copy its own memory only
+    if not (copies or always):
         return StagingBuffers()
 
     def copy(src: Ints, dst: Ints, lengths: Ints) -> Event:
@@ -170,4 +173,6 @@ def staging_buffers(
         return device.record()
 
     tensor = device.allocate(nbytes)
-    return StagingBuffers([Slab(tensor.data_ptr(), nbytes, memory)], copy, tensor)
+    return StagingBuffers(
+        [Slab(tensor.data_ptr(), nbytes, memory)], copy if copies else None, tensor
+    )

@@ -127,6 +127,14 @@ class Sharing(Protocol):
 
 
 @runtime_checkable
+class Pointing(Protocol):
+    """A device that finds the memory at a pointer, which conversions there need."""
+
+    def memory_at(self, pointer: int, nbytes: int) -> torch.Tensor:
+        """That memory, uint8 `[nbytes]`. Raises DeviceUnavailable where it can make no tensor."""
+
+
+@runtime_checkable
 class Converting(Protocol):
     """A device that stores rows at its pointers in another format in one call."""
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from kvpool.device import Converting, Device, DeviceUnavailable
+from kvpool.device import Converting, Device, DeviceUnavailable, Pointing
 from kvpool.device.rows_at import RowsAt, ScaledRowsAt
 from kvpool.device.torch_ops import ReadRow, WriteRow, slots
 from kvpool.layout.grid import Ints
@@ -64,30 +62,10 @@ def _tensor(device: Device, rows: RowsAt) -> torch.Tensor:
     if any(stride % size for stride in rows.strides) or rows.base % size:
         raise ValueError(f"rows of {rows.dtype} that do not lie at multiples of {size} bytes.")
     reach = size + sum((n - 1) * stride for n, stride in zip(rows.sizes, rows.strides))
-    flat = _memory(device, rows.base, reach).view(kind)
+    if not isinstance(device, Pointing):
+        raise DeviceUnavailable(
+            f"device {device.name} makes no tensor of a pointer (memory_at), so nothing is "
+            "converted in its memory: convert on prefill, or give both sides one format."
+        )
+    flat = device.memory_at(rows.base, reach).view(kind)
     return flat.as_strided(rows.sizes, [stride // size for stride in rows.strides])
-
-
-def _memory(device: Device, base: int, nbytes: int) -> torch.Tensor:
-    """Bytes at a pointer."""
-    if device.memory_kind == "cpu":
-        array: Any = (ctypes.c_ubyte * nbytes).from_address(base)
-        return torch.from_numpy(np.frombuffer(array, dtype=np.uint8))
-    if device.memory_kind == "cuda":
-        return torch.as_tensor(_CudaMemory(base, nbytes), device=device.name)
-    raise DeviceUnavailable(
-        f"rows in memory of {device.name} cannot be converted at pointers: convert on prefill, or "
-        "give both sides one format."
-    )
-
-
-class _CudaMemory:
-    """Bytes at a pointer, as numba's CUDA array interface (version 3) describes them."""
-
-    def __init__(self, base: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (base, False),
-            "version": 3,
-        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 from typing import Any, NoReturn
@@ -46,6 +47,11 @@ class HostDevice:
 
     def record(self) -> Event:
         return CompletedEvent()
+
+    def memory_at(self, pointer: int, nbytes: int) -> torch.Tensor:
+        """See Pointing.memory_at."""
+        array: Any = (ctypes.c_ubyte * nbytes).from_address(pointer)
+        return torch.from_numpy(np.frombuffer(array, dtype=np.uint8))
 
     def wait(self, event: Event) -> None:
         """Blocks the host until the event has ended."""
@@ -104,4 +110,4 @@ class MetaDevice(HostDevice):
             "device='cpu'."
         )
 
-    store_rows = load_rows = copy_items = copy_runs = _refuse
+    memory_at = store_rows = load_rows = copy_items = copy_runs = _refuse

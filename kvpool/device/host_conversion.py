@@ -22,7 +22,7 @@ PLAIN = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3, torch.float8_e4m
 """Types without scales, by the numbers that convert.c knows them by."""
 
 
-class Conversion(ctypes.Structure):
+class ConvertedRole(ctypes.Structure):
     """`conversion_t`: rows as they are and as they will be, the elements of one, and the floats in
     between.
     """
@@ -47,14 +47,14 @@ def convert_rows(
         )
         if shape is None:
             return False
-        conversion = Conversion.from_buffer_copy(shape[0])
+        conversion = ConvertedRole.from_buffer_copy(shape[0])
         for role, (rows, scales) in ((conversion.source, source), (conversion.dest, dest)):
             role.held, role.scales = rows.base, scales.base if scales else None
         conversions.append(conversion)
     row_bytes = sum(part.source.row_bytes + part.dest.row_bytes for part in conversions)
     call = (library.quick if read.size * row_bytes < QUICK_BYTES else library.slow).kvpool_convert
     at = [np.ascontiguousarray(numbers, dtype=np.int64) for numbers in (read, write)]
-    array = (Conversion * len(conversions))(*conversions)
+    array = (ConvertedRole * len(conversions))(*conversions)
     pointers = (numbers.ctypes.data for numbers in at)
     return bool(call(array, len(conversions), *pointers, read.size, torch.get_num_threads()))
 
@@ -66,7 +66,7 @@ Shape = tuple[str, Sizes, Sizes]
 @lru_cache(maxsize=4096)
 def _shape(
     source: Shape, source_scales: Shape | None, dest: Shape, dest_scales: Shape | None
-) -> tuple[Conversion, Any] | None:
+) -> tuple[ConvertedRole, Any] | None:
     """A conversion without pointers, and what must be kept as long; None if the library has none
     of the kind.
     """
@@ -77,7 +77,7 @@ def _shape(
     from_role, to_role = _role(source, source_scales, loaded), _role(dest, dest_scales, stored)
     if from_role is None or to_role is None or not {loaded, stored} <= PLAIN.keys():
         return None
-    conversion = Conversion(
+    conversion = ConvertedRole(
         source=from_role[0],
         dest=to_role[0],
         elements=prod(source[1][2:]),

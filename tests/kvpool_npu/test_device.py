@@ -137,6 +137,22 @@ def test_cann_is_where_its_environment_points(monkeypatch, tmp_path):
     assert present()
 
 
+def test_memory_at_a_pointer_is_that_of_a_slab():
+    """The NPU's own code, over host memory."""
+
+    class Device(reference):
+        memory_at = NPUDevice.memory_at
+
+    device = Device("npu:0")
+    slab = device.allocate(4096)
+    slab.copy_(torch.arange(4096) % 251)
+    found = device.memory_at(slab.data_ptr() + 100, 200)
+    assert torch.equal(found, slab[100:300]) and found.data_ptr() == slab.data_ptr() + 100
+    for pointer, nbytes in ((slab.data_ptr() + 4000, 97), (slab.data_ptr() - 1, 1)):
+        with pytest.raises(DeviceUnavailable, match="not in memory that this device allocated"):
+            device.memory_at(pointer, nbytes)
+
+
 def test_a_pool_on_a_missing_npu_is_refused():
     if NPUDevice("npu:0").availability() is None:
         return  # an NPU is here

@@ -69,7 +69,8 @@ def rows_in(layout: PoolLayout) -> dict[Key, Rows]:
         scale = layout.region_by_key.get((owner, layer, role + SCALE))
         if region.packing or region.dtype not in (CODES if scale else BITS):
             continue
-        if role.endswith(SCALE) and (owner, layer, role.removesuffix(SCALE)) in layout.region_by_key:
+        values = owner, layer, role.removesuffix(SCALE)
+        if values != key and values in layout.region_by_key:
             continue
         if scale is None:
             rows[key] = Rows(region, None, Format(region.dtype))

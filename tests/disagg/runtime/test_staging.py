@@ -274,14 +274,23 @@ def test_a_stage_is_made_only_where_it_is_of_use():
     assert (
         staging_buffers(layout, Joining(), MIN_STAGING).buffer_bytes == MIN_STAGING // NUM_BUFFERS
     )
+    # a device that shares no memory: what is converted goes through buffers, small runs do not
+    stage = staging_buffers(offline, Joining(), MIN_STAGING, always=True)
+    (part,) = stage.parts(scattered(64), memory_without(), Joining())
+    assert stage.buffer_bytes and part.scatter is None
     with pytest.raises(ValueError, match=r"staging=1000: 1,048,576 bytes or more, or 0"):
         DecodeEndpoint(layout, Joining(), staging=1000)
 
 
+def scattered(count):
+    """Adjacent runs, in reverse order."""
+    src = np.arange(count) * 256
+    return CopyBatch(src, src[::-1], np.full(count, 256))
+
+
 def test_buffers_that_are_lost_are_not_waited_for():
     stage = staging_buffers(MHAPool(**LAYERS, **MHA).layout, Joining(), MIN_STAGING)
-    src = np.arange(64) * 256
-    batch = CopyBatch(src, src[::-1], np.full(64, 256))
+    batch = scattered(64)
     taken = [stage.take() for _ in range(NUM_BUFFERS)]
     assert len({*taken}) == NUM_BUFFERS and stage.take() is None
     stage.give(taken.pop())
