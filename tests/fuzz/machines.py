@@ -7,9 +7,10 @@ message may raise. Only memory is replaced: results of reads and digests are cho
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from inspect import getgeneratorlocals
 from typing import Any
 from unittest.mock import patch
 
@@ -137,8 +138,8 @@ class ChosenDigests:
     def busy(self) -> bool:
         return bool(self._jobs)
 
-    def add(self, key: Any, layout: Any, address: Any, pieces: list[Any], each: bool) -> None:
-        self._jobs.append((key, len(pieces)))
+    def add(self, key: Any, steps: Generator[Any, None, None]) -> None:
+        self._jobs.append((key, len(getgeneratorlocals(steps)["pieces"])))
 
     def step(self) -> Any:
         if not self._jobs or self._choices.number(0, 1):

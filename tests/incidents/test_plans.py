@@ -109,8 +109,7 @@ def test_rows_of_656_bytes_and_of_1152_bytes_refuse_each_other():
             refused.value
         )
         reasons = {(r.owner, r.layer, r.role) for r in refused.value.reasons}
-        scales = {("target", layer, "latent.scale") for layer in range(2)} if dest is fp8 else set()
-        assert reasons == {("target", layer, "latent") for layer in range(2)} | scales
+        assert reasons == {("target", layer, "latent") for layer in range(2)}
         assert_holds(dest, place(dest, 50), range(0))
 
 

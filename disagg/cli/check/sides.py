@@ -18,7 +18,7 @@ import typer
 from disagg.cli.check.checking import UNABLE, Check, Source
 from disagg.cli.check.offer import CheckOffers, addresses_of
 from disagg.cli.check.served import place_here, served
-from disagg.cli.check.transport import UsedTransport, transport_of, watch_ucx
+from disagg.cli.check.transport import UsedTransport, transport_of, watched_ucx
 from disagg.cli.pair import print_outcome, read_contracts, summary
 from disagg.connectors.settings import Settings
 from disagg.contract.client import read_contract
@@ -97,8 +97,8 @@ def compare(prefill: str, decode: str, place: str | None, terms: Terms) -> None:
         device=terms.device,
     )
     with tempfile.TemporaryDirectory(prefix="kvpool-check-") as folder:
-        watch_ucx(Path(folder))
-        _run(check)
+        with watched_ucx(Path(folder)):
+            _run(check)
         transport = transport_of(settings, Path(folder)) if check.moved else None
     _tell(contracts, check.objections, check, transport, terms.as_json)
     if check.objections:

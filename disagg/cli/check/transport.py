@@ -6,6 +6,8 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,13 +33,29 @@ class UsedTransport:
     lanes: list[str] | None = None
 
 
-def watch_ucx(folder: Path) -> None:
-    """Lets UCX write there what it chooses, if it is not loaded yet: NIXL does not tell."""
+@contextmanager
+def watched_ucx(folder: Path) -> Iterator[None]:
+    """Lets UCX write there what it chooses, if it is not loaded yet: NIXL does not tell. Processes
+    that are started later find no variable that names the folder.
+    """
     if any(name.partition(".")[0] in WHEELS for name in sys.modules):
+        yield
         return
-    os.environ["UCX_LOG_FILE"] = str(folder / LOG)
-    os.environ["UCX_LOG_LEVEL"] = "info"
-    os.environ["UCX_PROTO_INFO"] = "y"
+    variables = {
+        "UCX_LOG_FILE": str(folder / LOG),
+        "UCX_LOG_LEVEL": "info",
+        "UCX_PROTO_INFO": "y",
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def transport_of(settings: Settings, folder: Path) -> UsedTransport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -78,8 +79,10 @@ def test_a_ucx_transport_that_was_chosen_is_the_one_that_is_told(folder, tmp_pat
 
 
 def test_it_prints_what_it_has_found(folder, offered):
+    variables = dict(os.environ)
     done = run(*sides(folder), "--from", offered[0], *keyed(folder), "--bytes", BYTES)
     assert done.exit_code == 0, done.output
+    assert os.environ == variables  # processes that start later find UCX as it was
     lines = done.stdout.splitlines()
     assert lines[0] == "yes"
     assert "GiB/s, equal by checksum" in done.stdout
