@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import item, layout
+from kvpool import layout
 from kvpool.layout import formats
 
 TEXT = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", TEXT, re.S | re.M))
 KIND = re.compile(r"^`(\w+\(.*\))`(?:, packing `(\w+)`)?(?:, \w+s of (\d+) entries)?", re.M)
-SIZES = re.compile(
-    r"^A (?:page|slot|ring) is ([\d,]+) bytes(?:, ([\d,]+) per entry)?(?:; ([\d,]+) bytes are)?",
-    re.M,
-)
+SUMMARY = {
+    title: (entry, whole)
+    for title, entry, whole in re.findall(r"^\| \[(.*)]\(.*\) \| ([\d,]*) \| (.*) \|$", TEXT, re.M)
+}
 
 
 def number(digits):
@@ -29,58 +29,57 @@ def number(digits):
 
 
 def rows(text):
-    """role -> (dtype, first byte, width, {axis: (steps, stride)}, formula) of the tables."""
+    """role -> (dtype, first byte, width, {axis: (steps, stride)}) of the table."""
     table = {}
     for row in re.findall(r"^\| (.*) \|$", text, re.M):
-        role, dtype, first, width, axes, formula = row.split(" | ")
-        if role != "role":
+        roles, dtype, first, width, axes = row.split(" | ")
+        if roles != "role":
             steps = re.findall(r"(\w+) ([\d,]+) x ([\d,]+)", axes)
             grid = {name: (number(size), number(stride)) for name, size, stride in steps}
-            table[role] = dtype, number(first), number(width), grid, formula.strip("`")
+            table |= dict.fromkeys(roles.split(", "), (dtype, number(first), number(width), grid))
     return table
 
 
 def begins(title, role, **steps):
     """Where the document says that a cell begins."""
-    return eval(rows(SECTIONS[title])[role][-1], {"__builtins__": {}}, steps)
+    _, first, _, grid = rows(SECTIONS[title])[role]
+    return first + sum(steps[axis] * stride for axis, (_, stride) in grid.items())
 
 
 def items(title):
-    """(bytes, bytes an entry, bytes of padding) of each buffer of a section."""
-    return [tuple(map(number, sizes)) for sizes in SIZES.findall(SECTIONS[title])]
+    """Bytes of an item of each buffer, bytes an entry and bytes of padding of a section."""
+    entry, whole = SUMMARY[title]
+    padding = re.search(r"([\d,]+) bytes of an item are padding", SECTIONS[title])
+    sizes = list(map(number, whole.split(" + ")))
+    return sizes, number(entry) or 0, number(padding[1]) if padding else 0
 
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_a_section_is_what_the_templates_of_its_kind_say(title):
     text = SECTIONS[title]
     ((kind, packing, entries),) = KIND.findall(text)
-    parts = re.findall(r"^`([\w.]+)`: `(.*)`$", text, re.M)
+    table = rows(text)
     at = formats.At(
         layers=(0,),
         space="kv",
         entries=int(entries or 1),
         shard=formats.Shard(),
         packing=packing or "bf16",
-        prefix=re.match(r"(swa\.|c4\.|c128\.)?", parts[0][0])[0],
+        prefix=re.match(r"(swa\.|c4\.|c128\.)?", next(iter(table)))[0],
     )
     buffers = list(eval(kind, vars(formats)).buffers(at))
-    assert [(name, eval(template, vars(item))) for name, template in parts] == [
-        (buffer.name, buffer.item) for buffer in buffers
-    ]
     regions = [region for buffer in buffers for region in buffer.regions("target")]
-    table = rows(text)
     assert list(table) == [region.role for region in regions]
     for region in regions:
-        dtype, first, width, grid, _ = table[region.role]
+        dtype, first, width, grid = table[region.role]
         axes = tuple(layout.Axis(name, *steps) for name, steps in grid.items())
         assert (dtype, first, width) == (region.dtype, region.offset, region.width)
         assert sorted(axes, key=str) == sorted(region.axes, key=str)
         last = {name: size - 1 for name, (size, _) in grid.items()}
         assert begins(title, region.role, **last) == region.end - region.width
-    sizes = items(title)
-    assert [size for size, _, _ in sizes] == [buffer.item_bytes for buffer in buffers]
-    spare = sum(size for size, _, _ in sizes) - sum(region.nbytes for region in regions)
-    assert sum(padding or 0 for _, _, padding in sizes) == spare
+    sizes, entry, padding = items(title)
+    assert sizes == [buffer.item_bytes for buffer in buffers]
+    assert padding == sum(sizes) - sum(region.nbytes for region in regions)
     assert re.search(r"^Source: .*(\d\.\d+\.\d|kvpool's own)", text, re.M)
 
 
@@ -186,13 +185,11 @@ def test_a_cell_begins_where_it_was_worked_out_by_hand(title, role, steps, byte)
     ],
 )
 def test_an_item_has_the_bytes_that_were_worked_out_by_hand(title, expected):
-    assert items(title) == expected
+    sizes, entry, padding = items(title)
+    assert sizes == [size for size, _, _ in expected]
+    assert entry == sum(each or 0 for _, each, _ in expected)
+    assert padding == sum(spare or 0 for _, _, spare in expected)
 
 
-def test_the_summary_has_the_sizes_of_every_section():
-    summary = re.findall(r"^\| \[(.*)]\(.*\) \| ([\d,]*) \| (.*) \|$", TEXT, re.M)
-    assert [title for title, _, _ in summary] == [*SECTIONS]
-    for title, entry, whole in summary:
-        sizes = items(title)
-        assert list(map(number, whole.split(" + "))) == [size for size, _, _ in sizes]
-        assert (number(entry) or 0) == sum(size or 0 for _, size, _ in sizes)
+def test_the_summary_has_every_section():
+    assert [*SUMMARY] == [*SECTIONS]
