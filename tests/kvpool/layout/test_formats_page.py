@@ -77,7 +77,7 @@ def test_a_section_is_what_the_templates_of_its_kind_say(title):
         assert sorted(axes, key=str) == sorted(region.axes, key=str)
         last = {name: size - 1 for name, (size, _) in grid.items()}
         assert begins(title, region.role, **last) == region.end - region.width
-    sizes, entry, padding = items(title)
+    sizes, _, padding = items(title)
     assert sizes == [buffer.item_bytes for buffer in buffers]
     assert padding == sum(sizes) - sum(region.nbytes for region in regions)
     assert re.search(r"^Source: .*(\d\.\d+\.\d|kvpool's own)", text, re.M)
