@@ -1,13 +1,14 @@
 /* Rows of one format that are stored in another, a few at a time: what is loaded of them stays in
  * the caches until it is stored.
  */
+#include <stdatomic.h>
 #include <stdint.h>
 
 #include "blocks.h"
 #include "rows.h"
 #include "stream.h"
 
-enum { SCRATCH_BYTES = 64 << 10, CHUNK_BYTES = 8 << 10, THREAD_BYTES = 2 << 20 };
+enum { SCRATCH_BYTES = 64 << 10, CHUNK_BYTES = 8 << 10, THREAD_BYTES = 2 << 20, SHARE_BYTES = 128 << 10 };
 
 /* Rows `from` are loaded as floats `loaded`, and `to` stores floats `stored`; neither has rows that
  * are given. A row has `elements`.
@@ -18,10 +19,14 @@ typedef struct {
     int32_t loaded, stored;
 } conversion_t;
 
+/* What all threads of a call share: each takes the rows from `next` on, `share` at a time, so that
+ * one that starts late takes fewer.
+ */
 typedef struct {
     const conversion_t *conversions;
     const int64_t *read, *write; /* locations */
-    int64_t conversion_count, first, end, step;
+    int64_t conversion_count, count, share, step;
+    _Atomic int64_t next;
     int32_t streams;
 } conversion_task_t;
 
@@ -102,20 +107,20 @@ static int in_place(const conversion_t *c, const task_t *load, role_t *to) {
     return 1;
 }
 
-static void *work(void *given) {
-    const conversion_task_t *task = given;
+/* Rows `start` to `stop`. */
+static void convert(const conversion_task_t *task, int64_t start, int64_t stop) {
     scaled_t *scaled = scaled_here();
     cast_t *cast = cast_here();
     char loaded[SCRATCH_BYTES], other[SCRATCH_BYTES];
     int64_t end, step = task->step;
-    for (int64_t first = task->first; first < task->end; first = end) {
-        end = first + step < task->end ? first + step : task->end;
+    for (int64_t first = start; first < stop; first = end) {
+        end = first + step < stop ? first + step : stop;
         task_t load = {.locations = task->read + first, .end = end - first};
         task_t store = {.locations = task->write + first, .end = end - first, .store = 1,
                         .streams = task->streams};
         const conversion_t *last = task->conversions + task->conversion_count;
         for (const conversion_t *c = task->conversions; c < last; c++) {
-            for (int64_t i = step; i < 2 * step && first + i < task->end; i++)
+            for (int64_t i = step; i < 2 * step && first + i < stop; i++)
                 fetch_row(&c->from, &load, i);
             role_t from = c->from, to = c->to;
             if (!in_place(c, &load, &to)) {
@@ -129,6 +134,16 @@ static void *work(void *given) {
             }
             move_rows(&to, &store, scaled);
         }
+    }
+}
+
+static void *work(void *given) {
+    conversion_task_t *task = given;
+    for (;;) {
+        int64_t first = atomic_fetch_add(&task->next, task->share);
+        if (first >= task->count) break;
+        int64_t end = first + task->share;
+        convert(task, first, end < task->count ? end : task->count);
     }
     stream_end();
     return NULL;
@@ -148,14 +163,16 @@ int32_t kvpool_convert(const conversion_t *conversions, int64_t conversion_count
     int64_t floats = longest * (int64_t)sizeof(float);
     if (floats > SCRATCH_BYTES) return 0;
     int64_t parts = parts_of(count * row, THREAD_BYTES, threads);
-    conversion_task_t tasks[MOST_THREADS];
-    for (int64_t part = 0; part < parts; part++)
-        tasks[part] = (conversion_task_t){
-            conversions, read, write, conversion_count,
-            count * part / parts, count * (part + 1) / parts,
-            floats < CHUNK_BYTES ? CHUNK_BYTES / floats : 1,
-            count * row >= STREAM_FROM,
-        };
-    in_threads(work, (char *)tasks, sizeof(conversion_task_t), parts);
+    conversion_task_t task = {
+        .conversions = conversions,
+        .read = read,
+        .write = write,
+        .conversion_count = conversion_count,
+        .count = count,
+        .share = SHARE_BYTES / row + 1,
+        .step = floats < CHUNK_BYTES ? CHUNK_BYTES / floats : 1,
+        .streams = count * row >= STREAM_FROM,
+    };
+    in_threads(work, (char *)&task, 0, parts);
     return 1;
 }
