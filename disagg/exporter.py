@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from disagg.store.stats import StoreStats
-    from kvpool.allocation.allocator import Usage
+    from kvpool.allocation.usage import Usage
 
 __all__ = ["Observed", "Server", "export"]
 

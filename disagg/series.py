@@ -12,8 +12,8 @@ from disagg.protocol.metrics import BOUNDS, Histogram, Snapshot
 
 if TYPE_CHECKING:
     from disagg.store.stats import StoreStats
-    from kvpool.allocation.allocator import Usage
     from kvpool.allocation.prefix_cache import PrefixStats
+    from kvpool.allocation.usage import Usage
 
 StateT = TypeVar("StateT")
 Number = float | Histogram

@@ -10,8 +10,8 @@ from itertools import groupby
 from operator import attrgetter
 
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
+from kvpool.layout.units import human
 from kvpool.render.chart import COLOURS, Chart, ChartRow, Kind, Mark, Panel, linear_axis
-from kvpool.render.text import human
 
 MAX_CHUNKS = 100
 """Chunks of a room that are drawn; the others are counted."""

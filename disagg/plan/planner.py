@@ -22,6 +22,7 @@ from disagg.plan.proof import prove
 from disagg.plan.routes import records_of, routes_of
 from disagg.plan.runs import Route
 from kvpool.layout import Key, PoolLayout, RequestAddress, need_layouts
+from kvpool.layout.sentences import counted, ranges
 
 
 class Cast(NamedTuple):
@@ -51,6 +52,24 @@ class TransferPlan:
     asks: Mapping[int, int] = field(compare=False)
     cast: Cast | None = None
     """Of regions whose rows are converted; none of the other fields is about them."""
+
+    def __repr__(self) -> str:
+        """One line; `explain()` has every role."""
+        owners = {owner: set[int]() for owner, _, _ in self.dest.region_by_key}
+        for owner, layer, _ in self.dest.region_by_key:
+            owners[owner].add(layer)
+        layers = (f"{owner} layers {ranges(sorted(numbers))}" for owner, numbers in owners.items())
+        words = [
+            counted(len(self.sources), "source rank"),
+            *layers,
+            counted(len(self.routes), "route"),
+        ]
+        for name in ("unsent", "missing"):
+            if keys := getattr(self, name):
+                words.append(f"{counted(len(keys), 'region')} {name}")
+        if self.cast is not None:
+            words.append(f"{counted(len(self.cast.arrival.conversions), 'region')} converted")
+        return f"TransferPlan({', '.join(words)})"
 
     def between(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
         """The same plan for layouts of the fingerprints of those that were planned."""

@@ -108,6 +108,11 @@ class Endpoint(Generic[M]):
         self._released = False
         exits.CLOSED_AT_EXIT.add(self)
 
+    def __repr__(self) -> str:
+        where = getattr(self, "address", "")
+        words = "closed" if self._released else self._loop.words()
+        return f"{type(self).__name__}({where}{', ' if where else ''}{words})"
+
     @property
     def machine(self) -> M:
         """The protocol's state."""
@@ -179,8 +184,8 @@ class Endpoint(Generic[M]):
 
     def step(self) -> bool:
         """One turn of the loop, without waiting: messages, reads, digests, time. Returns whether
-        the next turn has something to do at once. Only with `threaded=False`. While Python threads
-        of the engine read, it lets them have the GIL, for 50 µs.
+        the next has something to do at once. Only with `threaded=False`. Python threads of the
+        engine that read get the GIL for 50 µs.
         """
         self._loop.check_open()
         if self.driver.has_thread:
@@ -190,14 +195,13 @@ class Endpoint(Generic[M]):
         return busy
 
     def drain(self, timeout: float | None = None, *, stopped: bool = False) -> bool:
-        """From now on this side takes no new rooms: `send` and `receive` raise EndpointDraining,
-        and a decode that asks for one is told at once (a failure of kind `draining`). Open rooms
-        end as they would, and links stay. With `stopped`, for an engine that makes no step any
-        more, those end at once of which a chunk is lacking, and all of a decode. Returns `drained`;
-        there is no way back but another endpoint.
+        """Takes no new rooms from now on: `send` and `receive` raise EndpointDraining, and a decode
+        that asks for one is told at once (kind `draining`). Open rooms end normally, links stay.
+        `stopped`, for an engine that has stopped, also ends rooms that lack a chunk, and all rooms
+        of a decode. Returns `drained`. A drain cannot be undone.
 
-        With `timeout` (seconds), waits for that: raises TimeoutError with what is open still, and
-        EndpointClosed if the endpoint is closed before. May be called again.
+        With `timeout` (seconds), waits until it has drained: raises TimeoutError with what is still
+        open, and EndpointClosed if the endpoint is closed before. May be called again.
         """
         self.driver.call(events.Drain(stopped))
         if timeout is None:

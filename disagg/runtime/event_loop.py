@@ -28,7 +28,8 @@ from disagg.runtime.reader import Reader
 from disagg.runtime.transport import Lost, Transport
 from disagg.tracing import record_span
 from kvpool.layout import PoolLayout
-from kvpool.layout.sentences import one_line
+from kvpool.layout.sentences import counted, one_line
+from kvpool.layout.summary import summary
 from kvpool.layout.types import MAX_REASON
 
 TELEMETRY_SECONDS = 0.5
@@ -64,6 +65,12 @@ class EventLoop(Generic[M]):
 
     def __post_init__(self) -> None:
         self.waiters = Waiters(self.lock)
+
+    def words(self) -> str:
+        """`engine local, 2 open rooms, layers 0-3, ...`."""
+        with self.lock:
+            rooms = len(self.machine.rooms.open)
+        return f"engine {self.engine.name}, {counted(rooms, 'open room')}, {summary(self.layout)}"
 
     def check_open(self) -> None:
         """Raises EndpointClosed."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.allocation.free_list import OutOfPages
-from kvpool.allocation.prefix_cache import PrefixCache, PrefixStats
+from kvpool.allocation.prefix_cache import PrefixCache
 from kvpool.allocation.prefix_store import write_chunks
 from kvpool.allocation.request import FREED, Request, rows_of, tokens_of_each, whole
 from kvpool.allocation.tables import SETTLED, Tables
+from kvpool.allocation.usage import Usage
 from kvpool.layout import PoolLayout
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
@@ -23,17 +24,6 @@ if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
 
 __all__ = ["Allocator", "OutOfPages", "Request", "Usage"]
-
-
-class Usage(NamedTuple):
-    """Free and used items by id list, or of its block pool (a shared item counts once, reserved
-    ones not), live requests, and the counts of the prefix cache, if there is one.
-    """
-
-    free: dict[str, int]
-    used: dict[str, int]
-    requests: int
-    prefix: PrefixStats | None = None
 
 
 class Allocator:
@@ -73,6 +63,9 @@ class Allocator:
             prefix.bind(self.lists, self._copy_items, "CPU" if on_host else "GPU")
         for pool in pools:
             pool.allocator = ref(self)
+
+    def __repr__(self) -> str:
+        return f"Allocator({self.usage().words()})"
 
     @property
     def free_pages(self) -> int:

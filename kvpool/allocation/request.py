@@ -33,6 +33,11 @@ class Request:
     def __init__(self, allocator: object, tables: Tables, row: int) -> None:
         self._allocator, self._tables, self._row = allocator, tables, row
 
+    def __repr__(self) -> str:
+        if self._row == FREED:
+            return "Request(freed)"
+        return f"Request({self.address().words()})"
+
     @property
     def num_tokens(self) -> int:
         """Tokens for which items are allocated; 0 once freed."""

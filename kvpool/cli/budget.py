@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpool.layout.dtypes import PACKINGS
-from kvpool.layout.sentences import nearest, ranges
-from kvpool.pools.budget import counted
+from kvpool.layout.sentences import counted, nearest, ranges
+from kvpool.layout.units import human
 from kvpool.pools.placement import ITEM_COUNTS
-from kvpool.render.text import human
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -254,7 +253,7 @@ def stage_table(figures: Figures) -> Table:
             layers += f", draft {ranges(stage.draft_layers)}"
         sizes = *(_number(stage.bytes_per(p)) for p in per), f"{stage.items['num_pages']:,}"
         table.add_row(str(n), layers, *sizes, _any(stage.tokens), f"{stage.requests:,}")
-    reserved = counted(figures.reserved_requests)
+    reserved = counted(figures.reserved_requests, "request")
     caption = [
         "" if figures.weights else "Weights are not counted: give them as --weights.",
         f"tokens: in all, besides windows, slots and rings of {reserved}.",

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvpool.layout.grid import Ints, merge_intervals
 from kvpool.layout.request_address import Holder, Pin, RequestAddress, RequestPinned, Span
 from kvpool.layout.spaces import Interleave, Space
+from kvpool.layout.summary import explain, summary
 from kvpool.layout.types import Axis, Buffer, Described, Key, LayoutError, Region, Slab
 from kvpool.layout.validate import VERSION, check_layout, total_layers
 
@@ -52,6 +53,14 @@ class PoolLayout:
         for name in ("buffers", "regions", "spaces"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_layout(self)
+
+    def __repr__(self) -> str:
+        """One line; `explain()` has every region."""
+        return f"PoolLayout({f'{self.model}, ' if self.model else ''}{summary(self)})"
+
+    def explain(self) -> str:
+        """A line for each role and shape: layers, type, bytes, axes."""
+        return explain(self)
 
     @cached_property
     def buffer_by_name(self) -> dict[str, Buffer]:

@@ -31,6 +31,8 @@ class SpaceKind:
     per_request = True
     has_entries = True
     wraps = False
+    plural = "items"
+    """What users call its items."""
 
     def check(self, space: Space) -> None:
         """Raises LayoutError for fields that a space of this kind cannot have."""
@@ -70,6 +72,7 @@ class SlotKind(SpaceKind):
     """One state a request, as of linear attention: that after its last token, one entry."""
 
     has_entries = False
+    plural = "slots"
 
     def check(self, space: Space) -> None:
         numbers = space.entries_per_item, space.tokens_per_entry, space.window_step
@@ -90,6 +93,7 @@ class RingKind(SpaceKind):
     """
 
     wraps = True
+    plural = "rings"
 
     def check(self, space: Space) -> None:
         super().check(space)
@@ -106,6 +110,7 @@ class PagedKind(SpaceKind):
     """
 
     per_request = False
+    plural = "pages"
 
     def check(self, space: Space) -> None:
         subject, size = f"space {space.name}", space.entries_per_item

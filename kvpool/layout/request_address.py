@@ -103,6 +103,14 @@ class RequestAddress:
                 raise ValueError(f"space {name}: a Span of ids, got {type(span).__name__}.")
         object.__setattr__(self, "spans", MappingProxyType(spans))
 
+    def __repr__(self) -> str:
+        return f"RequestAddress({self.words()})"
+
+    def words(self) -> str:
+        """`100 tokens, 7 items of kv`."""
+        spans = (f"{span.ids.size:,} items of {name}" for name, span in self.spans.items())
+        return ", ".join([f"{self.num_tokens:,} tokens", *spans])
+
 
 class RequestPinned(RuntimeError):
     """A room that has not ended offers or receives this request; nothing was changed."""

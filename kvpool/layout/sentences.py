@@ -44,6 +44,11 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(map(_span, _spans(numbers)))
 
 
+def counted(number: int, word: str) -> str:
+    """`1 rank`, `1,000 ranks`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def steps(numbers: Collection[int]) -> str:
     """As `ranges`, but regular ones as `2, 4, ..., 8` or `0-2, 4-6, ..., 44-46`."""
     spans = _spans(numbers)

@@ -32,3 +32,12 @@ def parse_memory(text: str, what: str = "memory") -> int:
             f"such as {match[1]}GiB, or b for bytes."
         )
     return nbytes
+
+
+def human(nbytes: float) -> str:
+    """`73728` as `72.0 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -20,6 +20,7 @@ from kvpool.device.quant import storage
 from kvpool.layout import LayoutError, PoolLayout, Space
 from kvpool.layout.describe import describe
 from kvpool.layout.formats import BufferSpec, Shard
+from kvpool.layout.summary import summary
 from kvpool.layout.validate import total_layers
 from kvpool.pools.access import ArrayLike, DTypeLike, disjoint
 from kvpool.pools.budget import fit, needed_items, state_bytes
@@ -117,6 +118,11 @@ class KVPool(HostCopies):
             self._cells_of(region)  # raises where it is not aligned
         self._views: dict[tuple[str, int], torch.Tensor] = {}
         self.allocator: ReferenceType[Any] | None = None  # set by Allocator
+
+    def __repr__(self) -> str:
+        """One line; `layout.explain()` has every region."""
+        model = f"{self.layout.model}, " if self.layout.model else ""
+        return f"{type(self).__name__}({model}{summary(self.layout)})"
 
     def _declared(self, names: str) -> tuple[tuple[BufferSpec, ...], dict[str, Space]]:
         """Specifications and the spaces that they use, by name with prefix `names`."""

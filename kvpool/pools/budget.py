@@ -8,6 +8,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from kvpool.layout import Space
+from kvpool.layout.sentences import counted
 from kvpool.pools.placement import count_argument, place
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def fit(
         raise DoesNotFit(
             f"{where}: {nbytes:,} bytes are too few for a page of {pools[0].page_size} tokens, the "
             "reserved page, and the windows, slots and rings of "
-            f"{counted(requests)}; {nbytes_of_least:,} bytes are enough."
+            f"{counted(requests, 'request')}; {nbytes_of_least:,} bytes are enough."
         )
     if not any(space.grows for space in spaces):
         return least
@@ -132,8 +133,3 @@ def largest(fits: Callable[[int], bool], low: int) -> int:
     while fits(low + step):
         step *= 2
     return low + bisect_left(range(1, step), True, key=lambda more: not fits(low + more))
-
-
-def counted(requests: int) -> str:
-    """`1 request`, `2 requests`."""
-    return "1 request" if requests == 1 else f"{requests:,} requests"

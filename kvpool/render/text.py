@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpool.layout import PoolLayout, Region, Space
-from kvpool.layout.sentences import axis_steps, held_words, steps
+from kvpool.layout import PoolLayout, Space
+from kvpool.layout.sentences import held_words
+from kvpool.layout.summary import shape_rows
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,22 +23,12 @@ def layout_table(layout: PoolLayout, title: str = "layout") -> Table:
         table.add_column(name, justify="right")
     table.add_column("axes")
     table.add_column("cell", justify="right", no_wrap=True)
-    grouped: dict[tuple[str, ...], list[int]] = {}
-    for region in layout.regions:
-        grouped.setdefault(_row(layout, region), []).append(region.layer)
-    for (name, *rest), layers in grouped.items():
-        table.add_row(escape(name), steps(layers), *map(escape, rest))
+    for row in shape_rows(layout):
+        lines = "\n".join(row.item), "\n".join(row.axes)
+        cells = row.name, row.layers, row.dtype, row.items, *lines, row.cell
+        table.add_row(*map(escape, cells))
     table.caption = "bytes; axes as steps x stride"
     return table
-
-
-def human(nbytes: float) -> str:
-    """`73728` as `72.0 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 def space_words(space: Space) -> str:
@@ -59,17 +50,3 @@ def space_words(space: Space) -> str:
         of = f" ({size:,} items a block)" if size > 1 else ""
         words.append(f"ids from block pool {space.block_pool}{of}")
     return f"space {space.name}: {', '.join(words)}"
-
-
-def _row(layout: PoolLayout, region: Region) -> tuple[str, ...]:
-    axes = [f"{axis_steps(a)} x {a.stride:,}" for a in region.axes_by_stride]
-    if region.packing:
-        axes.insert(0, f"packing {region.packing}")
-    buffer = layout.buffer_of(region)
-    item = f"{buffer.item_bytes:,}"
-    if buffer.item_stride != buffer.item_bytes:
-        item += f"\nevery {buffer.item_stride:,}"
-    if region.offset:
-        item += f"\nfrom {region.offset:,}"
-    name, lines = f"{region.owner} {region.role}", "\n".join(axes)
-    return name, region.dtype, f"{buffer.items:,}", item, lines, f"{region.width:,}"

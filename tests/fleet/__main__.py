@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from kvpool.render.text import human
+from kvpool.layout.units import human
 from tests.fleet.fleet import SIDES, Fleet, growth
 from tests.fleet.spec import Spec
 

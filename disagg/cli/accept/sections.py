@@ -23,8 +23,8 @@ from disagg.cli.demo.models import MODELS, DemoSettings
 from disagg.engines.base import engine_class, engine_names
 from kvpool.device import Device, get_device
 from kvpool.extras import needs
+from kvpool.layout.units import human
 from kvpool.process import OtherProcess, ProcessFailed
-from kvpool.render.text import human
 from kvpool.testing.case import CheckFailure, Inapplicable, fail
 from kvpool.testing.checks.hardware import HARDWARE_CHECKS, HardwareChecks
 from kvpool.testing.run import all_checks

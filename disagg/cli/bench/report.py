@@ -12,8 +12,8 @@ from disagg.cli.bench.case import BenchCase, Measurement, Sizes
 from disagg.cli.bench.memory import memory_cases
 from disagg.cli.bench.transfers import handoff_cases, transfer_cases
 from disagg.engines.base import engine_names
+from kvpool.layout.units import human
 from kvpool.render.chart import COLOURS, Chart, ChartRow, Mark, Panel, log_axis
-from kvpool.render.text import human
 
 if TYPE_CHECKING:
     from rich.console import Console

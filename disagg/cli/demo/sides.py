@@ -21,9 +21,10 @@ from disagg.runtime.prefill_endpoint import PrefillEndpoint
 from disagg.timeline import timeline
 from kvpool.allocation.allocator import Allocator
 from kvpool.integrations.transformers import PoolCache
+from kvpool.layout.units import human
 from kvpool.process import OtherProcess
 from kvpool.render.chart import write_chart
-from kvpool.render.text import human, layout_table
+from kvpool.render.text import layout_table
 from kvpool.testing.memory import same_as_pool
 
 START_TIMEOUT = 600.0  # seconds to build a model, or to compute a prompt

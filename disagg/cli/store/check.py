@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disagg.cli.store.common import AsJson, Url, bar, counted, full_namespace, opened
+from disagg.cli.store.common import AsJson, Url, bar, full_namespace, opened
+from kvpool.layout.sentences import counted
 
 if TYPE_CHECKING:
     from disagg.store.upkeep.check import ObjectVerdict
@@ -95,7 +96,7 @@ def _as_dict(
 def _print(url: str, counts: Counter[str], nbytes: int, problems: list[ObjectVerdict]) -> None:
     from disagg.store.upkeep.check import STATES
     from kvpool.layout.sentences import one_line
-    from kvpool.render.text import human
+    from kvpool.layout.units import human
 
     for verdict in problems:
         why = one_line(verdict.why, 500)

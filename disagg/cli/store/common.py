@@ -89,8 +89,3 @@ def when(seconds: float | None) -> str:
 def used_word(url: str) -> str:
     """What the times of a floor say: only folders note when objects are read."""
     return "used" if parsed(url).scheme == "file" else "written"
-
-
-def counted(number: int, word: str) -> str:
-    """`1 chunk`, `3 chunks`."""
-    return f"{number:,} {word}{'' if number == 1 else 's'}"

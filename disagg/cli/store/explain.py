@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from disagg.cli.store.common import AsJson, counted, opened
+from disagg.cli.store.common import AsJson, opened
 from kvpool.cli.budget import model_names
+from kvpool.layout.sentences import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

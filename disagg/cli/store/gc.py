@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disagg.cli.store.common import AsJson, Url, bar, counted, opened, parsed, used_word, when
+from disagg.cli.store.common import AsJson, Url, bar, opened, parsed, used_word, when
+from kvpool.layout.sentences import counted
 
 if TYPE_CHECKING:
     from disagg.store.floors.base import Floor
@@ -111,7 +112,7 @@ def parse_age(text: str) -> float:
 def _tell(
     url: str, removal: Removal, oldest: float | None, *, swept: int, dry_run: bool, as_json: bool
 ) -> None:
-    from kvpool.render.text import human
+    from kvpool.layout.units import human
 
     if as_json:
         sizes = {"objects": removal.objects, "bytes": removal.nbytes}

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from disagg.cli.store.common import AsJson, Url, bar, counted, opened, used_word, when
+from disagg.cli.store.common import AsJson, Url, bar, opened, used_word, when
 from kvpool.cli import check_output, write_output
+from kvpool.layout.sentences import counted
 
 if TYPE_CHECKING:
     from disagg.store.upkeep.inventory import Amount, Held, Inventory
@@ -124,8 +125,8 @@ def _print(url: str, inventory: Inventory) -> None:
     from rich.markup import escape
 
     from kvpool.layout.sentences import one_line
+    from kvpool.layout.units import human
     from kvpool.render.table import FittedTable
-    from kvpool.render.text import human
 
     total = inventory.amount()
     namespaces = counted(len(inventory.namespaces), "namespace")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from disagg.cli.store.common import counted, used_word, when
+from disagg.cli.store.common import used_word, when
 from disagg.cli.store.ls import model_words
 from disagg.store.chunks import KINDS
 from disagg.store.upkeep.inventory import Held, Inventory
 from disagg.store.upkeep.tree import Chunk, Forest, Run, runs
+from kvpool.layout.sentences import counted
+from kvpool.layout.units import human
 from kvpool.render.chart import COLOURS, Chart, ChartRow, Kind, Mark, Panel, chart_html, linear_axis
-from kvpool.render.text import human
 
 PAINT = dict(zip(KINDS, COLOURS))
 BEFORE, MISSING = "var(--line)", COLOURS[3]

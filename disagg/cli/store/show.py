@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from disagg.cli.store.common import AsJson, Url, counted, full_namespace, opened
+from disagg.cli.store.common import AsJson, Url, full_namespace, opened
+from kvpool.layout.sentences import counted
 
 if TYPE_CHECKING:
     from disagg.store.floors.base import Floor
@@ -127,8 +128,8 @@ def _print_namespace(held: Held) -> None:
 
     from disagg.store.upkeep.compare import form_words
     from kvpool.layout.sentences import one_line
+    from kvpool.layout.units import human
     from kvpool.render.table import FittedTable
-    from kvpool.render.text import human
 
     amount = held.amount()
     chunks, objects = counted(len(held.keys), "chunk"), counted(amount.objects, "object")
@@ -162,7 +163,8 @@ def _print_namespace(held: Held) -> None:
 def _print_geometry(held: Held, number: int, geometry: Geometry) -> None:
     from rich.console import Console
 
-    from kvpool.render.text import human, layout_table
+    from kvpool.layout.units import human
+    from kvpool.render.text import layout_table
 
     ranks = counted(len(geometry.parts), "rank")
     typer.echo(

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from kvpool.render.text import human
+from kvpool.layout.units import human
 from tests.disagg.store.servers import serving
 from tests.engines.chunks import whole_chunks
 from tests.engines.cross.store_sides import EngineSide, Place, sglang_side, vllm_side
