@@ -40,6 +40,8 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
     `options`: see Options.
     """
 
+    address: str
+
     def __init__(
         self,
         layout: PoolLayout,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 40
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class Span:
     """A block table's ids of one space, int64 `[I]`. `ids[0]` is item number `first_item` of the
     request: more than 0 where items before a window were freed. `low` and `high` are the smallest
@@ -35,12 +35,12 @@ class Span:
     """
 
     ids: npt.NDArray[np.int64]
-    first_item: int = 0
-    low: int = field(init=False, repr=False, default=0)
-    high: int = field(init=False, repr=False, default=-1)
+    first_item: int
+    low: int = field(repr=False)
+    high: int = field(repr=False)
 
-    def __post_init__(self) -> None:
-        ids = np.array(_flat(self.ids), dtype=np.int64)  # a copy: the caller may change its list
+    def __init__(self, ids: npt.ArrayLike, first_item: SupportsIndex = 0) -> None:
+        ids = np.array(_flat(ids), dtype=np.int64)  # a copy: the caller may change its list
         low, high = 0, -1
         if ids.size == 1:
             low = high = ids.item()
@@ -53,8 +53,9 @@ class Span:
         if low < 0:
             raise ValueError(f"span ids: {low} is negative.")
         ids.setflags(write=False)
-        setters = {"ids": ids, "first_item": _count(self.first_item, "span first_item")}
-        for name, value in {**setters, "low": low, "high": high}.items():
+        first = _count(first_item, "span first_item")
+        setters = {"ids": ids, "first_item": first, "low": low, "high": high}
+        for name, value in setters.items():
             object.__setattr__(self, name, value)
 
     @classmethod
