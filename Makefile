@@ -229,6 +229,8 @@ lint: venv  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.document_programs build/documents
+	$(BIN)/mypy --strict build/documents/*.py examples/*.py
 
 bench: venv  ## every benchmark, as ratios
 	$(BIN)/kvpool bench $(BENCH)

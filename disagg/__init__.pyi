@@ -42,3 +42,4 @@ from .runtime.transport import (
     MemoryTransport as MemoryTransport,
     Transport as Transport,
 )
+from .snapshot import load as load, save as save

@@ -52,7 +52,7 @@ from .layout.template import (
     Skip as Skip,
     Template as Template,
 )
-from .models import Declaration as Declaration
+from .models import Declaration as Declaration, declare as declare
 from .pools.access import BufInfos as BufInfos, StateBufInfos as StateBufInfos
 from .pools.base import KVPool as KVPool
 from .pools.offload import Saved as Saved

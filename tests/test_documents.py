@@ -6,33 +6,22 @@ from __future__ import annotations
 
 import importlib
 import re
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from disagg.protocol.status import FailureKind
+from tests.document_programs import PAGES, READ, ROOT, programs
 from tests.lowest import PYPROJECT, tomllib
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
-READ = [ROOT / "README.md", *PAGES]
-# documents whose blocks are one program
-TOLD_IN_ONE = {"add-a-pool.md", "quickstart-connector.md", "quickstart-models.md", "run-models.md"}
+MOST_WORDS, MOST_IN_README = 45_000, 1_000
+"""Of all documents, and of the first one."""
 CODE = re.compile(r"^```.*?^```", re.S | re.M)
 LINK = re.compile(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)")
 PUBLIC = (
     *("kvpool", "kvpool.layout", "kvpool.describe", "kvpool.item", "kvpool.testing", "kvpool_npu"),
     *("disagg", "disagg.plan", "disagg.contract", "disagg.snapshot", "disagg.exporter"),
 )
-
-
-def programs():
-    for path in READ:
-        blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.S | re.M)
-        if path.name in TOLD_IN_ONE:
-            blocks = ["".join(blocks)]
-        yield from ((path.name, number, code) for number, code in enumerate(blocks))
 
 
 PROGRAMS = [*programs()]
@@ -47,6 +36,12 @@ def test_code_in_documents_runs(name, number, code, capsys):
         said = capsys.readouterr().out
         assert "Success {'first_token': 7}" in said
         assert "target k" in said
+
+
+def test_documents_are_no_longer_than_they_may_be():
+    words = {path: len(path.read_text().split()) for path in READ}
+    assert words[ROOT / "README.md"] <= MOST_IN_README
+    assert sum(words.values()) <= MOST_WORDS
 
 
 def headings(path):
