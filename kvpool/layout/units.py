@@ -15,8 +15,8 @@ MEMORY_UNITS = {"b": 1} | {
 
 
 def parse_memory(text: str, what: str = "memory") -> int:
-    """Bytes of `141GiB` or `141Gi`, `80 GB` or `80G` (powers of 1,000), or without a unit of a whole
-    number of MIN_BYTES or more. Raises ValueError for anything else, beginning with `what`.
+    """Bytes of `141GiB` or `141Gi`, `80 GB` or `80G` (powers of 1,000), or without a unit of a
+    whole number of MIN_BYTES or more. Raises ValueError for anything else, beginning with `what`.
     """
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]{0,3})", text.strip().lower())
     unit = MEMORY_UNITS.get(match[2] or "b") if match else None

@@ -208,12 +208,13 @@ def test_memory_that_holds_no_page_is_refused_with_what_would():
 
 def test_memory_is_read_in_either_kind_of_unit():
     sizes = {"141GiB": 141 << 30, "80GB": 80 * 10**9, " 1.5 tib ": 3 << 39, "1048576": 1 << 20}
-    sizes |= {"80b": 80, "1kB": 1000, "2b": 2, "80Gi": 80 << 30, "80G": 80 * 10**9, "3 M": 3 * 10**6}
+    sizes |= {"80b": 80, "1kB": 1000, "2b": 2, "80Gi": 80 << 30, "80G": 80 * 10**9}
     assert {text: parse_memory(text) for text in sizes} == sizes
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "141Gib5", "-1GB", "1e9", "0", "0.4", "1 2", "nan", "1,5GB", "9" * 5000, "٣GB"]
+    "text",
+    ["", "GiB", "1Gib5", "-1GB", "1e9", "0", "0.4", "1 2", "nan", "1,5GB", "9" * 5000, "٣GB"],
 )
 def test_memory_that_is_ambiguous_is_refused(text):
     with pytest.raises(ValueError, match="such as 141GiB"):
