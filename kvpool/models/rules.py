@@ -15,7 +15,7 @@ from kvpool.layout.formats import MHA, MLA, IndexKey
 from kvpool.layout.sentences import steps
 from kvpool.models.config import MAX_VALUE, Fields
 from kvpool.models.layer_types import CHUNKED, FULL, INDEXED, SLIDING, Types, all_full, types_of
-from kvpool.pools.base import KVPool
+from kvpool.pools.states import UnionPool
 from kvpool.pools.states import LayeredPool, State
 
 Layer = tuple[State, ...]
@@ -54,7 +54,7 @@ class Declaration:
     layers these are: `total_kv_layers`, `owner` and `model`.
     """
 
-    pool: type[KVPool]
+    pool: type[UnionPool]
     arguments: Mapping[str, Any]
     kinds: frozenset[type]
     page_size: int = 64
@@ -76,13 +76,13 @@ class Declaration:
             rows.append(f"layers {steps(numbers)}: {'; '.join(kept)}")
         return "\n".join((*rows, *(f"{name}: {value}" for name, value in others.items())))
 
-    def build(self, **common: Any) -> KVPool:
+    def build(self, **common: Any) -> UnionPool:
         """The pool. Give a dtype or a packing, and num_pages, num_window_pages and num_slots where
         the pool has such spaces. What is given here overrides the declaration.
         """
         return self.pool(**self._arguments(common))
 
-    def from_budget(self, nbytes: int, **common: Any) -> KVPool:
+    def from_budget(self, nbytes: int, **common: Any) -> UnionPool:
         """As `build`, with as many pages as fit into `nbytes`; see KVPool.from_budget."""
         return self.pool.from_budget(nbytes, **self._arguments(common))
 

@@ -19,6 +19,7 @@ from kvpool.layout.units import parse_memory as parse_memory
 from kvpool.models import Declaration
 from kvpool.pools import budget
 from kvpool.pools.base import KVPool
+from kvpool.pools.states import UnionPool
 from kvpool.pools.budget import DoesNotFit as DoesNotFit
 from kvpool.pools.placement import ITEM_COUNTS
 
@@ -167,7 +168,7 @@ def _stage(
 
 def stage_pools(
     target: Declaration, draft: Declaration | None, pp: int, **common: Any
-) -> Iterator[list[KVPool]]:
+) -> Iterator[list[UnionPool]]:
     """The pools of a rank of each pipeline stage: the target's, which speculates if there is a
     draft, and in the last stage the draft's, which shares its ids.
     """
