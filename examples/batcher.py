@@ -1,39 +1,39 @@
 """A continuous batcher: chunked prefill, prefix reuse, preemption. See docs/run-models.md."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kvpool import Allocator, OutOfPages, PrefixCache, Request
+from kvpool import Allocator, OutOfPages, PrefixCache, Request, Saved
 from kvpool.integrations.transformers import PoolCache, pool_for
-from kvpool.pools.offload import Saved
 
 ROWS, PAGE, CHUNK, ANSWER = 4, 16, 32, 40  # requests at a time; tokens: a page, prefill, answers
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "vocab_size": 512}
-SIZES |= {"num_attention_heads": 4, "initializer_range": 0.2, "pad_token_id": 0}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "initializer_range": 0.2}
+SIZES |= {"num_hidden_layers": 6, "num_attention_heads": 4, "pad_token_id": 0}
 
 
 @dataclass(eq=False)
 class Job:
     tokens: list[int]  # the prompt, then what was generated; all but the last are in the pool
     end: int  # tokens when it is done
-    request: Request | None = None
+    request: Request = field(init=False)  # while it runs
     saved: Saved | None = None  # its state on the host, after it was preempted
 
 
 class Batcher:
-    def __init__(self, model, pages):
+    def __init__(self, model: str, pages: int) -> None:
         torch.manual_seed(0)
         config = AutoConfig.for_model(model, **SIZES)
-        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        self.model.eval().requires_grad_(False)
         sizes = {"num_pages": pages, "requests": 2 * ROWS, "chunk_tokens": CHUNK}
         self.pool = pool_for(config, page_size=PAGE, dtype="f32", **sizes)
         self.allocator = Allocator(self.pool, prefix=PrefixCache(checkpoint_tokens=CHUNK))
-        self.waiting, self.running, self.done = deque(), [], []
+        self.waiting, self.running, self.done = deque[Job](), list[Job](), list[list[int]]()
 
-    def step(self):
+    def step(self) -> None:
         """Admits jobs whose tokens fit, and computes a token of each that runs."""
         while self.waiting and len(self.running) < ROWS:
             if self.allocator.free_pages * PAGE <= len(self.waiting[0].tokens):
@@ -61,29 +61,29 @@ class Batcher:
             self.allocator.free(job.request)
             self.done.append(job.tokens)
 
-    @torch.no_grad()
-    def forward(self, jobs):
+    def forward(self, jobs: list[Job]) -> None:
         """Computes the tokens that are not in the pool, up to the next multiple of CHUNK."""
-        held = [job.request.num_tokens for job in jobs]
-        new = [job.tokens[n : n - n % CHUNK + CHUNK] for job, n in zip(jobs, held)]
-        padding = [max(held) - n for n in held]  # rows end in one column
+        cached = [job.request.num_tokens for job in jobs]
+        ids = torch.tensor([job.tokens[n : n - n % CHUNK + CHUNK] for job, n in zip(jobs, cached)])
+        padding = [max(cached) - n for n in cached]  # rows end in one column
         cache = PoolCache(self.pool, self.allocator, [job.request for job in jobs], padding)
-        more = cache.inputs(len(new[0]))  # mask and positions
-        logits = self.model(torch.tensor(new), past_key_values=cache, **more).logits
-        for job, ids, row in zip(jobs, new, logits):
-            self.allocator.store(job.request, ids)  # they are written: others may reuse them
+        logits = self.model(ids, past_key_values=cache, **cache.inputs(ids.shape[1])).logits
+        for job, new, row in zip(jobs, ids.tolist(), logits):
+            self.allocator.store(job.request, new)  # they are written: others may reuse them
             if job.request.num_tokens == len(job.tokens):
                 job.tokens.append(int(row[-1].argmax()))
 
 
-def main(model="llama", pages=16):
+def main(model: str = "llama", pages: int = 16) -> None:
     batcher = Batcher(model, pages)
-    for tail in range(1, 40, 5):
-        prompt = [*range(100, 148), *torch.randint(512, (tail,)).tolist()]
-        batcher.waiting.append(Job(prompt, len(prompt) + ANSWER))
+    prompts = ([*range(100, 148), *torch.randint(512, (n,)).tolist()] for n in range(1, 40, 5))
+    batcher.waiting.extend(Job(prompt, len(prompt) + ANSWER) for prompt in prompts)
     while batcher.waiting or batcher.running:
         batcher.step()
-    print(f"{len(batcher.done)} done, {batcher.allocator.usage()}")
+    for tokens in batcher.done:
+        alone = batcher.model(torch.tensor([tokens])).logits[0, -ANSWER - 1 : -1].argmax(-1)
+        assert tokens[-ANSWER:] == alone.tolist()  # in one pass, without the pool
+    print(f"{len(batcher.done)} done, each as by the model alone, {batcher.allocator.usage()}")
 
 
 if __name__ == "__main__":

@@ -16,19 +16,19 @@ from kvpool.describe import describe
 LAYERS, HEADS, DIM, TOKENS = 4, 8, 64, 100
 
 
-def prefill_layout(rank, cache):
+def prefill_layout(rank: int, cache: torch.Tensor) -> PoolLayout:
     """`cache` is `[k and v, layer, page, token, head, dim]`; half of the heads are here."""
-    seen = describe(
+    described = describe(
         cache,
         ("role", "layer", "item", "entry", "head", "dim"),
         role=("k", "v"),
         layer=range(LAYERS),
         shards={"head": (rank * HEADS // 2, HEADS)},
     )
-    return PoolLayout.of(seen, spaces=[Space("kv", entries_per_item=32)])
+    return PoolLayout.of(described, spaces=[Space("kv", entries_per_item=32)])
 
 
-def decode_layout(keys, values):
+def decode_layout(keys: list[torch.Tensor], values: list[torch.Tensor]) -> PoolLayout:
     """A list of tensors for K and one for V, each `[page, head, token, dim]`."""
     parts = [
         describe(tensor, ("item", "head", "entry", "dim"), role=role, layer=layer)
@@ -38,15 +38,16 @@ def decode_layout(keys, values):
     return PoolLayout.of(*parts, spaces=[Space("kv", entries_per_item=16)])
 
 
-def main():
+def main() -> None:
     caches = [torch.randn(2, LAYERS, 9, 32, HEADS // 2, DIM) for _ in range(2)]
     keys, values = ([torch.zeros(17, HEADS, 16, DIM) for _ in range(LAYERS)] for _ in range(2))
-    made = plan([prefill_layout(*each) for each in enumerate(caches)], decode_layout(keys, values))
-    print(made.explain(tokens=TOKENS))
+    sources = [prefill_layout(rank, cache) for rank, cache in enumerate(caches)]
+    transfer = plan(sources, decode_layout(keys, values))
+    print(transfer.explain(tokens=TOKENS))
 
     there = RequestAddress(TOKENS, {"kv": Span([3, 1, 4, 2])})  # the same pages on both ranks
     here = RequestAddress(TOKENS, {"kv": Span([9, 4, 3, 16, 7, 6, 1])})
-    for batch in made.bind_all([there, there], here):
+    for batch in transfer.bind_all([there, there], here):
         for dst, src, nbytes in zip(*(x.tolist() for x in (batch.dst, batch.src, batch.nbytes))):
             ctypes.memmove(dst, src, nbytes)  # one host; elsewhere: the engine's own reads
 

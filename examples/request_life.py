@@ -5,29 +5,33 @@ are freed. Each step compares what the request reads with what was written.
 """
 
 import torch
+from numpy import int64
+from numpy.typing import NDArray
 
-from kvpool import Allocator, OutOfPages
+from kvpool import Allocator, KVPool, OutOfPages, Request
 from kvpool.models import declare
 
 
-def write(pool, where, tokens):
-    """Stands for a forward pass: K of each token is its number, in both kinds of layers."""
+def keys(tokens: list[int]) -> torch.Tensor:
+    """Of a layer: K of each token is its number, `[token, head, dim]`."""
+    return torch.tensor(tokens, dtype=torch.bfloat16)[:, None, None].expand(-1, 8, 64)
+
+
+def write(pool: KVPool, where: dict[str, NDArray[int64]], tokens: list[int]) -> None:
+    """Stands for a forward pass, of a layer of each kind."""
     for layer, role, space in ((0, "swa.k", "swa"), (1, "k", "kv")):
-        row = torch.tensor(tokens, dtype=torch.float32)[:, None, None].expand(-1, 8, 64)
-        pool.write(layer, where[space], {role: row.bfloat16()})
+        pool.write(layer, where[space], {role: keys(tokens)})
 
 
-def check(pool, allocator, request, tokens):
+def check(pool: KVPool, allocator: Allocator, request: Request, tokens: list[int]) -> None:
     """What the request reads is `tokens`, of the window those that are alive."""
     assert request.num_tokens == len(tokens)
     where = allocator.locations(request)
     for layer, role, space, alive in ((0, "swa.k", "swa", 127), (1, "k", "kv", len(tokens))):
-        at = torch.as_tensor(where[space])[-alive:]
-        expected = torch.tensor(tokens[-alive:]).bfloat16()
-        assert torch.equal(pool.read(role, layer, at)[:, 0, 0], expected)
+        assert torch.equal(pool.read(role, layer, where[space][-alive:]), keys(tokens[-alive:]))
 
 
-def main():
+def main() -> None:
     declared = declare("gpt_oss_120b")  # or a config.json, or its folder
     pool = declared.from_budget(16 << 20, requests=4, layers=range(4), dtype="bf16", page_size=16)
     allocator = Allocator(pool)
@@ -63,6 +67,7 @@ def main():
     allocator.extend(again, saved.num_tokens, received=True)
     pool.load(again.address(), saved)
     check(pool, allocator, again, [*prompt, 7, 8])
+    print(f"{again.num_tokens} tokens came back as they were written")
     for each in (again, fork):
         allocator.free(each)
     allocator.check_integrity()

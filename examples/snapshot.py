@@ -4,6 +4,7 @@ Four ranks of tensor parallelism save what they hold, each its heads. Two ranks 
 another order load it, and compare it with what was written.
 """
 
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,15 +14,15 @@ from disagg.plan import IncompatibleLayouts
 from disagg.snapshot import check, inspect, load, save
 from kvpool import Allocator, MHAPool, Shard
 
-MODEL = {"layers": range(4), "num_kv_heads": 8, "head_dim": 64, "dtype": "bf16"}
+build = partial(MHAPool, layers=range(4), num_kv_heads=8, head_dim=64, dtype="bf16")
 TOKENS = 200
 
 
-def save_ranks(folder, written):
+def save_ranks(folder: Path, written: torch.Tensor) -> list[Path]:
     """One file a rank; in an engine each rank is a process."""
     paths = []
     for rank in range(4):
-        pool = MHAPool(**MODEL, num_pages=9, page_size=64, shard=Shard(rank, 4))
+        pool = build(num_pages=9, page_size=64, shard=Shard(rank, 4))
         allocator = Allocator(pool)
         request = allocator.new_request()
         where = allocator.extend(request, TOKENS)["kv"]
@@ -33,7 +34,7 @@ def save_ranks(folder, written):
     return paths
 
 
-def main():
+def main() -> None:
     written = torch.randn(2, 4, TOKENS, 8, 64).bfloat16()  # [k and v, layer, token, head, dim]
     with TemporaryDirectory() as name:
         paths = save_ranks(Path(name), written)
@@ -41,8 +42,7 @@ def main():
         check(paths[0])  # reads all data, and compares their digests
 
         for rank in range(2):
-            shard = Shard(rank, 2)
-            pool = MHAPool(**MODEL, num_pages=33, page_size=16, order="hnd", shard=shard)
+            pool = build(num_pages=33, page_size=16, order="hnd", shard=Shard(rank, 2))
             allocator = Allocator(pool)
             request = allocator.new_request()
             allocator.extend(request, TOKENS, received=True)

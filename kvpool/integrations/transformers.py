@@ -21,11 +21,10 @@ from kvpool.integrations.pool_layer import PoolLayer, unsupported
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.formats import IndexKey, LinearState
 from kvpool.models import declare
-from kvpool.pools.base import KVPool
 from kvpool.pools.states import UnionPool
 
 
-def pool_for(config: PreTrainedConfig, **common: Any) -> KVPool:
+def pool_for(config: PreTrainedConfig, **common: Any) -> UnionPool:
     """The pool that a model of this config caches into; `common` goes to the pool's constructor.
 
     Index keys are not rounded either: they have the pool's dtype, or fp8 if its packing is one.

@@ -15,8 +15,7 @@ from kvpool.layout.formats import MHA, MLA, IndexKey
 from kvpool.layout.sentences import steps
 from kvpool.models.config import MAX_VALUE, Fields
 from kvpool.models.layer_types import CHUNKED, FULL, INDEXED, SLIDING, Types, all_full, types_of
-from kvpool.pools.states import UnionPool
-from kvpool.pools.states import LayeredPool, State
+from kvpool.pools.states import LayeredPool, State, UnionPool
 
 Layer = tuple[State, ...]
 HEADS, HEAD_DIM = "num_key_value_heads", "head_dim"

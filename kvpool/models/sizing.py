@@ -19,9 +19,9 @@ from kvpool.layout.units import parse_memory as parse_memory
 from kvpool.models import Declaration
 from kvpool.pools import budget
 from kvpool.pools.base import KVPool
-from kvpool.pools.states import UnionPool
 from kvpool.pools.budget import DoesNotFit as DoesNotFit
 from kvpool.pools.placement import ITEM_COUNTS
+from kvpool.pools.states import UnionPool
 
 LINEAR_DTYPES = ("conv_dtype", "temporal_dtype")
 

@@ -86,5 +86,5 @@ def test_a_batcher_of_any_family_preempts_and_computes_no_token_twice(example, n
 
 def test_it_serves_its_requests(example, capsys):
     example.main()
-    assert "8 done, " in (said := capsys.readouterr().out)
+    assert "8 done, each as by the model alone, " in (said := capsys.readouterr().out)
     assert "hits=10" in said

@@ -14,12 +14,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "engine_tensors": r"target k \(layers 0-3\): resharded(.|\n)*100 tokens of 4 layers are equal",
     "picker": r"(?s)'prefill': \['(http\S+)'\], 'decode': \['(http\S+)'\].*'prefill': \[\], 'de"
-    r".*r1: \1 prefills, \2 decodes\nr2: \1 prefills, \2 decodes",
-    "request_life": r"shares 12 of 13 pages\n.*0 of \d+ are free.*\n.*\{'kv': 0, 'swa': 0\}",
-    "reshard": r"rank 3 of 4: 327,680,000 bytes(.|\n)*bfloat16 on prefill, float16 on decode",
+    r".*r1: \1 prefills, \2 decodes, 51,200 bytes\nr2: \1 prefills, \2 decodes, 51,200",
+    "request_life": r"shares 12 of 13 pages\n.*0 of \d+ are free.*\n"
+    r"202 tokens came back as they were written\n.*\{'kv': 0, 'swa': 0\}",
+    "reshard": r"rank 3 of 4: 327,680,000 of 327,680,000 bytes(.|\n)*"
+    r"bfloat16 on prefill, float16 on decode",
     "snapshot": r"200 tokens(.|\n)*both ranks hold what was written\n2 reasons",
     # rooms may end in any order
-    "two_processes": r"(?s)(?=.*r1: 100 tokens)(?=.*r2: 37 tokens)(?=.*r3: 250 tokens arrived)",
+    "two_processes": r"(?s)(?=.*r1: 100 tokens)(?=.*r2: 37 tokens)"
+    r"(?=.*r3: 250 tokens arrived as computed)",
 }
 
 
