@@ -11,6 +11,7 @@ from disagg.plan.bind import cost
 from disagg.plan.runs import Route
 from kvpool.layout import Key, PoolLayout, Region
 from kvpool.layout.sentences import held_words, ranges, steps
+from kvpool.layout.summary import html_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,6 +77,15 @@ class Explanation:
             mean = self.nbytes / self.runs if self.runs else 0
             table.add_row("all", "", f"{self.runs:,}", f"{self.nbytes:,}", f"{mean:,.0f}", "")
         return table
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        table = [("roles", "layers", "runs", "bytes", "bytes/run", "how")]
+        for row in self.rows:
+            sizes = f"{row.runs:,}", f"{row.nbytes:,}", f"{row.bytes_per_run:,.0f}"
+            name = f"{row.owner} {', '.join(row.roles)}"
+            table.append((name, steps(row.layers), *sizes, f"{row.how}: {row.why}"))
+        return html_table(table)
 
     def __str__(self) -> str:
         return "\n".join(

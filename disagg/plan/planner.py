@@ -71,6 +71,10 @@ class TransferPlan:
             words.append(f"{counted(len(self.cast.arrival.conversions), 'region')} converted")
         return f"TransferPlan({', '.join(words)})"
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return self.explain()._repr_html_()
+
     def between(self, sources: Sequence[PoolLayout], dest: PoolLayout) -> TransferPlan:
         """The same plan for layouts of the fingerprints of those that were planned."""
         cast = self.cast

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvpool.layout.grid import Ints, merge_intervals
 from kvpool.layout.request_address import Holder, Pin, RequestAddress, RequestPinned, Span
 from kvpool.layout.spaces import Interleave, Space
-from kvpool.layout.summary import explain, summary
+from kvpool.layout.summary import explain, html, summary
 from kvpool.layout.types import Axis, Buffer, Described, Key, LayoutError, Region, Slab
 from kvpool.layout.validate import VERSION, check_layout, total_layers
 
@@ -61,6 +61,10 @@ class PoolLayout:
     def explain(self) -> str:
         """A line for each role and shape: layers, type, bytes, axes."""
         return explain(self)
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return html(self)
 
     @cached_property
     def buffer_by_name(self) -> dict[str, Buffer]:

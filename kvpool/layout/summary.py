@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.layout.sentences import axis_steps, ranges, steps
@@ -89,10 +91,27 @@ def _row(layout: PoolLayout, region: Region) -> ShapeRow:
 
 def explain(layout: PoolLayout) -> str:
     """A table of `shape_rows`; sizes in bytes."""
-    table = [("region", "layers", "dtype", "items", "item", "cell", "axes")]
-    for row in shape_rows(layout):
-        item, axes = " ".join(row.item), ", ".join(row.axes)
-        table.append((row.name, row.layers, row.dtype, row.items, item, row.cell, axes))
+    table = _table(layout)
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in table)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def html(layout: PoolLayout) -> str:
+    """The same for notebooks; `kvpool.render.html` draws every byte."""
+    return f"<p>{escape(summary(layout))}</p>{html_table(_table(layout))}"
+
+
+def html_table(table: Sequence[Sequence[str]]) -> str:
+    """Rows of text as an HTML table, of which the first is the head."""
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table[1:])
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in table[0])
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
+
+def _table(layout: PoolLayout) -> list[tuple[str, ...]]:
+    table: list[tuple[str, ...]] = [("region", "layers", "dtype", "items", "item", "cell", "axes")]
+    for row in shape_rows(layout):
+        item, axes = " ".join(row.item), ", ".join(row.axes)
+        table.append((row.name, row.layers, row.dtype, row.items, item, row.cell, axes))
+    return table

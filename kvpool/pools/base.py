@@ -124,6 +124,10 @@ class KVPool(HostCopies):
         model = f"{self.layout.model}, " if self.layout.model else ""
         return f"{type(self).__name__}({model}{summary(self.layout)})"
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return self.layout._repr_html_()
+
     def _declared(self, names: str) -> tuple[tuple[BufferSpec, ...], dict[str, Space]]:
         """Specifications and the spaces that they use, by name with prefix `names`."""
         declared = tuple(

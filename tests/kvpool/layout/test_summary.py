@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html.parser import HTMLParser
+
 from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
 from disagg.plan import plan
 from kvpool import Allocator, MHAPool, PoolLayout, RequestAddress, Shard, Span
@@ -71,3 +73,35 @@ def test_a_layout_explains_each_shape_in_a_line():
         ["target", role, "0-3", "float32", "17", "16,384", "256"] for role in "kv"
     ]
     assert lines[0].endswith("entry 16 x 1,024, head 4-7 of 8 x 256")
+
+
+class Cells(HTMLParser):
+    """The text of each cell, row by row."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, _):
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_data(self, data):
+        if self.rows:
+            self.rows[-1].append(data)
+
+
+def test_notebooks_show_layouts_and_plans_as_tables():
+    pool = pool_of(model="<b>")
+    text = pool._repr_html_()
+    assert text == pool.layout._repr_html_() and "<b>" not in text
+    lines = pool.layout.explain().splitlines()
+    assert [row[:5] for row in Cells(text).rows[1:]] == [
+        [f"target {role}", "0-3", "float32", "17", "16,384"] for role in "kv"
+    ]
+    assert len(Cells(text).rows) == len(lines)
+    planned = plan([pool.layout], pool_of(page_size=32, num_pages=9).layout)
+    head, *rows = Cells(planned._repr_html_()).rows
+    assert head[:3] == ["roles", "layers", "runs"]
+    assert [row[:2] for row in rows] == [["target k", "0-3"], ["target v", "0-3"]]
