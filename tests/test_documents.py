@@ -58,6 +58,8 @@ def test_every_link_between_documents_leads_to_a_file_and_a_heading():
         for target, anchor in LINK.findall(path.read_text()):
             page = path.parent / target if target else path
             assert page.exists(), f"{path.name}: {target}"
+            inside = page.resolve().is_relative_to(ROOT / "docs")
+            assert page.is_file() or not inside, f"{path.name}: {target} is a folder"
             assert not anchor or anchor in anchors(page), f"{path.name}: {target}#{anchor}"
 
 
