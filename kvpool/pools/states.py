@@ -11,8 +11,12 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
-import torch
 from typing_extensions import Unpack
+
+from kvpool.extras import needed_by
+
+with needed_by("kvpool.pools"):
+    import torch
 
 from kvpool.layout import Space
 from kvpool.layout.dtypes import dtype_name

@@ -44,7 +44,7 @@ WRONG = [
     *(("drain_seconds", value, "a number of seconds up to 86400") for value in (-1, None, "3")),
     *(
         ("store_room", value, 'bytes, 1,048,576 or more, or text with a unit such as "4GiB"')
-        for value in (0, -1, 256, 2.5e9, True, "", "4", "4G", "-1GiB", "all")
+        for value in (0, -1, 256, 2.5e9, True, "", "4", "4Q", "-1GiB", "all")
     ),
     ("conventions", "llama", "names, each with a number or a short text"),
     ("conventions", {"model": [1]}, "model=[1]: a number, or a text"),

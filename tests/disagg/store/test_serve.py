@@ -95,7 +95,7 @@ def test_a_port_that_is_taken_is_named():
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (("--memory", "4G"), 2, "--memory '4G': bytes, or a number of kB"),
+        (("--memory", "4Q"), 2, "--memory '4Q': bytes, or a number of kB"),
         (("--memory", "0"), 2, "--memory '0'"),
         (("--port", "0"), 2, "Invalid value for '--port'"),
         (("--host", "0.0.0.0"), 2, "an address of this host at which the others reach it"),

@@ -46,7 +46,7 @@ REFUSED = {
     "mooncake://host:70000": "a port, 1 to 65535",
     "mooncake://[::1]:50051": "IPv4 address",
     "mooncake://host:50051/x": "no path",
-    "mooncake://host:50051?memory=4G": "memory '4G': bytes, or a number of",
+    "mooncake://host:50051?memory=4Q": "memory '4Q': bytes, or a number of",
     "mooncake://host:50051?protocol=udp": "tcp or rdma",
 }
 

@@ -294,7 +294,7 @@ def test_the_installed_command_prints_tables_of_roles_and_stages():
         (["gpt2"], 2, "or a shipped config"),
         (["llama_3_1_70b", "--tp", "3"], 2, "8 heads cannot be split over 3"),
         (["llama_3_1_70b", "--pp", "81"], 2, "81 stages for 80 layers"),
-        (["llama_3_1_70b", "--memory", "141G"], 2, "such as 141GiB"),
+        (["llama_3_1_70b", "--memory", "141Q"], 2, "such as 141GiB"),
         (["llama_3_1_70b", "--dtype", "int4"], 2, "one of bf16"),
         (["llama_3_1_70b", "--draft"], 2, "no draft layers"),
         (["deepseek_v3", "--dtype", "mxfp8"], 2, "MLA takes fp8"),

@@ -28,9 +28,8 @@ def test_a_pool_and_its_layout_say_layers_items_type_shard_and_bytes():
 def test_several_spaces_and_owners_are_named():
     hybrid = declare("deepseek_v4").from_budget(2 << 30, requests=2, device="meta", dtype="bf16")
     assert " pages of swa of 128 entries, " in repr(hybrid) and " slots of ring, " in repr(hybrid)
-    both = PoolLayout.merge(
-        pool_of().layout, pool_of(owner="draft", layers=[0], total_kv_layers=4).layout
-    )
+    target, draft = pool_of(), pool_of(owner="draft", layers=[0], total_kv_layers=4)
+    both = PoolLayout.merge(target.layout, draft.layout)
     assert "layers 0-3, draft layers 0, 17 pages of 16 entries" in repr(both)
 
 
