@@ -15,6 +15,9 @@ from disagg.plan.refusal import IncompatibleLayouts, Reason
 from kvpool.layout import Key, PoolLayout
 from kvpool.layout.sentences import ranges
 
+CAST_VALUES = 'True, False, or a list of roles, such as ["k", "v"]'
+"""What `cast` may be."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
@@ -47,7 +50,9 @@ class Wanted(NamedTuple):
     cast: bool | Collection[str]
 
     def match(self, dest: PoolLayout) -> Matched:
-        """Raises IncompatibleLayouts."""
+        """Raises IncompatibleLayouts, and ValueError for a text as `cast`, which is no list."""
+        if isinstance(self.cast, str):
+            raise ValueError(f"cast={self.cast!r}: {CAST_VALUES}.")
         arrival = arrival_of(self.sources, dest, self.cast) if self.cast else None
         if arrival is None:
             try:
@@ -63,30 +68,35 @@ class Wanted(NamedTuple):
             except IncompatibleLayouts as error:
                 reasons += error.reasons
         if reasons:
-            raise IncompatibleLayouts(reasons)
+            raise _with_casts(IncompatibleLayouts(reasons), self.sources, dest, arrival)
         own, converted = matched
         return replace(own, arrival=arrival, converted=converted)
 
 
 def _with_casts(
-    error: IncompatibleLayouts, sources: Sequence[PoolLayout], dest: PoolLayout
+    error: IncompatibleLayouts,
+    sources: Sequence[PoolLayout],
+    dest: PoolLayout,
+    allowed: Arrival | None = None,
 ) -> IncompatibleLayouts:
-    """The reasons, and where rows could be converted, how to allow that: their scales are then no
-    reason of their own.
+    """The reasons, and where rows could be converted beside those that are `allowed` to be, how to
+    allow that: their scales are then no reason of their own.
     """
     arrival = arrival_of(sources, dest, True)
     if arrival is None:
         return error
+    converted = arrival.converted - (allowed.converted if allowed else set())
     hints = {
         key: f" Or let decode convert {rows.arrival.format} to {rows.dest.format}: cast=True."
         for key, rows in arrival.conversions.items()
+        if key in converted
     }
     own = [(r, (r.owner, r.layer, r.role)) for r in error.reasons]
     return IncompatibleLayouts(
         [
             replace(reason, sentence=reason.sentence + hints.get(key, ""))
             for reason, key in own
-            if key in hints or key not in arrival.converted
+            if key in hints or key not in converted
         ]
     )
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from disagg.engines.base import engine_names
+from disagg.plan.matching import CAST_VALUES
 from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Convention, Seconds
 from disagg.runtime.socket_transport import SocketTransport
 from disagg.runtime.sockets.listen_address import FORMS, ListenAddress
@@ -59,7 +60,7 @@ RULES: Mapping[str, Rule] = {
     "offer_timeout": Rule(Seconds | None, f"{_BOUNDED}, or None"),
     "read_timeout": Rule(_Positive, "a number of seconds above 0"),
     "lease": Rule(_Positive | None, "a number of seconds above 0, or None"),
-    "cast": Rule(bool | list[str], 'True, False, or a list of roles, such as ["k", "v"]'),
+    "cast": Rule(bool | list[str], CAST_VALUES),
     "allow_missing": Rule(list[str], 'a list of owners or roles, such as ["draft"]'),
     "verify": Rule(Literal["checksum"] | None, "'checksum', or None"),
     "drain_seconds": Rule(

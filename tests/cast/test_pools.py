@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from disagg.plan import plan
+from disagg.plan import IncompatibleLayouts, plan
 from kvpool.layout.formats import Shard
 from tests import oracle
 from tests.cast.rows import bytes_of, move, names, read, spots, write
@@ -156,3 +156,18 @@ def test_any_geometry(geometry, seed):
     for rank in range(ranks[1]):
         (dest,), (want,) = pools(1, rank), pools(1, rank)
         hand_over(sources, dest, want, tokens, start=start, edges=edges, most=most, seed=seed)
+
+
+def test_roles_that_may_be_converted_are_a_list_and_others_are_still_told_how():
+    """With some roles allowed, the others' reasons are as they are without any."""
+    source, dest = built(mha, "bf16"), built(mha, "fp8")
+    with pytest.raises(ValueError, match="cast='prefill': True, False, or a list of roles"):
+        plan([source.layout], dest.layout, cast="prefill")
+    reasons = {}
+    for cast in (False, ["k"]):
+        with pytest.raises(IncompatibleLayouts) as refused:
+            plan([source.layout], dest.layout, cast=cast)
+        reasons[bool(cast)] = {(r.role, r.sentence) for r in refused.value.reasons}
+    assert {role for role, _ in reasons[False]} == {"k", "v"}
+    assert reasons[True] == {(role, text) for role, text in reasons[False] if role == "v"}
+    assert all(text.endswith("cast=True.") for _, text in reasons[True])
