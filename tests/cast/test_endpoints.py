@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -174,10 +175,11 @@ def test_what_was_damaged_is_named():
         decode.receive("r", table)
         prefill.send("r", source.part(20), last=False)
         key = ("target", 1, "k")
-        while key not in decode.machine.rooms.known("r").arrived[0]._parts:
-            pass
-        part = decode.machine.rooms.known("r").arrived[0]._parts[key][0]
-        part.hashes[3] += np.uint64(1)
+        arrived = decode.machine.rooms.known("r").arrived[0]
+        # an entry stands in the table before its first part does
+        while not (parts := arrived._parts.get(key)):
+            time.sleep(0.001)
+        parts[0].hashes[3] += np.uint64(1)
         prefill.send("r", source.table)
         assert decode.wait("r", 60) is KVPoll.Failed
         assert "target layer 1 k: position 3 differs" in decode.failure("r").reason
