@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 EXTRAS = {
@@ -60,6 +61,22 @@ def needed_by(what: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise missing(what, error) from None
+
+
+class Lazy(ModuleType):
+    """A module that is imported when something of it is first used. Raises MissingExtra, beginning
+    with `user`, if a package of an extra is not there.
+    """
+
+    def __init__(self, name: str, user: str) -> None:
+        super().__init__(name)
+        self._user = user
+
+    def __getattr__(self, name: str) -> Any:
+        with needed_by(self._user):
+            value = getattr(import_module(self.__name__), name)
+        setattr(self, name, value)  # the next access does not come here
+        return value
 
 
 def attach(

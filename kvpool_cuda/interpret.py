@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvpool.device.cpu import CPUDevice, HostDevice
+from kvpool.device.cpu import CPUDevice
+from kvpool.device.host import HostDevice
 from kvpool_cuda.device import KernelDevice, interpreted, missing_triton
 
 

@@ -28,6 +28,8 @@ sys.meta_path.insert(0, Block())
         "kvpool.describe",
         "kvpool.device",
         "kvpool.allocation.allocator",
+        "kvpool.models.sizing",
+        "kvpool.pools.typed",
         "disagg.plan",
         "disagg.testing.arena",
     ],
@@ -66,10 +68,37 @@ except SystemExit as done:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["budget", "deepseek_v4", "--dtype", "fp8", "--draft", "--tp", "2", "--block-pool"],
+        ["describe", "deepseek_v4", "--packing", "fp8", "--html", "map.html"],
+        ["explain", "qwen3_next_80b", "--tp", "2:1", "--page-size", "64:16"],
+        ["doctor"],
+    ],
+)
+def test_sizes_and_layouts_of_configs_are_the_same_without_torch(arguments, tmp_path):
+    code = """
+from kvpool.__main__ import main
+sys.argv = ["kvpool", *{arguments!r}]
+main()
+"""
+    said = []
+    for blocked in ({"torch", "transformers"}, set()):
+        program = BLOCKED.format(blocked=blocked) + code.format(arguments=arguments)
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    if arguments == ["doctor"]:
+        assert "cpu            not here  needs PyTorch: pip install 'kvpool[torch]'" in said[0]
+    else:
+        assert said[0] and said[0] == said[1]
+
+
+@pytest.mark.parametrize(
     ("package", "arguments", "sentence"),
     [
         ("typer", ["--version"], "kvpool --version needs typer: pip install 'kvpool[cli]'"),
-        ("torch", ["budget", "gpt_oss_120b"], "needs PyTorch: pip install 'kvpool[torch]'"),
         ("torch", ["bench"], "needs PyTorch: pip install 'kvpool[torch]'"),
     ],
 )

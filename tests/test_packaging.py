@@ -54,14 +54,12 @@ assert ours.tobytes() == expected.tobytes()
 assert "torch" not in sys.modules
 """
 SENTENCES = {
-    "from kvpool import MHAPool": "MHAPool needs PyTorch: pip install 'kvpool[torch]'",
-    "import kvpool.pools.typed": "kvpool.pools needs PyTorch: pip install 'kvpool[torch]'",
-    "from kvpool.models import declare": "kvpool.pools needs PyTorch: pip install 'kvpool[torch]'",
+    "import kvpool; kvpool.declare('llama_3_1_70b').build(num_pages=4, dtype='bf16')": "device "
+    "'cpu' needs PyTorch: pip install 'kvpool[torch]'",
     "from kvpool.device import get_device; get_device('cpu')": "device 'cpu' needs PyTorch: "
     "pip install 'kvpool[torch]'",
     "import kvpool.integrations.transformers": "kvpool.integrations needs PyTorch: "
     "pip install 'kvpool[torch]'",
-    "from kvpool_npu import NPUMHAPool": "NPUMHAPool needs PyTorch: pip install 'kvpool[torch]'",
     "from disagg.exporter import export; export({})": "the exporter needs prometheus-client: "
     "pip install 'kvpool[metrics]'",
     "from disagg import create_engine; create_engine('nixl')": "pip install 'kvpool[nixl]', "

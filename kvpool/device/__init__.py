@@ -1,7 +1,7 @@
 """The protocol of a device, and the registry that finds one by name.
 
-`cpu` and `meta` are in `kvpool.device.cpu`. Other devices are found by entry point
-`kvpool.devices` and imported on first use. `docs/add-a-device.md` shows how to add one.
+Devices are found by entry points of the group `kvpool.devices` and imported on first use: `cpu` is
+in `kvpool.device.cpu`, `meta` in `kvpool.device.host`. `docs/add-a-device.md` shows how to add one.
 """
 
 from __future__ import annotations

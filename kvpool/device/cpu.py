@@ -1,61 +1,16 @@
-"""Devices `cpu`, host memory, and `meta`, sizes without memory."""
+"""Device `cpu`, host memory."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import sys
-from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from kvpool.device import (
-    DeviceUnavailable,
-    Event,
-    host_conversion,
-    host_rows,
-    shared_memory,
-    torch_ops,
-)
+from kvpool.device import host_conversion, host_rows, shared_memory, torch_ops
+from kvpool.device.host import CompletedEvent as CompletedEvent, HostDevice
 from kvpool.device.host_copy import copy_runs
-
-
-class CompletedEvent:
-    """The event of a device whose calls finish before they return: it has ended."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        """Returns at once."""
-
-
-class HostDevice:
-    """What the devices without hardware of their own have in common."""
-
-    memory_kind: str
-    alignment = 64
-    registration_limit: int | None = None
-    emulated = False
-
-    def __init__(self, name: str = "") -> None:
-        self.name = name or self.memory_kind
-
-    def availability(self) -> str | None:
-        return None
-
-    def record(self) -> Event:
-        return CompletedEvent()
-
-    def memory_at(self, pointer: int, nbytes: int) -> torch.Tensor:
-        """See Pointing.memory_at."""
-        array: Any = (ctypes.c_ubyte * nbytes).from_address(pointer)
-        return torch.from_numpy(np.frombuffer(array, dtype=np.uint8))
-
-    def wait(self, event: Event) -> None:
-        """Blocks the host until the event has ended."""
-        event.synchronize()
 
 
 class CPUDevice(HostDevice):
@@ -93,21 +48,3 @@ class CPUDevice(HostDevice):
         base, stride, nbytes = np.array(runs, dtype=np.int64).reshape(-1, 3, 1).swapaxes(0, 1)
         start, to = (base + stride * ids.numpy() for ids in (src, dst))
         copy_runs(start.ravel(), to.ravel(), np.broadcast_to(nbytes, start.shape).ravel())
-
-
-class MetaDevice(HostDevice):
-    """Sizes and strides without memory, for budgets and offline checks."""
-
-    memory_kind = "meta"
-
-    def allocate(self, nbytes: int, alignment: int | None = None) -> torch.Tensor:
-        """A uint8 tensor without memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise DeviceUnavailable(
-            "a pool on the meta device has no memory to write, read or copy. Build it with "
-            "device='cpu'."
-        )
-
-    memory_at = store_rows = load_rows = copy_items = copy_runs = _refuse

@@ -11,38 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from kvpool.layout.dtypes import PACKINGS, dtype_name
-
-READ_AS = ("bfloat16", "float16", "float32", "float64")
 LARGEST_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 SCALE_DTYPES = (torch.float32, torch.float16, torch.float8_e8m0fnu)
 SMALLEST_SCALE = 2.0**-126  # a scale below float32's normal range has no reciprocal
 BIAS = 127
-
-
-def storage(
-    dtype: torch.dtype | str | None, packing: torch.dtype | str | None, owner: str
-) -> tuple[str, str]:
-    """The names of a pool's dtype, in which values are written and read, and of its packing.
-    Raises ValueError if they contradict each other.
-    """
-    if packing in PACKINGS:
-        read = dtype_name("bf16" if dtype is None else dtype)
-        if read not in READ_AS:
-            raise ValueError(
-                f"{owner}: dtype {read}, packing {packing!r}. A quantised pool takes and returns "
-                f"floats: use one of {', '.join(READ_AS)} as dtype."
-            )
-        return read, packing
-    if packing is None and dtype is None:
-        raise ValueError(f"{owner}: a dtype or a packing must be given.")
-    stored = dtype_name(dtype if packing is None else packing)
-    if dtype is not None and dtype_name(dtype) != stored:
-        raise ValueError(
-            f"{owner}: dtype {dtype_name(dtype)}, packing {stored}. Values are stored without "
-            "rounding: give only one of the two."
-        )
-    return stored, stored
 
 
 def quantise(

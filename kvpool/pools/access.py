@@ -7,19 +7,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Union
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple, Union
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.extras import needed_by
-
-with needed_by("kvpool.pools"):
-    import torch
-
 from kvpool.device import Device
-from kvpool.device.quant import LARGEST_CODE, SCALE_DTYPES
-from kvpool.device.torch_ops import ReadRow, WriteRow
+from kvpool.extras import Lazy
 from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
 from kvpool.layout.formats import BufferSpec, StateType, scale_role
@@ -27,8 +22,19 @@ from kvpool.layout.grid import StateSection, sharded
 from kvpool.layout.sentences import nearest
 from kvpool.pools.placement import Placement
 
-ArrayLike = Union[npt.ArrayLike, torch.Tensor]
-DTypeLike = Union[str, torch.dtype]
+# a layout needs no tensor: PyTorch is imported with the first one
+if TYPE_CHECKING:
+    import torch
+
+    from kvpool.device import quant, torch_ops
+    from kvpool.device.torch_ops import WriteRow
+else:
+    torch = Lazy("torch", "kvpool.pools")
+    quant = Lazy("kvpool.device.quant", "kvpool.pools")
+    torch_ops = Lazy("kvpool.device.torch_ops", "kvpool.pools")
+
+ArrayLike = Union[npt.ArrayLike, "torch.Tensor"]
+DTypeLike = Union[str, "torch.dtype"]
 
 
 class BufInfos(NamedTuple):
@@ -72,9 +78,15 @@ class TypedAccess:
     dtype: str
     packing: str
     placement: Placement
-    _slab: torch.Tensor
+    nbytes: int
     _base: int
     _views: dict[tuple[str, int], torch.Tensor]
+
+    @cached_property
+    def _slab(self) -> torch.Tensor:
+        """The pool's memory, uint8 `[byte]`, allocated at its first use."""
+        with torch.inference_mode(False):  # else it could not be written
+            return self.device.allocate(self.nbytes)
 
     def view(self, role: str, layer: int) -> torch.Tensor:
         """A role's memory as a typed view `[item, entry, axes..., element]` (slots: no entry)."""
@@ -147,7 +159,7 @@ class TypedAccess:
         rows, needed = [], []
         for role in roles:
             needed.append(role)
-            row, scales = ReadRow(self._entries(role, layer)), self._scales(role, layer)
+            row, scales = torch_ops.ReadRow(self._entries(role, layer)), self._scales(role, layer)
             if scales is not None:
                 needed.append(scale_role(role))
                 row = row._replace(scales=scales, dtype=getattr(torch, self.dtype))
@@ -166,7 +178,7 @@ class TypedAccess:
     def gather(self, role: str, layer: int, locations: ArrayLike) -> torch.Tensor:
         """Reads flat locations `[N]`, as stored, into a new tensor `[N, ...]`."""
         ids = self._locations((role,), layer, locations)
-        (cells,) = self.device.load_rows([ReadRow(self._entries(role, layer))], ids)
+        (cells,) = self.device.load_rows([torch_ops.ReadRow(self._entries(role, layer))], ids)
         return cells
 
     @property
@@ -257,8 +269,8 @@ class TypedAccess:
         self, role: str, layer: int, count: int, values: torch.Tensor, scales: torch.Tensor | None
     ) -> WriteRow:
         view = self._entries(role, layer)
-        codes = view.dtype in LARGEST_CODE
-        if scales is not None and not (codes and scales.dtype in SCALE_DTYPES):
+        codes = view.dtype in quant.LARGEST_CODE
+        if scales is not None and not (codes and scales.dtype in quant.SCALE_DTYPES):
             raise ValueError(
                 f"{self.owner} layer {layer} {role}: cannot quantise to {view.dtype} with scales "
                 f"of {scales.dtype}, only to float8_e4m3fn or int8 with scales of float32, "
@@ -271,7 +283,7 @@ class TypedAccess:
                 f"{values.dtype}, the pool takes {shape} {view.dtype}. Reshape or convert them "
                 "first."
             )
-        return WriteRow(view, values.detach(), scales)
+        return torch_ops.WriteRow(view, values.detach(), scales)
 
     def _widened(self, view: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Floats as the view's dtype, where that is exact or the pool may round."""

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
 from weakref import ReferenceType
 
 from typing_extensions import Self
 
-from kvpool.extras import needed_by
-
-with needed_by("kvpool.pools"):
-    import torch
-
 from kvpool.device import Device, get_device
-from kvpool.device.quant import storage
 from kvpool.layout import LayoutError, PoolLayout, Space
 from kvpool.layout.describe import describe
+from kvpool.layout.dtypes import storage
 from kvpool.layout.formats import BufferSpec, Shard
 from kvpool.layout.summary import summary
 from kvpool.layout.validate import total_layers
@@ -34,6 +29,9 @@ from kvpool.pools.placement import (
     place,
     used_spaces,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Common(TypedDict, total=False):
@@ -141,14 +139,13 @@ class KVPool(HostCopies):
     def _allocated(self, spaces: Mapping[str, Space], model: str) -> PoolLayout:
         """Allocates the memory; returns what lies where."""
         items = {space.name: self._items(spaces[space.id_list]) for space in spaces.values()}
-        buffers, nbytes = place(self, spaces, items, self.device.alignment)
-        with torch.inference_mode(False):
-            self._slab = self.device.allocate(nbytes)
-        self.nbytes = self._slab.numel()
-        start = 0 if self._slab.device.type == "meta" else self._slab.data_ptr()
-        # views count from the start of the storage; an aligned slab may begin later
-        self._base = start - int(self._slab.storage_offset())
-        memory = str(self._slab.device)
+        buffers, self.nbytes = place(self, spaces, items, self.device.alignment)
+        self._base = start = 0
+        memory = self.device.memory_kind
+        if self.device.memory_kind != "meta":
+            start, memory = self._slab.data_ptr(), str(self._slab.device)
+            # views count from the start of the storage; an aligned slab may begin later
+            self._base = start - int(self._slab.storage_offset())
         return PoolLayout(
             buffers=tuple(replace(b, base=start + b.base, memory=memory) for b in buffers),
             regions=tuple(region for spec in self.specs for region in spec.regions(self.owner)),

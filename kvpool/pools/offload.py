@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import index
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from kvpool.device import DeviceUnavailable
+from kvpool.extras import Lazy
 from kvpool.layout import Buffer, PoolLayout, RequestAddress, Space
 from kvpool.layout.grid import Ints, outer_sum
 from kvpool.layout.request_address import pinned_by_call
 from kvpool.pools.access import TypedAccess
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Lazy("torch", "kvpool.pools")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,15 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Unpack
 
-from kvpool.extras import needed_by
-
-with needed_by("kvpool.pools"):
-    import torch
-
+from kvpool.extras import Lazy
 from kvpool.layout import Space
 from kvpool.layout.dtypes import dtype_name
 from kvpool.layout.formats import (
@@ -36,6 +32,11 @@ from kvpool.layout.formats import (
 )
 from kvpool.pools.access import ArrayLike, DTypeLike
 from kvpool.pools.base import Common, KVPool
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = Lazy("torch", "kvpool.pools")
 
 
 @dataclass(frozen=True, slots=True)

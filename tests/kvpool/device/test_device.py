@@ -14,7 +14,8 @@ import pytest
 
 from kvpool import DeviceUnavailable, MLAPool
 from kvpool.device import Device, device_entries, get_device
-from kvpool.device.cpu import CompletedEvent, CPUDevice, MetaDevice
+from kvpool.device.cpu import CPUDevice
+from kvpool.device.host import CompletedEvent, MetaDevice
 from tests.kvpool.cli.plugins import package
 from tests.processes import python
 
