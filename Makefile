@@ -236,6 +236,16 @@ bench: venv  ## every benchmark, as ratios
 	$(BIN)/kvpool bench $(BENCH)
 	$(BIN)/python -m pytest tests/bench --benchmark-enable --benchmark-columns=median,min,max,rounds
 
+FIGURES ?=
+.PHONY: figures
+figures: venv  ## the tables of docs/performance.md, measured here; FIGURES=tests/bench/test_host.py for one
+ifeq ($(FIGURES),)
+	@mkdir -p build
+	$(BIN)/kvpool bench --json $(BENCH) > build/bench.json
+	$(BIN)/python -m tests.bench.figures build/bench.json
+endif
+	$(BIN)/python -m pytest --benchmark-enable --figures $(or $(FIGURES),tests/bench)
+
 SIMULATE ?=
 .PHONY: simulate
 simulate: venv  ## a fleet of endpoints in virtual time (docs/scale.md)

@@ -1,10 +1,13 @@
 """Ratios: each round runs the reference, then our code, in one process. Without
-`--benchmark-enable` each case runs once, with minimal sizes.
+`--benchmark-enable` each case runs once, with minimal sizes. With `--figures` the tables of
+docs/performance.md are written again.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -12,8 +15,24 @@ import numpy as np
 import pytest
 
 from kvpool import RequestAddress, Span
+from tests.bench.figures import figure, write_all
 
-PAIRS: list[tuple[str, float, float, float]] = []
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Seconds of a case and of its reference, by round."""
+
+    file: str
+    title: str
+    ours: Sequence[float]
+    reference: Sequence[float]
+
+
+PAIRS: list[Pair] = []
+
+
+def pytest_addoption(parser):
+    parser.addoption("--figures", action="store_true", help="write the tables of performance.md")
 
 
 @pytest.fixture(scope="session")
@@ -61,17 +80,28 @@ def paired(benchmark, request):
 
         benchmark.pedantic(ours, setup=before, rounds=rounds, warmup_rounds=2)
         if benchmark.stats is not None:
-            mine, theirs = benchmark.stats.stats.median, median(taken[2:])
-            lowest = min(taken[2:]) / benchmark.stats.stats.min
-            benchmark.extra_info.update(reference_seconds=theirs, ratio=theirs / mine)
-            PAIRS.append((request.node.name, mine, theirs, lowest))
+            mine, theirs = benchmark.stats.stats.data, taken[2:]
+            ratio = median(theirs) / median(mine)
+            benchmark.extra_info.update(reference_seconds=median(theirs), ratio=ratio)
+            record(request, request.node.name, mine, theirs)
 
     return run
 
 
-def pytest_terminal_summary(terminalreporter):
-    if PAIRS:
-        terminalreporter.section("medians, the reference's in the same rounds, and both lowest")
-        for name, mine, theirs, lowest in PAIRS:
-            times = f"{1e3 * mine:>9.3f} ms {1e3 * theirs:>9.3f} ms {theirs / mine:>8.2f} x"
-            terminalreporter.write_line(f"{name:<58} {times} {lowest:>6.2f} x")
+def record(request, title, ours, reference):
+    """Keeps what was timed, for the summary and the figures."""
+    pair = Pair(file=request.path.name, title=title, ours=[*ours], reference=[*reference])
+    PAIRS.append(pair)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not PAIRS:
+        return
+    terminalreporter.section("medians, the reference's in the same rounds, and both lowest")
+    for pair in PAIRS:
+        mine, theirs = median(pair.ours), median(pair.reference)
+        times = f"{1e3 * mine:>9.3f} ms {1e3 * theirs:>9.3f} ms {theirs / mine:>8.2f} x"
+        lowest = min(pair.reference) / min(pair.ours)
+        terminalreporter.write_line(f"{pair.title:<58} {times} {lowest:>6.2f} x")
+    if config.getoption("figures"):
+        write_all([figure(p.file, p.title, p.ours, p.reference) for p in PAIRS])

@@ -9,13 +9,12 @@ import time
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from multiprocessing.connection import wait
-from statistics import median
 
 import pytest
 
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from kvpool import MHAPool, RequestAddress, Span
-from tests.bench.conftest import PAIRS
+from tests.bench.conftest import record
 from tests.disagg.engines.peers import ENGINES
 from tests.processes import Child
 from tests.streams import Server, dial
@@ -142,7 +141,7 @@ def test_many_at_once(paired, engine, timed):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_one_from_send_to_success(engine, timed):
+def test_one_from_send_to_success(engine, timed, request):
     """Beside two round trips of bare frames."""
     number, (into,) = 300 if timed else 3, tables(1)
     ours, theirs = [], []
@@ -160,7 +159,8 @@ def test_one_from_send_to_success(engine, timed):
             assert decode.wait(room, 30) is KVPoll.Success
             ours.append(time.monotonic() - began)
             decode.forget(room)
-    note(timed, f"send to Success, {engine}", median(ours), median(theirs), ours, theirs)
+    if timed:
+        record(request, request.node.name, ours, theirs)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -187,7 +187,7 @@ def test_many_prefills(paired, engine, timed):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_room_that_waits(engine, timed):
+def test_a_room_that_waits(engine, timed, request):
     """Seconds of processor time on both sides, beside the seconds that it waits."""
     seconds = 3.0 if timed else 0.05
     with decode_with(engine) as (decode, [peer], _):
@@ -203,9 +203,6 @@ def test_a_room_that_waits(engine, timed):
             spent = peer.ask("cpu", 0, 0) - theirs, time.process_time() - mine
             waited = time.monotonic() - began
             for side, each in zip(("prefill", "decode"), spent):
-                note(timed, f"{state}, {side}, {engine}", each, waited, [each], [waited])
-
-
-def note(timed, name, mine, theirs, ours, reference):
-    if timed:
-        PAIRS.append((name, mine, theirs, min(reference) / min(ours)))
+                if timed:
+                    title = f"a room that waits, {state}, {side}[{engine}]"
+                    record(request, title, [each], [waited])

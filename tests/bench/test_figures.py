@@ -1,0 +1,66 @@
+"""Tables of figures stand between the marks of their benchmark."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench.figures import figure, write_all
+
+PAGE = """# Figures
+
+<!-- figures of test_a.py -->
+old
+<!-- end of figures -->
+
+Words stay.
+
+<!-- figures of test_b.py -->
+<!-- end of figures -->
+"""
+
+
+@pytest.fixture
+def page(tmp_path):
+    path = tmp_path / "performance.md"
+    path.write_text(PAGE)
+    return path
+
+
+def rows(path):
+    return [line for line in path.read_text().splitlines() if line.startswith("|")]
+
+
+def test_a_ratio_is_the_median_of_rounds_with_its_middle_half(page):
+    # ratios 1, 2, 3, 4, 9: half of them between 2 and 4
+    ours, reference = [0.001] * 5, [0.004, 0.001, 0.009, 0.003, 0.002]
+    write_all([figure("test_a.py", "test_of_one_page[2048]", ours, reference)], page)
+    assert rows(page) == [
+        "| case | time | ratio |",
+        "| --- | --: | --: |",
+        "| of one page, 2048 | 1 ms | 3.00 ±1.00 |",
+    ]
+
+
+def test_engines_are_columns(page):
+    titles = ["test_room[nixl-4 KiB]", "test_room[local-4 KiB]", "test_room[waits-nixl-tcp-memfd]"]
+    write_all([figure("test_b.py", title, [1.0], [2.0]) for title in titles], page)
+    assert rows(page) == [
+        "| case | `nixl` | `local` | `nixl-tcp` |",
+        "| --- | --: | --: | --: |",
+        "| room, 4 KiB | 2.00 ±0.00 | 2.00 ±0.00 |  |",
+        "| room, waits, memfd |  |  | 2.00 ±0.00 |",
+    ]
+
+
+def test_other_words_of_the_page_stay(page):
+    for _ in range(2):  # written again, a table takes the place of the last one
+        write_all([figure("test_a.py", "test_x", [1.0], [2.0])], page)
+    text = page.read_text()
+    assert "old" not in text and text.count("| x | ") == 1
+    assert text.endswith(PAGE.partition("old\n")[2])
+
+
+def test_a_page_without_marks_is_refused_and_stays(page):
+    with pytest.raises(ValueError, match=r"no table of test_c.py. Write <!-- figures of test_c"):
+        write_all([figure(f"test_{name}.py", "test_x", [1.0], [2.0]) for name in "ac"], page)
+    assert page.read_text() == PAGE
