@@ -21,6 +21,8 @@ ROOT = PYPROJECT.parent
 PROJECT = tomllib.loads(PYPROJECT.read_text())["project"]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
+DIST = os.environ.get("KVPOOL_DIST")
+"""Where a source distribution and a wheel are that are to be tested, in place of new ones."""
 PACKAGES = ("kvpool", "kvpool_cuda", "kvpool_npu", "disagg")
 NO_DATA = {".c", ".h", ".pyc", ".so"}  # what wheels leave out, and what checkouts are left with
 MOST_COMPILED_BYTES = 400_000
@@ -112,12 +114,13 @@ def build(kind: str, folder: Path, cwd: Path, **variables: str) -> None:
 def sdist(tmp_path_factory):
     """A source distribution, unpacked. It is built of a copy: a build leaves files behind."""
     folder = tmp_path_factory.mktemp("sdist")
-    copy = folder / "checkout"
-    for path in files(*NEW_TOO):
-        (copy / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, copy / path)
-    build("sdist", folder, copy, SETUPTOOLS_SCM_PRETEND_VERSION_FOR_KVPOOL="9.8.7")
-    [archive] = folder.glob("*.tar.gz")
+    if DIST is None:
+        copy = folder / "checkout"
+        for path in files(*NEW_TOO):
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, copy / path)
+        build("sdist", folder, copy, SETUPTOOLS_SCM_PRETEND_VERSION_FOR_KVPOOL="9.8.7")
+    [archive] = Path(DIST or folder).glob("*.tar.gz")
     # our own archive: Python before 3.11.4 takes no filter
     shutil.unpack_archive(archive, folder)
     return folder / archive.name.removesuffix(".tar.gz")
@@ -129,8 +132,9 @@ def test_the_sdist_holds_every_file_of_the_repository(sdist):
 
 def built_wheel(sdist: Path, folder: Path) -> Path:
     """A wheel of the source distribution, without git and without tags."""
-    build("wheel", folder, sdist)
-    [wheel] = folder.glob("*.whl")
+    if DIST is None:
+        build("wheel", folder, sdist)
+    [wheel] = Path(DIST or folder).glob("*.whl")
     return wheel
 
 
@@ -198,6 +202,14 @@ def test_the_version_is_that_of_the_tag(tmp_path):
     assert version() == "1.2.3"
     commit()
     assert version().startswith("1.2.4.dev1+g")
+
+
+def test_every_python_that_is_supported_is_tested_with_wheels():
+    classifiers = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    wheels = tomllib.loads(PYPROJECT.read_text())["tool"]["cibuildwheel"]["build"]
+    assert wheels == [f"cp{python.replace('.', '')}-manylinux_*" for python in classifiers]
+    ci = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r'"(3\.\d+)"', ci[ci.index("  package:") :]) == classifiers
 
 
 def asked(statements):
