@@ -212,6 +212,14 @@ def test_every_python_that_is_supported_is_tested_with_wheels():
     assert re.findall(r'"(3\.\d+)"', ci[ci.index("  package:") :]) == classifiers
 
 
+def test_the_page_about_installation_lists_every_extra():
+    extras = PROJECT["optional-dependencies"]
+    rows = re.findall(r"^\| (`.+?) \|.*\|(.*)\|$", (ROOT / "docs/install.md").read_text(), re.M)
+    listed = {name: installs for names, installs in rows for name in re.findall(r"`(.+?)`", names)}
+    assert sorted(listed) == sorted(extras)
+    assert [f"kvpool[{','.join(re.findall('`(.+?)`', listed['all']))}]"] == extras["all"]
+
+
 def asked(statements):
     """A program that prints a line for each statement: what it raises."""
     lines = [f"try:\n    {each}\nexcept Exception as e:\n    print(e)\n" for each in statements]
