@@ -246,6 +246,26 @@ ifeq ($(FIGURES),)
 endif
 	$(BIN)/python -m pytest --benchmark-enable --figures $(or $(FIGURES),tests/bench)
 
+RELEASE := build/release
+RELEASE_PYTHON := $(abspath $(RELEASE))/venv/bin/python
+
+.PHONY: release
+release:  ## what is released, in build/release/dist: built in isolation, checked, and tested without torch
+	rm -rf $(RELEASE)
+	@$(PYTHON) -m venv $(RELEASE)/venv || \
+		{ echo "No virtual environment could be made. On Debian: apt-get install python3-venv"; exit 1; }
+	$(RELEASE_PYTHON) -m pip install -q --disable-pip-version-check build twine
+	@# a source distribution, and of that the wheel
+	$(RELEASE_PYTHON) -m build --outdir $(RELEASE)/dist
+	$(RELEASE_PYTHON) -m twine check --strict $(RELEASE)/dist/*
+	$(RELEASE_PYTHON) -m pip install -q --disable-pip-version-check $(KNOWN) "$$(ls $(RELEASE)/dist/*.whl)[cli,test]"
+	KVPOOL_DIST=$(abspath $(RELEASE))/dist $(RELEASE_PYTHON) -m pytest tests/test_packaging.py
+	mkdir $(RELEASE)/sdist && tar -xzf $(RELEASE)/dist/*.tar.gz -C $(RELEASE)/sdist --strip-components=1
+	@# with no package beside them the tests take the wheel
+	cd $(RELEASE)/sdist && rm -r kvpool kvpool_cuda kvpool_npu disagg && \
+		$(RELEASE_PYTHON) -m pytest -n $(WORKERS) @tests/without_torch.txt
+	@echo "tested:" && ls -sh $(RELEASE)/dist/*
+
 SIMULATE ?=
 .PHONY: simulate
 simulate: venv  ## a fleet of endpoints in virtual time (docs/scale.md)

@@ -21,7 +21,12 @@ ROOT = PYPROJECT.parent
 PROJECT = tomllib.loads(PYPROJECT.read_text())["project"]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
-DATA = {".css", ".js", ".json", ".pyi"}  # which packages hold beside modules and C code
+DIST = os.environ.get("KVPOOL_DIST")
+"""Where a source distribution and a wheel are that are to be tested, in place of new ones."""
+PACKAGES = ("kvpool", "kvpool_cuda", "kvpool_npu", "disagg")
+NO_DATA = {".c", ".h", ".pyc", ".so"}  # what wheels leave out, and what checkouts are left with
+MOST_COMPILED_BYTES = 400_000
+NEW_TOO = ("--cached", "--others", "--exclude-standard")
 
 LOCAL = """
 import sys
@@ -74,10 +79,15 @@ with export({}) as server:
 """
 
 
-def run(*command: str | Path, cwd: Path, status: int = 0) -> str:
+def run(*command: str | Path, cwd: Path, status: int = 0, **variables: str) -> str:
     """What a command says, on both streams."""
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=200
+        [*map(str, command)],
+        cwd=cwd,
+        env=CLEAN | variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -92,17 +102,23 @@ def files(*options: str) -> list[Path]:
     return [Path(name) for name in done.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
+def build(kind: str, folder: Path, cwd: Path, **variables: str) -> None:
+    """Builds with the packages that are here, and downloads nothing."""
+    program = f"import setuptools.build_meta as b, sys; b.build_{kind}(sys.argv[1])"
+    run(sys.executable, "-c", program, folder, cwd=cwd, **variables)
+
+
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
     """A source distribution, unpacked. It is built of a copy: a build leaves files behind."""
     folder = tmp_path_factory.mktemp("sdist")
-    copy = folder / "checkout"
-    for path in files("--cached", "--others", "--exclude-standard"):
-        (copy / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, copy / path)
-    build = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", build, folder, cwd=copy)
-    [archive] = folder.glob("*.tar.gz")
+    if DIST is None:
+        copy = folder / "checkout"
+        for path in files(*NEW_TOO):
+            (copy / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, copy / path)
+        build("sdist", folder, copy, SETUPTOOLS_SCM_PRETEND_VERSION_FOR_KVPOOL="9.8.7")
+    [archive] = Path(DIST or folder).glob("*.tar.gz")
     # our own archive: Python before 3.11.4 takes no filter
     shutil.unpack_archive(archive, folder)
     return folder / archive.name.removesuffix(".tar.gz")
@@ -112,15 +128,30 @@ def test_the_sdist_holds_every_file_of_the_repository(sdist):
     assert not [path for path in files("--cached") if not (sdist / path).is_file()]
 
 
-def test_the_wheel_alone_moves_bytes_and_says_what_an_extra_needs(sdist, tmp_path):
-    build = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])"
-    run(sys.executable, "-c", build, tmp_path, cwd=sdist)
-    [wheel] = tmp_path.glob("*.whl")
+def built_wheel(sdist: Path, folder: Path) -> Path:
+    """A wheel of the source distribution, without git and without tags."""
+    if DIST is None:
+        build("wheel", folder, sdist)
+    [wheel] = Path(DIST or folder).glob("*.whl")
+    return wheel
+
+
+def check_files(wheel: Path, release: str) -> None:
+    """One file of C, stripped, for every Python from 3.10 on; beside it packages and their data."""
+    assert wheel.name.startswith(f"{release}-cp310-abi3-")
     with zipfile.ZipFile(wheel) as archive:
-        names = {*archive.namelist()}
-    data = {str(path) for path in files("--cached") if path.suffix in DATA}
-    packaged = {name for name in data if name.partition("/")[0] in ("kvpool", "disagg")}
-    assert {Path(name).suffix for name in packaged} == DATA and packaged <= names
+        names = {name for name in archive.namelist() if not name.startswith(f"{release}.dist-info")}
+        compiled = archive.read("kvpool/_native/runs.abi3.so")
+        assert archive.read(f"{release}.dist-info/licenses/LICENSE")
+    packaged = {path for path in files(*NEW_TOO) if path.parts[0] in PACKAGES}
+    data = {path.as_posix() for path in packaged if path.suffix not in NO_DATA}
+    assert names == data | {"kvpool/_native/runs.abi3.so"}
+    assert len(compiled) < MOST_COMPILED_BYTES and b".symtab" not in compiled
+
+
+def test_the_wheel_alone_moves_bytes_and_says_what_an_extra_needs(sdist, tmp_path):
+    wheel = built_wheel(sdist, tmp_path)
+    check_files(wheel, sdist.name)
     home = tmp_path / "clean"
     venv.create(home, with_pip=True)
     python, elsewhere = home / "bin" / "python", tmp_path / "elsewhere"
@@ -147,6 +178,44 @@ def test_the_wheel_alone_moves_bytes_and_says_what_an_extra_needs(sdist, tmp_pat
     # the command as it is said: kvpool is on no index, and pip keeps the installed one
     run(*pip, "kvpool[metrics]", cwd=elsewhere)
     run(python, "-c", EXPORTED, cwd=elsewhere)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_version_is_that_of_the_tag(tmp_path):
+    shutil.copy(PYPROJECT, tmp_path)
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+
+    def version() -> str:
+        return run(sys.executable, "-m", "setuptools_scm", cwd=tmp_path).splitlines()[0]
+
+    def commit() -> None:
+        run(*git, "commit", "-q", "--allow-empty", "-m", "a", cwd=tmp_path)
+
+    assert version() == "0.1.dev0"  # files without git
+    run(*git, "init", "-q", cwd=tmp_path)
+    run(*git, "add", ".", cwd=tmp_path)
+    commit()
+    assert version().startswith("0.1.dev1+g")  # before the first release, or a clone without tags
+    run(*git, "tag", "v1.2.3", cwd=tmp_path)
+    assert version() == "1.2.3"
+    commit()
+    assert version().startswith("1.2.4.dev1+g")
+
+
+def test_every_python_that_is_supported_is_tested_with_wheels():
+    classifiers = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    wheels = tomllib.loads(PYPROJECT.read_text())["tool"]["cibuildwheel"]["build"]
+    assert wheels == [f"cp{python.replace('.', '')}-manylinux_*" for python in classifiers]
+    ci = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r'"(3\.\d+)"', ci[ci.index("  package:") :]) == classifiers
+
+
+def test_the_page_about_installation_lists_every_extra():
+    extras = PROJECT["optional-dependencies"]
+    rows = re.findall(r"^\| (`.+?) \|.*\|(.*)\|$", (ROOT / "docs/install.md").read_text(), re.M)
+    listed = {name: installs for names, installs in rows for name in re.findall(r"`(.+?)`", names)}
+    assert sorted(listed) == sorted(extras)
+    assert [f"kvpool[{','.join(re.findall('`(.+?)`', listed['all']))}]"] == extras["all"]
 
 
 def asked(statements):
