@@ -101,6 +101,8 @@ def test_notebooks_show_layouts_and_plans_as_tables():
     ]
     assert len(Cells(text).rows) == len(lines)
     planned = plan([pool.layout], pool_of(page_size=32, num_pages=9).layout)
-    head, *rows = Cells(planned._repr_html_()).rows
+    head, *rows, total = Cells(planned._repr_html_()).rows
     assert head[:3] == ["roles", "layers", "runs"]
     assert [row[:2] for row in rows] == [["target k", "0-3"], ["target v", "0-3"]]
+    totals = [sum(int(row[at].replace(",", "")) for row in rows) for at in (2, 3)]
+    assert total[0] == "all" and [f"{n:,}" for n in totals] == total[1:3]
