@@ -51,10 +51,11 @@ def pair(
       kvpool pair prefill.json http://10.0.0.2:9400 --link 100Gb
     """
     from disagg.cli.sides import parse_link
+    from disagg.cli.wire import LinkRates
     from disagg.contract.fit import Fit
 
     try:
-        rate = None if link is None else parse_link(link)
+        rates = LinkRates(None if link is None else parse_link(link))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     contracts, objections = read_contracts(prefill, decode)
@@ -67,13 +68,13 @@ def pair(
             "pair": not objections,
             **{side: summary(contract) for side, contract in contracts.items()},
             "refused": [asdict(objection) for objection in objections],
-            "explained": fit and as_dict(fit.hand_off, rate),
+            "explained": fit and as_dict(fit.hand_off, rates),
         }
         typer.echo(json.dumps(document))
     else:
         print_outcome(contracts, objections)
         if fit is not None and not objections:
-            print_plans(fit.hand_off, rate)
+            print_plans(fit.hand_off, rates)
     if objections:
         raise typer.Exit(1)
 

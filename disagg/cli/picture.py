@@ -1,41 +1,73 @@
-"""A page that draws items of both sides of a hand-off: what travels in colour, the rest in grey."""
+"""A page that draws items of both sides of a hand-off to scale: what travels in the colour of the
+prefill rank that sends it, the rest in grey.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 
+from disagg.cli.compare import Alternatives
+from disagg.cli.wire import LinkRates, wire_words
 from disagg.contract.hand_off import HandOff
 from disagg.plan import TransferPlan
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region
-from kvpool.layout.sentences import axis_steps
+from kvpool.layout.sentences import axis_steps, ranges
+from kvpool.layout.summary import html_table
 from kvpool.render.memory_map import ItemMap, item_maps
 from kvpool.render.page import asset, legend, page as frame
-from kvpool.render.svg import SHADES, facts, heading, map_svg
+from kvpool.render.svg import SHADES, common_scale, facts, heading, map_svg, scale_bar
 
 STAYS = "var(--bare)"
 MOST_SOURCES = 4  # drawn for a decode rank
-Travels = dict[Key, list[Box]]
-"""Of each region the steps that travel, of its axes other than `entry`."""
-Colours = dict[tuple[str, str], str]  # by owner and role
+Sources = tuple[int, ...]
+"""Prefill ranks that send the same bytes of an item: several where each has other positions."""
+Travels = dict[Key, list[tuple[Box, int]]]
+"""Of each region the steps that travel, of its axes other than `entry`, and who sends them."""
+Colours = dict[Sources, str]
 
 
-def page(hand_off: HandOff) -> str:
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """An item cut into pieces with names of their own, and a colour for each name."""
+
+    item: ItemMap
+    paint: dict[str, str]
+
+
+def page(
+    hand_off: HandOff, link: LinkRates = LinkRates(), alternatives: Alternatives | None = None
+) -> str:
     """Of decode ranks that are filled alike the first, and prefill ranks that it reads from."""
-    parts = (part for plan in hand_off.plans.values() for part in plan.parts)
-    names = dict.fromkeys((owner, role) for part in parts for owner, _, role in part.keys)
-    colours = {name: SHADES[n % len(SHADES)] for n, name in enumerate(names)}
-    keys = [(colour, " ".join(name)) for name, colour in colours.items()]
-    return frame(
-        f"{hand_off.prefill.words()} to {hand_off.decode.words()}",
-        "<p>One item of each kind, in rows of equal length. Bytes that travel have the colour of "
-        "their role, the same on both sides.</p>",
+    senders = _senders(hand_off)
+    colours = {sources: shade(number) for number, sources in enumerate(senders)}
+    keys = [(colours[sources], _sender_words(hand_off, sources)) for sources in senders]
+    sections = [*_sections(hand_off, colours)]
+    scale = common_scale([part.item for part in sections if isinstance(part, Drawing)])
+    body = [
+        "<p>One item of each kind, all to one scale. Bytes that travel have the colour of the "
+        "prefill rank that sends them, on both sides.</p>",
+        *(f"<p>{escape(words)}</p>" for words in wire_words(hand_off, link)),
         legend([*keys, (STAYS, "stays")]),
-        *_sections(hand_off, colours),
-        style=asset("map.css"),
-    )
+        scale_bar(scale),
+    ]
+    for part in sections:
+        if isinstance(part, Drawing):
+            part = f'<div class="map">{map_svg(part.item, part.paint, scale)}</div>'
+        body.append(part)
+    if alternatives is not None:
+        body += _compared(alternatives)
+    title = f"{hand_off.prefill.words()} to {hand_off.decode.words()}"
+    return frame(title, *body, style=asset("map.css") + asset("table.css"))
+
+
+def shade(number: int) -> str:
+    """A colour for each number."""
+    if number < len(SHADES):
+        return SHADES[number]
+    return f"hsl({137.5 * number % 360:.0f} 60% 55%)"
 
 
 def travelling(plan: TransferPlan, source: int | None = None) -> Travels:
@@ -44,22 +76,22 @@ def travelling(plan: TransferPlan, source: int | None = None) -> Travels:
     for part in plan.parts:
         if source in (None, part.source):
             for key in part.keys:
-                boxes.setdefault(key, []).append(part.box)
+                boxes.setdefault(key, []).append((part.box, part.source))
     return boxes
 
 
-def pieces(region: Region, boxes: Sequence[Box]) -> Iterator[tuple[Region, bool]]:
-    """A region cut into parts that travel and parts that stay, with which."""
-    left = [region]
-    for box in boxes:
-        rest: list[Region] = []
-        for part in left:
+def pieces(region: Region, boxes: Sequence[tuple[Box, int]]) -> list[tuple[Region, Sources]]:
+    """A region cut into parts that travel, with who sends them, and parts that stay."""
+    parts: list[tuple[Region, Sources]] = [(region, ())]
+    for box, source in boxes:
+        smaller: list[tuple[Region, Sources]] = []
+        for part, senders in parts:
             inside, outside = _cut(part, box)
-            rest += outside
             if inside is not None:
-                yield inside, True
-        left = rest
-    yield from ((part, False) for part in left)
+                smaller.append((inside, tuple(sorted({*senders, source}))))
+            smaller += [(rest, senders) for rest in outside]
+        parts = smaller
+    return parts
 
 
 def _cut(region: Region, box: Box) -> tuple[Region | None, list[Region]]:
@@ -86,13 +118,29 @@ def _steps(region: Region, axis: Axis, low: int, high: int) -> Region:
     return replace(region, offset=offset, axes=tuple(axes))
 
 
-def _sections(hand_off: HandOff, colours: Colours) -> Iterator[str]:
+def _senders(hand_off: HandOff) -> list[Sources]:
+    """Who sends something to a decode rank that is drawn: each alone, then those that share."""
+    senders = set[Sources]()
+    for (first, *_), _ in hand_off.explained:
+        plan = hand_off.plans[first]
+        for key, boxes in travelling(plan).items():
+            senders |= {(source,) for _, source in boxes}
+            senders |= {sources for _, sources in pieces(plan.dest.region_by_key[key], boxes)}
+    return sorted(senders - {()}, key=lambda sources: (len(sources), sources))
+
+
+def _sender_words(hand_off: HandOff, sources: Sources) -> str:
+    words = hand_off.prefill.words(sources)
+    return f"{words}, each of other positions" if len(sources) > 1 else words
+
+
+def _sections(hand_off: HandOff, colours: Colours) -> Iterator[str | Drawing]:
     for (first, *others), explanation in hand_off.explained:
         plan, name = hand_off.plans[first], escape(hand_off.decode.words([first]))
         alike = f" Filled alike: {hand_off.decode.words(others)}." if others else ""
-        extent = f"{explanation.nbytes:,} bytes of a request of {hand_off.tokens:,} tokens."
         yield f"<h2>{name}</h2>"
-        yield f"<p>{extent}{escape(alike)}</p>"
+        yield f"<p>{escape(explanation.title)}.{escape(alike)}</p>"
+        yield f'<div class="map runs">{explanation.html()}</div>'
         sources = plan.contributors()
         for source in sources[:MOST_SOURCES]:
             yield f"<h3>{escape(hand_off.prefill.words([source]))}</h3>"
@@ -104,22 +152,29 @@ def _sections(hand_off: HandOff, colours: Colours) -> Iterator[str]:
         yield from _rank(plan.dest, travelling(plan), colours)
 
 
-def _rank(layout: PoolLayout, travels: Travels, colours: Colours) -> Iterator[str]:
+def _compared(alternatives: Alternatives) -> Iterator[str]:
+    yield f"<h2>Alternatives</h2><p>{escape(alternatives.title)}</p>"
+    yield f'<div class="map compared">{html_table(alternatives.rows())}</div>'
+    yield from (f"<p>{escape(words)}</p>" for words in alternatives.words())
+
+
+def _rank(layout: PoolLayout, travels: Travels, colours: Colours) -> Iterator[str | Drawing]:
     for item in _items(layout, travels):
         paint, parts, words = dict[str, str](), list[Region](), list[str]()
         for region in item.regions:
-            for part, moves in pieces(region, travels.get(region.key, ())):
+            for part, sources in pieces(region, travels.get(region.key, ())):
                 # of another name, so that it has another colour
-                drawn_as = part if moves else replace(part, role=f"{part.role}, stays")
+                sender = f"from rank {ranges(sources)}" if sources else "stays"
+                drawn_as = replace(part, role=f"{part.role}, {sender}")
                 parts.append(drawn_as)
-                paint[drawn_as.role] = colours[part.owner, part.role] if moves else STAYS
-                if moves:
+                paint[drawn_as.role] = colours[sources] if sources else STAYS
+                if sources:
                     axes = ", ".join(axis_steps(axis) for axis in part.axes_by_stride)
                     words.append(f"{part.role} ({axes or 'whole'})")
         if words:
             yield f"<p><b>{escape(heading(item))}</b></p>"
             yield f"<p>{escape(facts(item))}</p><p>travels: {escape('; '.join(words))}</p>"
-            yield f'<div class="map">{map_svg(replace(item, regions=tuple(parts)), paint)}</div>'
+            yield Drawing(replace(item, regions=tuple(parts)), paint)
         else:
             yield f"<p><b>{escape(heading(item))}</b>: nothing travels</p>"
 

@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from os.path import isfile
-from typing import Any
+from typing import Any, get_args
 
 from disagg.contract.hand_off import Side, SideRank
 from kvpool.layout import PoolLayout
 from kvpool.layout.codec import read_file
+from kvpool.layout.formats import MHA, Order
+from kvpool.pools.placement import Placement
 
 ITEMS = 1024  # of each kind: how many there are changes no plan
 MAX_RANKS = 4096  # of a model
-BITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+MOST = {"tp": MAX_RANKS, "pp": MAX_RANKS, "page_size": 1 << 20}
+CHOICES = {"order": get_args(Order), "placement": get_args(Placement)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,14 +32,31 @@ class RankSplit:
     pp: int | None = None
     page_size: int | None = None
     packing: str | None = None
+    order: str | None = None
+    placement: str | None = None
     draft: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSide:
+    """Prefill or decode as it is asked for: layout files or model configs, and how the models are
+    split and stored.
+    """
+
+    name: str
+    whats: tuple[str, ...]
+    split: RankSplit
+
+    def read(self) -> Side:
+        """Its ranks. Raises ValueError."""
+        return read_side(self.name, self.whats, self.split)
 
 
 def parse_link(text: str) -> float:
     """Bytes a second of `400Gb`, `400 Gb/s`, `400Gbps` (bits) or `50GB/s` (bytes)."""
     form = r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([kMGT])(b|bit|B)(?:/s|ps)?"
     match = re.fullmatch(form, text.strip())
-    rate = float(match[1]) * BITS[match[2]] / (1 if match[3] == "B" else 8) if match else 0.0
+    rate = float(match[1]) * UNITS[match[2]] / (1 if match[3] == "B" else 8) if match else 0.0
     if rate <= 0:
         raise ValueError(
             f"--link {text!r}: bits a second such as 400Gb (kb, Mb, Gb, Tb), or bytes such as 50GB."
@@ -43,42 +64,51 @@ def parse_link(text: str) -> float:
     return rate
 
 
+def parse_run_rate(text: str) -> float:
+    """Runs a second of `5M`, `200k` or `1500000`."""
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([kMG]?)(?:/s)?", text.strip())
+    rate = float(match[1]) * UNITS[match[2]] if match else 0.0
+    if rate <= 0:
+        raise ValueError(f"--run-rate {text!r}: runs a second such as 5M (k, M, G).")
+    return rate
+
+
 def parse_sides(
-    whats: Sequence[str], wholes: dict[str, str | None], packing: str | None, draft: bool
-) -> tuple[Side, Side]:
-    """Prefill and decode, of layout files or model configs. `wholes` are the options `tp`, `pp` and
-    `page_size`: one value for both sides, or one for each as in `8:4`. Raises ValueError.
+    whats: Sequence[str], options: dict[str, str | None], draft: bool
+) -> tuple[AskedSide, AskedSide]:
+    """Prefill and decode, of layout files or model configs. `options` are fields of RankSplit: one
+    value for both sides, or one for each as in `8:4`. Raises ValueError.
     """
-    of_sides = {"prefill": whats[:-1] or whats, "decode": whats[-1:]}
-    splits = parse_splits(wholes, packing, draft)
-    sides = [read_side(name, of, split) for (name, of), split in zip(of_sides.items(), splits)]
-    prefill, decode = sides
-    if len(whats) == 1 and prefill.files:
+    if len(whats) == 1 and isfile(whats[0]):
         raise ValueError("give at least two layouts: the prefill ranks', then decode's.")
-    if draft and prefill.files and decode.files:
+    splits = parse_splits(options, draft)
+    prefill = AskedSide("prefill", tuple(whats[:-1] or whats), splits[0])
+    return prefill, AskedSide("decode", tuple(whats[-1:]), splits[1])
+
+
+def read_sides(prefill: AskedSide, decode: AskedSide) -> tuple[Side, Side]:
+    """The ranks of both sides. Raises ValueError."""
+    sides = prefill.read(), decode.read()
+    if prefill.split.draft and all(side.files for side in sides):
         raise ValueError("--draft cannot change layout files. Leave it out, or give a model.")
-    return prefill, decode
+    return sides
 
 
 def parse_splits(
-    wholes: dict[str, str | None],
-    packing: str | None,
-    draft: bool,
-    sides: str = "PREFILL:DECODE",
+    options: dict[str, str | None], draft: bool, sides: str = "PREFILL:DECODE"
 ) -> list[RankSplit]:
     """How each of two sides splits and stores a model, of options as `parse_sides` has them;
     `sides` is what a refusal calls them. Raises ValueError.
     """
-    most = {"tp": MAX_RANKS, "pp": MAX_RANKS, "page_size": 1 << 20}
     splits = []
     for number in range(2):
-        numbers: dict[str, Any] = {
-            option: _whole(
-                f"--{option.replace('_', '-')}", _of_side(text, number), most[option], sides
-            )
-            for option, text in wholes.items()
-        }
-        splits.append(RankSplit(**numbers, packing=_of_side(packing, number), draft=draft))
+        fields: dict[str, Any] = {}
+        for option, text in options.items():
+            value = _of_side(text, number)
+            fields[option] = _whole(option, value, sides) if option in MOST else value
+            if option in CHOICES:
+                _need_choice(option, value, sides)
+        splits.append(RankSplit(**fields, draft=draft))
     return splits
 
 
@@ -88,13 +118,31 @@ def _of_side(text: str | None, number: int) -> str | None:
     return (second if number and colon else first) or None
 
 
-def _whole(option: str, text: str | None, most: int, sides: str) -> int | None:
-    """A number from 1 to `most`, or None. Raises ValueError."""
+def _whole(option: str, text: str | None, sides: str) -> int | None:
+    """A number from 1 to the most of an option, or None. Raises ValueError."""
     if text is None:
         return None
+    most = MOST[option]
     if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
-        raise ValueError(f"{option} {text!r}: a number from 1 to {most:,}, or {sides} such as 8:4.")
+        raise ValueError(
+            f"{flag(option)} {text!r}: a number from 1 to {most:,}, or {sides} such as 8:4."
+        )
     return int(text)
+
+
+def _need_choice(option: str, text: str | None, sides: str) -> None:
+    """Raises ValueError for a value that an option does not have."""
+    choices = CHOICES[option]
+    if text is not None and text not in choices:
+        raise ValueError(
+            f"{flag(option)} {text!r}: one of {', '.join(choices)}, or {sides} such as "
+            f"{choices[0]}:{choices[1]}."
+        )
+
+
+def flag(option: str) -> str:
+    """How an option is written."""
+    return f"--{option.replace('_', '-')}"
 
 
 def read_side(name: str, whats: Sequence[str], geometry: RankSplit) -> Side:
@@ -106,8 +154,8 @@ def read_side(name: str, whats: Sequence[str], geometry: RankSplit) -> Side:
         ranks += _of_model(what, geometry) if layout is None else [SideRank(what, None, layout)]
     if files and geometry != RankSplit(draft=geometry.draft):
         raise ValueError(
-            f"{', '.join(whats)}: --tp, --pp, --page-size and --packing cannot change a layout "
-            f"file. Leave {name}'s out, or give a model config."
+            f"{', '.join(whats)}: --tp, --pp, --page-size, --packing, --order and --placement "
+            f"cannot change a layout file. Leave {name}'s out, or give a model config."
         )
     return Side(name, tuple(ranks), files)
 
@@ -125,6 +173,12 @@ def _of_model(config: str, geometry: RankSplit) -> list[SideRank]:
     common: dict[str, Any] = {"device": "meta", "page_size": geometry.page_size or target.page_size}
     common |= {**dict.fromkeys(ITEM_COUNTS, ITEMS), **storage(geometry.packing or "bf16")}
     drafted = draft_of(config) if geometry.draft else None
+    if geometry.order is not None:
+        common["order"] = geometry.order
+        if not any(MHA in model.kinds for model in (target, drafted) if model):
+            raise ValueError(f"{config}: it has no K and V to order. Leave out --order.")
+    if geometry.placement is not None:
+        common["placement"] = geometry.placement
     shards = [stage_pools(target, drafted, pp, shard=Shard(n, tp), **common) for n in range(tp)]
     stages = chain(*zip(*shards))
     layouts = [PoolLayout.merge(*(pool.layout for pool in pools)) for pools in stages]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from disagg.plan import IncompatibleLayouts, TransferPlan
+from disagg.plan.bind import run_lengths
 from disagg.plan.cache import PlanCache
-from disagg.plan.explain import Explanation, explain_routes
+from disagg.plan.explain import Explanation
 from kvpool.layout import Key, PoolLayout
 from kvpool.layout.sentences import by_layers, ranges
 
@@ -43,6 +45,38 @@ class Side:
             for of, ranks in ranks_of.items()
         ]
         return " ".join([self.name, ", ".join(words)]).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a rank sends or receives: how many runs of each number of bytes, if no two pages of the
+    request are adjacent.
+    """
+
+    lengths: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def runs(self) -> int:
+        return self.lengths.total()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes * number for nbytes, number in self.lengths.items())
+
+    @property
+    def mean(self) -> float:
+        """Bytes a run."""
+        return self.nbytes / self.runs if self.runs else 0.0
+
+    @property
+    def median(self) -> int:
+        """Bytes of the run in the middle; of two the shorter."""
+        rest = (self.runs + 1) // 2
+        for nbytes, number in sorted(self.lengths.items()):
+            rest -= number
+            if rest <= 0:
+                return nbytes
+        return 0
 
 
 @dataclass(frozen=True)
@@ -83,20 +117,25 @@ class HandOff:
             alike.setdefault(plan.explain(self.tokens), []).append(number)
         return [(numbers, explanation) for explanation, numbers in alike.items()]
 
-    def received(self) -> dict[int, int]:
-        """Bytes by decode rank."""
-        return {n: explanation.nbytes for ranks, explanation in self.explained for n in ranks}
+    def received(self) -> dict[int, Traffic]:
+        """By decode rank that can be filled."""
+        return self._traffic[1]
 
-    def sent(self) -> dict[int, int]:
-        """Bytes by prefill rank, to all decode ranks."""
-        sent = dict.fromkeys(range(len(self.prefill.ranks)), 0)
-        for plan in self.plans.values():
+    def sent(self) -> dict[int, Traffic]:
+        """By prefill rank, to all decode ranks."""
+        return self._traffic[0]
+
+    @cached_property
+    def _traffic(self) -> tuple[dict[int, Traffic], dict[int, Traffic]]:
+        sent = {number: Traffic() for number in range(len(self.prefill.ranks))}
+        received = {number: Traffic() for number in self.plans}
+        for number, plan in self.plans.items():
             for part in (plan, *([plan.cast.plan] if plan.cast else [])):
-                for source in part.contributors():
-                    routes = [route for route in part.routes if route.source == source]
-                    explanation = explain_routes(part.sources, part.dest, routes, self.tokens)
-                    sent[source] += explanation.nbytes
-        return sent
+                for route in part.routes:
+                    lengths = run_lengths(route, self.tokens)
+                    sent[route.source].lengths.update(lengths)
+                    received[number].lengths.update(lengths)
+        return sent, received
 
     def refusals(self) -> list[tuple[str, str, str]]:
         """Prefill ranks (or the whole side), decode ranks, and why they cannot be filled."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -279,9 +280,29 @@ def cost(route: Route, tokens: int) -> tuple[int, int]:
     """Runs and bytes that a route moves of a request of so many tokens, if no two of its items are
     adjacent.
     """
+    shape, bound = _apart(route, tokens)
+    sizes = [shape.size(runs) for runs in bound]
+    records = len(route.src.buffers)
+    return records * sum(number for number, _ in sizes), records * sum(n for _, n in sizes)
+
+
+def run_lengths(route: Route, tokens: int) -> Counter[int]:
+    """The runs of `cost`: how many there are of each number of bytes."""
+    shape, bound = _apart(route, tokens)
+    counts = Counter[int]()
+    for runs in bound:
+        block = shape.at(runs) if isinstance(runs, StretchRuns) else runs
+        lengths, numbers = np.unique(block.nbytes, return_counts=True)
+        # a length may stand for those at all stretches of entries
+        numbers = numbers * (len(route.src.buffers) * block.size // block.nbytes.size)
+        for nbytes, number in zip(lengths.tolist(), numbers.tolist()):
+            counts[nbytes] += number
+    return counts
+
+
+def _apart(route: Route, tokens: int) -> tuple[Shape, list[BoundRuns | StretchRuns]]:
+    """The runs of one record pair of a route, if no two of its items are adjacent."""
     shape, request = Shape([route]), RequestAddress(tokens, {})
     src, dst = Apart(route.src.space), Apart(route.dst.space)
     paired = SpacePair(src, dst, packed=route.packed).pair(request, request, range(tokens))
-    sizes = [shape.size(runs) for runs in shape.runs(paired, ends=True)]
-    records = len(route.src.buffers)
-    return records * sum(number for number, _ in sizes), records * sum(n for _, n in sizes)
+    return shape, [*shape.runs(paired, ends=True)]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SKIPPED = {"missing": "no source has it; allowed", "unsent": "the destination has no such region"}
 """Why regions are not moved."""
+HEAD = ("roles", "layers", "runs", "bytes", "bytes/run", "how")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,29 +64,42 @@ class Explanation:
 
         from kvpool.render.table import FittedTable
 
-        title = f"plan for {self.tokens:,} tokens (worst case: no two pages adjacent)"
-        table = FittedTable("roles", "layers", title=title)
-        for name in ("runs", "bytes", "bytes/run"):
+        roles, layers, *sizes, how = HEAD
+        table = FittedTable(roles, layers, title=self.title)
+        for name in sizes:
             table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("how")
-        for row in self.rows:
-            name = escape(f"{row.owner} {', '.join(row.roles)}")
-            sizes = (f"{row.runs:,}", f"{row.nbytes:,}", f"{row.bytes_per_run:,.0f}")
-            table.add_row(name, steps(row.layers), *sizes, escape(f"{row.how}: {row.why}"))
-        if len(self.rows) > 1:
-            table.add_section()
-            mean = self.nbytes / self.runs if self.runs else 0
-            table.add_row("all", "", f"{self.runs:,}", f"{self.nbytes:,}", f"{mean:,.0f}", "")
+        table.add_column(how)
+        for number, cells in enumerate(self.cells()):
+            if number == len(self.rows):
+                table.add_section()
+            table.add_row(*map(escape, cells))
         return table
+
+    @property
+    def title(self) -> str:
+        return f"plan for {self.tokens:,} tokens (worst case: no two pages adjacent)"
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows of a table, and their sum where there are several."""
+        rows: list[tuple[str, ...]] = [
+            (
+                f"{row.owner} {', '.join(row.roles)}",
+                steps(row.layers),
+                *_sizes(row.runs, row.nbytes),
+                f"{row.how}: {row.why}",
+            )
+            for row in self.rows
+        ]
+        total = ("all", "", *_sizes(self.runs, self.nbytes), "")
+        return [*rows, total] if len(rows) > 1 else rows
 
     def _repr_html_(self) -> str:
         """For notebooks."""
-        table = [("roles", "layers", "runs", "bytes", "bytes/run", "how")]
-        for row in self.rows:
-            sizes = f"{row.runs:,}", f"{row.nbytes:,}", f"{row.bytes_per_run:,.0f}"
-            name = f"{row.owner} {', '.join(row.roles)}"
-            table.append((name, steps(row.layers), *sizes, f"{row.how}: {row.why}"))
-        return html_table(table)
+        return self.html()
+
+    def html(self) -> str:
+        """An HTML table."""
+        return html_table([HEAD, *self.cells()])
 
     def __str__(self) -> str:
         return "\n".join(
@@ -93,6 +107,10 @@ class Explanation:
             f"{row.runs} runs, {row.nbytes} bytes, {row.bytes_per_run:.0f} a run: {row.why}"
             for row in self.rows
         )
+
+
+def _sizes(runs: int, nbytes: int) -> tuple[str, str, str]:
+    return f"{runs:,}", f"{nbytes:,}", f"{nbytes / runs if runs else 0:,.0f}"
 
 
 def explain_routes(
@@ -153,7 +171,7 @@ def _how(source: PoolLayout, dest: PoolLayout, route: Route) -> tuple[str, str]:
     if runs.linear or runs.dense:
         return "direct", "whole items" if pages[0] == pages[1] else change
     orders = _order(offered), _order(wanted)
-    if orders[0] != orders[1]:
+    if all(orders) and orders[0] != orders[1]:
         return "strided", f"{orders[0]} on the source, {orders[1]} on the destination"
     if pages[0] != pages[1]:
         return "strided", change

@@ -190,8 +190,10 @@ class ItemMap:
         layers = [region.layer for region in self.regions]
         return min(layers), max(layers)
 
-    def bands(self) -> Iterator[Band]:
-        """All bytes of the item, cut where no region lies on both sides."""
+    def bands(self, row_bytes: int = MIN_ROW_BYTES) -> Iterator[Band]:
+        """All bytes of the item, cut where no region lies on both sides. A row has whole steps of
+        `row_bytes` or more.
+        """
         groups: list[list[Region]] = []
         reach = drawn = 0
         for region in sorted(self.regions, key=lambda region: region.offset):
@@ -204,19 +206,19 @@ class ItemMap:
             if drawn < start:
                 yield Band(start=drawn, end=start, row=start - drawn, regions=(), axis=None)
             if regions:
-                band = _band(regions, limit)
+                band = _band(regions, limit, row_bytes)
                 yield band
                 drawn = band.end
 
 
-def _band(regions: Sequence[Region], limit: int) -> Band:
+def _band(regions: Sequence[Region], limit: int, row_bytes: int) -> Band:
     """The band of regions; spare bytes of its last row are its own, up to `limit`."""
     start, end = regions[0].offset, max(region.end for region in regions)
     outer = {_outermost(region, start) for region in regions}
     axis = outer.pop() if len(outer) == 1 else None
     row = max((a.stride for region in regions for a in region.axes if a.size > 1), default=end)
     if axis is not None:
-        row = axis.stride * -(-MIN_ROW_BYTES // axis.stride)
+        row = axis.stride * -(-row_bytes // axis.stride)
         end = min(limit, start + axis.size * axis.stride)
     row = min(row, end - start)
     return Band(start=start, end=end, row=row, regions=tuple(regions), axis=axis)

@@ -7,17 +7,21 @@ have rows of their own, as wide as the map. Each box has a tooltip.
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from math import log2
 
 from kvpool.layout import PoolLayout, Region
 from kvpool.layout.sentences import axis_steps, steps
-from kvpool.render.memory_map import Band, ItemMap, item_maps
+from kvpool.render.memory_map import MIN_ROW_BYTES, Band, ItemMap, item_maps
 from kvpool.render.page import asset, text
 from kvpool.render.text import space_words
 
 LEFT, WIDTH, RIGHT = 92, 880, 178  # pixels: offsets, the map, steps
 ROW, GAP, LINE, HEAD = 20, 2, 18, 30
+MAX_BAR = 160  # pixels of the bar that shows a scale
+SCALED_ROW_BYTES = 4096, 65536  # of maps of one scale: the least and the most that steps share
 MAX_ROWS = 512  # of one map
 SHOWN, HIDE_FROM = 3, 7  # first rows of a band that has so many alike; the last is shown too
 MAX_BYTE_WIDTH = 8.0  # pixels
@@ -30,6 +34,20 @@ SHADES = (
 
 Colours = Mapping[str, str]
 """By role."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How maps are drawn: in rows of so many bytes or more, each byte so many pixels wide. Without
+    a width each row is as wide as the map.
+    """
+
+    row_bytes: int = MIN_ROW_BYTES
+    byte_width: float | None = None
+
+    def width(self, row: int) -> float:
+        """Pixels of a byte of a row of so many bytes."""
+        return self.byte_width or min(WIDTH / row, MAX_BYTE_WIDTH)
 
 
 def svg(layout: PoolLayout, title: str = "layout") -> str:
@@ -60,9 +78,31 @@ def image(layout: PoolLayout, title: str = "layout") -> str:
     return f'<img alt="{text(title)}" src="data:image/svg+xml;base64,{encoded}">'
 
 
-def map_svg(item: ItemMap, colours: Colours) -> str:
+def map_svg(item: ItemMap, colours: Colours, scale: Scale = Scale()) -> str:
     """The map of an item, for a page that has the style sheets `theme.css` and `map.css`."""
-    return _sized(*_map(item, colours))
+    return _sized(*_map(item, colours, scale))
+
+
+def common_scale(items: Sequence[ItemMap]) -> Scale:
+    """One for all items, in rows about as long as the longest step."""
+
+    def longest(row_bytes: int) -> int:
+        rows = (band.row for item in items for band in item.bands(row_bytes))
+        return max(rows, default=row_bytes)
+
+    # short steps share a row, but not more of them than can be told apart
+    row_bytes = min(longest(SCALED_ROW_BYTES[0]), SCALED_ROW_BYTES[1])
+    return Scale(row_bytes, min(WIDTH / longest(row_bytes), MAX_BYTE_WIDTH))
+
+
+def scale_bar(scale: Scale) -> str:
+    """A bar as long as a round number of bytes on maps of a scale."""
+    byte_width = scale.width(scale.row_bytes)
+    nbytes = 1 << max(0, int(log2(MAX_BAR / byte_width)))
+    width = nbytes * byte_width
+    bar = _rect(1, 6, width, height=6, attributes=f'fill="var(--ink)" data-bytes="{nbytes}"')
+    words = f"{nbytes:,} byte{'s' * (nbytes > 1)}"
+    return _sized(bar + _text(width + 10, 14, words), 20, MAX_BAR + 140)
 
 
 def role_colours(layout: PoolLayout) -> dict[str, str]:
@@ -99,11 +139,11 @@ def region_words(item: ItemMap, region: Region) -> str:
     return "; ".join(words)
 
 
-def _map(item: ItemMap, colours: Colours) -> tuple[str, int]:
+def _map(item: ItemMap, colours: Colours, scale: Scale = Scale()) -> tuple[str, int]:
     """A map as SVG elements, and its height in pixels."""
     parts: list[str] = []
     y, rows = 4, 0
-    for band in item.bands():
+    for band in item.bands(scale.row_bytes):
         hidden = band.rows - SHOWN - 1 if band.axis and band.rows >= HIDE_FROM else 0
         shown = min(SHOWN, band.rows)
         for number in chain(range(shown), range(shown + hidden, band.rows)):
@@ -111,7 +151,7 @@ def _map(item: ItemMap, colours: Colours) -> tuple[str, int]:
             if rows == MAX_ROWS:
                 words = f"… bytes {start:,} to {item.item_bytes - 1:,}: too many rows to be drawn"
                 return "".join([*parts, _text(LEFT, y + LINE, words, "small")]), y + 2 * LINE
-            parts += _row(item, band, number, y, colours)
+            parts += _row(item, band, number, y, colours=colours, scale=scale)
             y, rows = y + ROW + GAP, rows + 1
             if hidden and number == SHOWN - 1:
                 words = f"… {hidden:,} more rows like these, every {band.row:,} bytes: "
@@ -121,22 +161,24 @@ def _map(item: ItemMap, colours: Colours) -> tuple[str, int]:
     return "".join(parts), y
 
 
-def _row(item: ItemMap, band: Band, number: int, y: int, colours: Colours) -> Iterator[str]:
+def _row(
+    item: ItemMap, band: Band, number: int, y: int, *, colours: Colours, scale: Scale
+) -> Iterator[str]:
     """A row of a band: its first byte, its boxes, its steps."""
-    start, scale = band.start + number * band.row, min(WIDTH / band.row, MAX_BYTE_WIDTH)
+    start, byte_width = band.start + number * band.row, scale.width(band.row)
     yield _text(LEFT - 8, y + ROW - 6, f"{start:,}", "byte")
-    boxes = band.boxes(number, MIN_STEP_WIDTH / scale)
+    boxes = band.boxes(number, MIN_STEP_WIDTH / byte_width)
     for box in boxes:
         paint = 'class="gap"'
         if box.region is not None:
             paint = f'fill="{colours[box.region.role]}"'
-        x, width = LEFT + (box.start - start) * scale, (box.end - box.start) * scale
+        x, width = LEFT + (box.start - start) * byte_width, (box.end - box.start) * byte_width
         cell = f'{paint} data-from="{box.start}" data-to="{box.end}"'
         name = item.name(box.region) if box.region else item.unclaimed_name
         words = ", ".join(filter(None, (name, box.steps)))
         words += f": bytes {box.start:,} to {box.end - 1:,} of the item"
         yield _rect(x, y, width, height=ROW, attributes=cell, tooltip=words)
-    x = LEFT + (boxes[-1].end - start) * scale + 8
+    x = LEFT + (boxes[-1].end - start) * byte_width + 8
     yield _text(x, y + ROW - 6, band.words(number), "small")
 
 
@@ -153,7 +195,6 @@ def _rect(
     return f"<rect {place} {attributes}><title>{text(tooltip)}</title></rect>"
 
 
-def _sized(drawing: str, height: int) -> str:
-    width = LEFT + WIDTH + RIGHT
+def _sized(drawing: str, height: int, width: int = LEFT + WIDTH + RIGHT) -> str:
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{drawing}</svg>'

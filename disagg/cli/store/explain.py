@@ -86,10 +86,10 @@ def explain(
     from disagg.cli.sides import parse_splits
     from disagg.store.upkeep.compare import compare
 
-    wholes = {"tp": tp, "pp": pp, "page_size": page_size}
+    options = {"tp": tp, "pp": pp, "page_size": page_size, "packing": packing}
     sides: dict[int, Configuration] = {}
     try:
-        splits = parse_splits(wholes, packing, draft, "A:B")
+        splits = parse_splits(options, draft, "A:B")
         for number, text in enumerate((first, second)):
             if "://" in text:
                 sides[number] = _stored(text)

@@ -136,7 +136,7 @@ def test_the_time_on_the_wire_is_of_the_busiest_rank(tp, heads, who):
     nbytes = heads * 1000 * LLAMA
     assert told(*options)["seconds"] == pytest.approx(nbytes * 8 / 400e9)
     said = " ".join(run(*options).stdout.split())
-    assert f"on the wire: {1e3 * nbytes / 50e9:.4g} ms at 400 Gb/s a rank" in said
+    assert f"on the wire: at least {1e3 * nbytes / 50e9:.4g} ms at 400 Gb/s a rank" in said
     assert re.search(rf"{nbytes:,} bytes are (received|sent) by {who}", said)
 
 
@@ -220,49 +220,118 @@ def test_what_travels_of_a_region_is_cut_out_to_the_byte(boxes, swapped):
     strides = (4, 24) if swapped else (20, 4)
     axes = (Axis("entry", 3, 144), Axis("head", 4, strides[0], 1, 6), Axis("dim", 5, strides[1]))
     region = Region("target", 0, "k", "b", 8, "uint8", axes, 2)
-    boxes = [(("head", *heads), ("dim", *dims)) for heads, dims in boxes]
-    inside = set()
-    for (_, *heads), (_, *dims) in boxes:
-        held = {
+    senders = {byte: set() for byte in bytes_of(region)}
+    travels = []
+    for source, (heads, dims) in enumerate(boxes):
+        travels.append(((("head", *heads), ("dim", *dims)), source))
+        steps = {
             "head": set(range(*heads)) & set(range(1, 5)),
             "dim": set(range(*dims)) & {*range(5)},
         }
-        inside |= bytes_of(region, held)
-    parts = [(bytes_of(part), moves) for part, moves in pieces(region, boxes)]
-    assert sum(len(held) for held, _ in parts) == len(bytes_of(region))  # none of them twice
-    assert set().union(*(held for held, moves in parts if moves)) == inside
-    assert set().union(*(held for held, moves in parts if not moves)) == bytes_of(region) - inside
+        for byte in bytes_of(region, steps):
+            senders[byte].add(source)
+    parts = [(bytes_of(part), sources) for part, sources in pieces(region, travels)]
+    assert sum(len(part) for part, _ in parts) == len(senders)  # none of them twice
+    for part, sources in parts:
+        assert all(senders[byte] == set(sources) for byte in part)
 
 
-def test_both_sides_are_drawn_with_what_travels_in_one_colour(tmp_path):
-    """Of prefill's 4 heads a rank two travel to decode's first: of each entry its first half."""
-    path = tmp_path / "plan.html"
-    done = run("llama_3_1_70b", "--tp", "2:4", "--html", path)
-    assert done.exit_code == 0 and done.stderr == f"wrote {path}\n"
+BOX = re.compile(
+    r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="[\d.]+" '
+    r'(?:fill="([^"]+)"|class="gap") data-from="(\d+)" data-to="(\d+)"'
+)
+
+
+def drawn(path, *arguments):
+    """A page, and the boxes of each heading on it: x, width, colour, first byte, end."""
+    done = run(*arguments, "--html", path)
+    assert done.exit_code == 0 and done.stderr == f"wrote {path}\n", done.output
     page = path.read_text()
-    prefill, decode = re.findall(r"<h3>(.*?)</h3>(.*?)(?=<h3>|</body>)", page, re.S)
-    assert (prefill[0], decode[0]) == (
-        "prefill llama_3_1_70b rank 0",
-        "decode llama_3_1_70b rank 0",
-    )
-    box = r'<rect [^>]*fill="([^"]+)" data-from="(\d+)" data-to="(\d+)"'
-    seen = [
-        [(c, int(a), int(b)) for c, a, b in re.findall(box, side[1])] for side in (prefill, decode)
-    ]
-    entry = 4 * 128 * 2
-    ours = {colour for colour, start, _ in seen[0] if start % entry < entry // 2}
-    rest = {colour for colour, start, _ in seen[0] if start % entry >= entry // 2}
-    assert rest == {STAYS} and len(ours) == 2 and STAYS not in ours  # k and v
-    assert {colour for colour, _, _ in seen[1]} == ours
-    for colour in ours:
-        assert f"background:{colour}" in page
+    sides = re.findall(r"<h3>(.*?)</h3>(.*?)(?=<h3>|<h2>|</body>)", page, re.S)
+    boxes = {
+        name: [
+            (float(x), float(width), colour, int(start), int(end))
+            for x, width, colour, start, end in BOX.findall(body)
+        ]
+        for name, body in sides
+    }
+    return page, boxes
+
+
+def legend_of(page):
+    """Words by colour."""
+    return dict(re.findall(r'background:([^"]+)"></i>([^<]*)</li>', page))
+
+
+def test_what_travels_has_the_colour_of_its_source_on_both_sides(tmp_path):
+    """Of decode's two heads a rank the first is of one prefill rank, the second of the next."""
+    page, boxes = drawn(tmp_path / "plan.html", "llama_3_1_70b", "--tp", "8:4")
+    colours = {words: colour for colour, words in legend_of(page).items()}
+    names = [f"prefill llama_3_1_70b rank {n}" for n in range(2)]
+    assert [*colours] == [*names, "stays"] and len(legend_of(page)) == 3
+    for name in names:
+        assert {box[2] for box in boxes[name]} == {colours[name]}
+    head = 128 * 2
+    for _, _, colour, start, end in boxes["decode llama_3_1_70b rank 0"]:
+        assert colour == colours[names[start // head % 2]] and end - start == head
     assert "Filled alike: decode llama_3_1_70b ranks 1-3." in page
 
 
-def test_layers_that_do_not_travel_are_said_and_not_drawn(tmp_path):
+def test_what_stays_is_grey(tmp_path):
+    """Of prefill's 4 heads a rank two travel to decode's first: of each entry its first half."""
+    _, boxes = drawn(tmp_path / "plan.html", "llama_3_1_70b", "--tp", "2:4")
+    entry = 4 * 128 * 2
+    prefill = boxes["prefill llama_3_1_70b rank 0"]
+    travels = {colour for _, _, colour, start, _ in prefill if start % entry < entry // 2}
+    assert {c for _, _, c, start, _ in prefill if start % entry >= entry // 2} == {STAYS}
+    assert len(travels) == 1 and STAYS not in travels
+    assert {colour for _, _, colour, *_ in boxes["decode llama_3_1_70b rank 0"]} == travels
+
+
+@pytest.mark.parametrize("options", [["--tp", "2:1", "--page-size", "64:16"], ["--order", "hnd:"]])
+def test_a_page_has_one_scale_and_a_bar_of_it(tmp_path, options):
+    """Boxes of pages, of convolutions and of temporal states, beside a bar of so many bytes."""
+    page, boxes = drawn(tmp_path / "plan.html", "qwen3_next_80b", *options)
+    bar = re.search(r'width="([\d.]+)" height="[\d.]+" fill="[^"]+" data-bytes="(\d+)"', page)
+    byte = float(bar[1]) / int(bar[2])
+    assert f"{int(bar[2]):,} bytes</text>" in page
+    every = [box for side in boxes.values() for box in side]
+    assert len({end - start for *_, start, end in every}) > 1
+    for _, width, _, start, end in every:
+        assert width == pytest.approx((end - start) * byte, abs=0.01)
+
+
+def test_the_page_has_the_tables_that_are_printed(tmp_path):
     path = tmp_path / "plan.html"
-    assert run("llama_3_1_70b", "--pp", "1:2", "--html", path).exit_code == 0
-    page = path.read_text()
+    options = ("qwen3_next_80b", "--tp", "2:1", "--link", "400Gb", "--compare", "--html", path)
+    printed = run(*options).stdout
+    runs, compared = re.findall(r"<table>(.*?)</table>", path.read_text(), re.S)
+    for table in (runs, compared):
+        for row in re.findall(r"<tr>(.*?)</tr>", table):
+            cells = re.findall(r"<t[dh]>(.*?)</t[dh]>", row)
+            words = " ".join(filter(None, cells)).split()
+            assert {word for word in words if word not in printed.split()} == set()
+    assert runs.count("<tr>") == 1 + 4 + 1 and "<td>all</td>" in runs  # a head, roles, their sum
+    for line in ("on the wire: at least", "That supposes", "makes runs"):
+        assert line in printed and line in path.read_text()
+
+
+def test_layers_that_do_not_travel_are_said_and_not_drawn(tmp_path):
+    page, _ = drawn(tmp_path / "plan.html", "llama_3_1_70b", "--pp", "1:2")
     assert "<b>target k: layers 40-79</b>: nothing travels" in page
     assert "<b>target v: layers 0-39</b>: nothing travels" in page
-    assert page.count("<svg") == 2 * 2 * 2  # k and v, of both sides, to two ranks
+    assert page.count('<div class="map"><svg') == 2 * 2 * 2  # k and v, of both sides, to two ranks
+
+
+def test_bytes_that_several_ranks_send_have_a_colour_of_their_own(tmp_path):
+    """Two ranks of prefill hold every second stretch of 16 tokens each."""
+    for rank in range(2):
+        layout = json.loads(write(tmp_path / "d.json", page_size=32).read_text())
+        layout["spaces"][0]["interleave"] = {"size": 16, "ranks": 2, "rank": rank}
+        (tmp_path / f"p{rank}.json").write_text(json.dumps(layout))
+    files = [tmp_path / name for name in ("p0.json", "p1.json", "d.json")]
+    page, boxes = drawn(tmp_path / "plan.html", *files)
+    words = f"prefill {files[0]}, {files[1]}, each of other positions"
+    colours = {words: colour for colour, words in legend_of(page).items()}
+    assert {box[2] for box in boxes[f"decode {files[2]}"]} == {colours[words]}
+    assert {box[2] for box in boxes[f"prefill {files[1]}"]} == {colours[f"prefill {files[1]}"]}

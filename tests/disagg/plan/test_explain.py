@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from disagg.plan import plan
-from kvpool import PoolLayout, Shard
+from kvpool import PoolLayout, Shard, declare
 from tests import pools
 
 SIZES = {"num_pages": 99, "page_size": 16, "device": "meta"}
@@ -52,3 +52,14 @@ def test_missing_and_unsent_regions_have_rows():
     assert [(row.owner, row.how) for row in missing.rows[1:]] == [("draft", "missing")] * 2
     unsent = plan([both], target).explain()
     assert [(row.owner, row.how) for row in unsent.rows[1:]] == [("draft", "unsent")] * 2
+
+
+def test_an_item_of_one_entry_has_no_order_to_differ_in():
+    """Of every 128 tokens DeepSeek-V4 keeps one: pages of 128 hold one entry, of 256 two."""
+    items = {"num_pages": 9, "num_window_pages": 9, "num_slots": 9, "device": "meta"}
+    model = declare("deepseek_v4")
+    source, dest = (
+        model.build(packing="fp8", page_size=size, **items).layout for size in (128, 256)
+    )
+    reasons = {row.roles[0]: row.why for row in plan([source], dest).explain().rows}
+    assert reasons["c128.latent"] == "items of 1 entries on the source, 2 on the destination"

@@ -110,6 +110,8 @@ def test_notebooks_show_layouts_and_plans_as_tables():
     # entries of 4 heads of 64 elements of 4 bytes, one after the other
     assert "k, entry 1, head 4: bytes 1,024 to 1,279 of the item" in boxes
     planned = plan([pool.layout], pool_of(page_size=32, num_pages=9).layout)
-    head, *rows = Cells(planned._repr_html_()).rows
+    head, *rows, total = Cells(planned._repr_html_()).rows
     assert head[:3] == ["roles", "layers", "runs"]
     assert [row[:2] for row in rows] == [["target k", "0-3"], ["target v", "0-3"]]
+    totals = [sum(int(row[at].replace(",", "")) for row in rows) for at in (2, 3)]
+    assert total[0] == "all" and [f"{n:,}" for n in totals] == total[1:3]
