@@ -24,7 +24,7 @@ APART = 18.0  # percent of an axis between words at its ticks
 STRIPES = "repeating-linear-gradient(135deg, var(--stripe) 0 1px, transparent 1px 5px)"
 """Paint of what an axis leaves out."""
 
-Kind = Literal["bar", "thin", "dot", "tick"]
+Kind = Literal["bar", "thin", "dot", "tick", "whisker"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,9 @@ def _row(axis: ChartAxis, row: ChartRow) -> str:
 def _mark(mark: Mark, start: float, end: float) -> str:
     """A mark from `start` to `end` percent."""
     place = f"left:{end:.2f}%"
-    if mark.kind in ("bar", "thin"):
+    if mark.kind in ("bar", "thin", "whisker"):
         place = f"left:{min(start, end):.2f}%;width:{abs(end - start):.2f}%"
     tooltip = f' title="{text(mark.tooltip)}"' if mark.tooltip else ""
-    style = f"{place};background:{mark.colour}"
+    paint = "color" if mark.kind == "whisker" else "background"
+    style = f"{place};{paint}:{mark.colour}"
     return f'<i class="mark {mark.kind}" style="{style}"{tooltip}></i>'

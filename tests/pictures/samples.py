@@ -119,8 +119,11 @@ def case_of(group: str, name: str, bound: str = COPY) -> Measurement:
 
 
 def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurement:
-    """A case that took a millisecond."""
-    return case_of(group, name, bound).timed([(1e-3, ratio * 1e-3)])
+    """A case whose rounds took about a millisecond, those of transfers further apart."""
+    source = random.Random(name)
+    spread = 0.3 if group in ("transfer", "handoff") else 0.05
+    rounds = [(1e-3 * source.lognormvariate(0.0, spread), ratio * 1e-3) for _ in range(20)]
+    return case_of(group, name, bound).timed(rounds)
 
 
 def conformed() -> ConformReport:
