@@ -70,6 +70,15 @@ def test_a_command_that_is_not_there_says_what_would_help(tmp_path, monkeypatch)
         PICTURES["draw"](tmp_path)
 
 
+def test_signatures_in_the_reference_have_links_and_members_are_not_sorted():
+    options = (ROOT / "mkdocs.yml").read_text().partition("          options:\n")[2]
+    wanted = {
+        *("separate_signature: true", "signature_crossrefs: true", "members_order: source"),
+        *("show_signature_annotations: true", "group_by_category: false"),
+    }
+    assert wanted <= {line.strip() for line in options.splitlines()}
+
+
 @pytest.mark.parametrize("name", ORDER)
 def test_a_class_has_all_its_members_in_the_reference_in_the_order_of_use(name):
     module, _, owner = name.rpartition(".")
