@@ -54,8 +54,7 @@ def bench(
     JSON: machine, versions, date (UTC), quick; rows (group, case, engine, bytes of a copy of as
     much traffic, bound, target: the ratio to reach on an H200, seconds, reference_seconds,
     gib_per_second, reference_gib_per_second; ratio of the two and beyond_seconds, their difference,
-    round by round; ratio_quartiles; rounds, reason, failed). A case that did not run has a reason
-    and no figures.
+    round by round; ratio_quartiles; rounds, reason, failed). What did not run has no figures.
 
     \b
     Example:
