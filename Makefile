@@ -216,8 +216,8 @@ $(SGLANG_STAMP): pyproject.toml $(NATIVE) tests/engines/sglang/requirements.txt 
 		-e . nixl nixl-cu12 mooncake-transfer-engine-non-cuda
 	@touch $@
 
-docs: $(DOCS_STAMP)  ## the documents as a site in site/; a link that leads nowhere is an error
-	NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
+docs: venv $(DOCS_STAMP)  ## the documents as a site in site/; a link that leads nowhere is an error
+	KVPOOL=$(abspath $(BIN))/kvpool NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict
 
 $(DOCS_STAMP): docs/requirements.txt
 	@test -f $(DOCS_VENV)/pyvenv.cfg || $(PYTHON) -m venv $(DOCS_VENV) || \

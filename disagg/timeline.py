@@ -5,16 +5,34 @@ write_chart(timeline({"a room": endpoint.metrics(room)}), Path("room.html"))
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
 from disagg.protocol.metrics import ReadTimes, RoomMetrics
 from kvpool.layout.units import human
-from kvpool.render.chart import COLOURS, Chart, ChartRow, Kind, Mark, Panel, linear_axis
+from kvpool.render.chart import (
+    COLOURS,
+    STRIPES,
+    Chart,
+    ChartAxis,
+    ChartRow,
+    Kind,
+    Mark,
+    Panel,
+    linear_axis,
+)
 
 MAX_CHUNKS = 100
 """Chunks of a room that are drawn; the others are counted."""
+MOST_GAPS = 8
+"""The longest stretches in which nothing happens, which the axis of a room leaves out."""
+LEAST_GAP, MARGIN = 0.1, 0.02
+"""Of the time in which something happens: shorter stretches are drawn, and so much on both sides
+of those that are left out.
+"""
+LEAST_SHOWN = 1e-4  # of a room's time
 READY, WAITS, READS, OTHER = COLOURS[1], COLOURS[9], COLOURS[0], COLOURS[2]
 LEGEND: tuple[tuple[Kind, str, str], ...] = (
     ("tick", READY, "chunk ready"),
@@ -22,6 +40,8 @@ LEGEND: tuple[tuple[Kind, str, str], ...] = (
     ("bar", READS, "is read"),
     ("bar", OTHER, "other steps"),
 )
+EMPTY: tuple[Kind, str, str] = ("bar", STRIPES, "time left out: nothing happens")
+Stretches = list[tuple[float, float]]
 
 
 def timeline(rooms: Mapping[str, RoomMetrics], title: str = "Hand-off in time") -> Chart:
@@ -29,8 +49,13 @@ def timeline(rooms: Mapping[str, RoomMetrics], title: str = "Hand-off in time") 
     on, and one for each step before and after. Layers of a chunk that are read one by one share its
     row.
     """
-    note = "Figures: how long a chunk took from being ready to its last byte, and each other step."
-    return Chart(title, LEGEND, [_panel(name, room) for name, room in rooms.items()], [note])
+    note = (
+        "Figures: a chunk's bytes, how long it took from being ready to its last byte, and bytes a "
+        "second while it was read; how long each other step took."
+    )
+    panels = [_panel(name, room) for name, room in rooms.items()]
+    legend = [*LEGEND, EMPTY] if any(panel.axis.gaps for panel in panels) else LEGEND
+    return Chart(title, legend, panels, [note])
 
 
 def _panel(name: str, metrics: RoomMetrics) -> Panel:
@@ -48,15 +73,56 @@ def _panel(name: str, metrics: RoomMetrics) -> Panel:
     rows += [f"{hidden:,} more chunks are not drawn"] if hidden else []
     rows += _last_steps(metrics, many)
     moved = f"{human(metrics.bytes_moved)} in {seconds_of(metrics.total_seconds)}"
-    axis = linear_axis(end, lambda seconds: seconds_of(seconds, end))
-    return Panel(f"{name}: {moved}", axis, rows)
+    return Panel(f"{name}: {moved}", _axis(metrics, rows, end), rows)
 
 
-def seconds_of(seconds: float, like: float | None = None) -> str:
-    """`0.0125` as `12.5 ms`; in the unit in which `like` is written."""
-    size = seconds if like is None else like
-    scale, unit = (1.0, "s") if size >= 1.0 else (1e3, "ms") if size >= 1e-3 else (1e6, "µs")
+def _axis(metrics: RoomMetrics, rows: Sequence[ChartRow | str], end: float) -> ChartAxis:
+    """From the room's request to its end, without long stretches in which nothing happens."""
+    marks = [mark for row in rows if not isinstance(row, str) for mark in row.marks]
+    reads = [(read.ready, read.ended) for read in metrics.reads]  # those that are not drawn too
+    busy = merged([*reads, *((mark.start, mark.end) for mark in marks)])
+    # so that times of nearly nothing leave something to be drawn
+    seconds = max(sum(stop - start for start, stop in busy), LEAST_SHOWN * end)
+    bounds = [0.0, *(time for stretch in busy for time in stretch), end]
+    gaps = sorted(zip(bounds[::2], bounds[1::2]), key=lambda gap: gap[0] - gap[1])
+    margin = MARGIN * seconds
+    left_out = [
+        (start + margin, stop - margin)
+        for start, stop in sorted(gaps[:MOST_GAPS])
+        if busy and stop - start > LEAST_GAP * seconds
+    ]
+    shown = end - sum(stop - start for start, stop in left_out)
+    return linear_axis(end, lambda value: _tick_words(value, end, shown), left_out)
+
+
+def merged(stretches: Stretches) -> Stretches:
+    """The same time as stretches apart from one another, in order."""
+    apart: Stretches = []
+    for start, stop in sorted(stretches):
+        if apart and start <= apart[-1][1]:
+            apart[-1] = apart[-1][0], max(stop, apart[-1][1])
+        else:
+            apart.append((start, stop))
+    return apart
+
+
+def seconds_of(seconds: float) -> str:
+    """`0.0125` as `12.5 ms`."""
+    scale, unit = _unit(seconds)
     return f"{seconds * scale:.3g} {unit}"
+
+
+def _tick_words(seconds: float, end: float, shown: float) -> str:
+    """In the unit of an axis's `end`, with the digits that tell ticks apart where so much of the
+    time is `shown`: 10.005 s and 10.01 s.
+    """
+    scale, unit = _unit(end)
+    return f"{round(seconds * scale, max(0, math.ceil(1 - math.log10(shown * scale)))):.9g} {unit}"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    """The unit in which a time is written, and how many of it are a second."""
+    return (1.0, "s") if seconds >= 1.0 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
 
 
 def _chunk(reads: Sequence[ReadTimes]) -> ChartRow:
@@ -72,12 +138,17 @@ def _chunk(reads: Sequence[ReadTimes]) -> ChartRow:
         layers = f"{read.layers}: " if read.layers else ""
         words = f"{layers}ready at {seconds_of(read.ready)}, "
         words += "not read" if read.begun is None else f"read from {seconds_of(begun)}"
-        words += f" to {seconds_of(read.ended)}"
+        words += f" to {seconds_of(read.ended)}: {human(read.nbytes)}"
         marks.append(Mark("thin", read.ready, begun, WAITS, words))
         if read.begun is not None:
             marks.append(Mark("bar", begun, read.ended, READS, words))
     marks += [Mark("tick", read.ready, read.ready, READY) for read in reads]
-    return ChartRow(name, seconds_of(max(read.ended for read in reads) - first.ready), marks)
+    took = seconds_of(max(read.ended for read in reads) - first.ready)
+    nbytes = sum(read.nbytes for read in reads)
+    turns = merged([(read.begun, read.ended) for read in reads if read.begun is not None])
+    seconds = sum(stop - start for start, stop in turns)
+    rate = f", {human(nbytes / seconds)}/s" if seconds else ""
+    return ChartRow(name, f"{human(nbytes)} in {took}{rate}", marks)
 
 
 def _last_steps(metrics: RoomMetrics, many: bool) -> Iterator[ChartRow]:

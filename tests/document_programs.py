@@ -1,5 +1,5 @@
-"""The Python programs of README.md and of docs/. `python -m tests.document_programs FOLDER` writes
-them there, for type checkers.
+"""The Python programs of README.md, of docs/ and of the site's first page. `python -m
+tests.document_programs FOLDER` writes them there, for type checkers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+LANDING = ROOT / "docs" / "landing.py"
 READ = [ROOT / "README.md", *PAGES]
 # documents whose blocks are one program
 TOLD_IN_ONE = {"add-a-pool.md", "quickstart-connector.md", "quickstart-models.md", "run-models.md"}
@@ -23,6 +24,7 @@ def programs() -> Iterator[tuple[str, int, str]]:
         if path.name in TOLD_IN_ONE:
             blocks = ["".join(blocks)]
         yield from ((path.name, number, code) for number, code in enumerate(blocks))
+    yield "landing", 0, LANDING.read_text()
 
 
 def write(folder: Path) -> None:

@@ -19,7 +19,7 @@ from disagg.protocol.messages import Hello, Message, Room
 from disagg.protocol.metrics import Snapshot
 from disagg.protocol.peers.decode_peers import DecodePeers, LinkChange, LinkFailed, OfAsked
 from disagg.protocol.peers.link import Link, PrefillRank
-from disagg.protocol.rooms.decode_room import DecodeRoom
+from disagg.protocol.rooms.decode_room import DecodeRoom, ReadProgress
 from disagg.protocol.rooms.decode_rooms import DecodeRooms
 from disagg.protocol.status import Failure, Phase, RoomEvent, failure_kind
 from disagg.protocol.verification import Comparisons, Verification
@@ -67,10 +67,12 @@ class DecodeMachine(Machine[DecodeRoom]):
                     self._receive(rank, message)
             case events.ReadBegun(read, begun, seconds, shares):
                 room = self.rooms.known(read.room)
-                room.reads[read] = begun
+                room.reads[read] = ReadProgress(begun)
                 room.metrics.bound(shares, seconds)
             case events.ReadMoved(read, nbytes, seconds):
-                self.rooms.known(read.room).metrics.moved(nbytes, seconds)
+                room = self.rooms.known(read.room)
+                room.reads[read].nbytes += nbytes
+                room.metrics.moved(nbytes, seconds)
             case events.ReadEnded(read, problem):
                 reading = self.rooms.end_read(read, now)
                 if reading and problem is not None:

@@ -58,15 +58,16 @@ class Histogram:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTimes:
     """One read that has ended: positions `start` to `stop`, of `layers` or of all, from rank
-    `source` of prefill. In seconds after the room's request: when its chunk was `ready`, when the
-    read had its turn (`begun`; None: it had none), and when its bytes were there, or could land no
-    more (`ended`).
+    `source` of prefill, and the bytes that have arrived since it was `begun`. In seconds after the
+    room's request: when its chunk was `ready`, when the read had its turn (`begun`; None: it had
+    none), and when its bytes were there, or could land no more (`ended`).
     """
 
     source: int
     start: int
     stop: int
     layers: LayerRange | None
+    nbytes: int
     ready: float
     begun: float | None
     ended: float

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,8 +19,12 @@ COLOURS = (
 SUFFIXES = (".html",)
 MAX_TICKS = 6  # with words
 MAX_STEPS = 5  # of a linear axis
+GAP = 3.0  # percent of an axis for what it leaves out
+APART = 18.0  # percent of an axis between words at its ticks
+STRIPES = "repeating-linear-gradient(135deg, var(--stripe) 0 1px, transparent 1px 5px)"
+"""Paint of what an axis leaves out."""
 
-Kind = Literal["bar", "thin", "dot", "tick"]
+Kind = Literal["bar", "thin", "dot", "tick", "whisker"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +49,27 @@ class ChartRow:
 
 @dataclass(frozen=True, slots=True)
 class ChartAxis:
-    """`ticks` are values and their words; a logarithmic axis has a line in ink at 1."""
+    """`ticks` are values and their words; a logarithmic axis has a line in ink at 1. A linear one
+    may leave out `gaps`, each from a value to another, in order: where nothing is drawn.
+    """
 
     low: float
     high: float
     ticks: Sequence[tuple[float, str]]
     log: bool = False
+    gaps: Sequence[tuple[float, float]] = ()
 
     def at(self, value: float) -> float:
         """Where a value is, in percent of the axis."""
         low, high, value = self.low, self.high, min(max(value, self.low), self.high)
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(value)
-        return 100 * (value - low) / (high - low)
+        left_out = sum(stop - start for start, stop in self.gaps)
+        # the part of each gap that lies before the value
+        parts = [min(max(value - start, 0.0), stop - start) for start, stop in self.gaps]
+        widths = (GAP * part / (stop - start) for part, (start, stop) in zip(parts, self.gaps))
+        shown = (value - low - sum(parts)) / (high - low - left_out)
+        return (100 - GAP * len(parts)) * shown + sum(widths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +100,27 @@ def log_axis(low: float, high: float) -> ChartAxis:
     return ChartAxis(low, high, ticks, log=True)
 
 
-def linear_axis(high: float, words: Callable[[float], str]) -> ChartAxis:
-    """An axis from 0 with a few round ticks."""
+def linear_axis(
+    high: float, words: Callable[[float], str], gaps: Sequence[tuple[float, float]] = ()
+) -> ChartAxis:
+    """An axis from 0 with a few round ticks, and one behind each gap."""
     high = high or 1.0
-    power = 10.0 ** math.floor(math.log10(high / MAX_STEPS))
-    step = next(n * power for n in (1, 2, 5, 10) if high / (n * power) <= MAX_STEPS)
-    many = math.floor(high / step + 1e-9)
-    return ChartAxis(0.0, high, [(n * step, words(n * step)) for n in range(many + 1)])
+    shown = high - sum(stop - start for start, stop in gaps)
+    power = 10.0 ** math.floor(math.log10(shown / MAX_STEPS))
+    step = next(n * power for n in (1, 2, 5, 10) if shown / (n * power) <= MAX_STEPS)
+    starts, stops = [0.0, *(stop for _, stop in gaps)], [*(start for start, _ in gaps), high]
+    values = [
+        n * step
+        for start, stop in zip(starts, stops)
+        for n in range(math.ceil(start / step - 1e-9), math.floor(stop / step + 1e-9) + 1)
+    ]
+    axis, named = ChartAxis(0.0, high, [], gaps=gaps), list[float]()
+    # ends of gaps first: round values have words where these leave room
+    for value in [*starts[1:], *values]:
+        if all(abs(axis.at(value) - axis.at(other)) >= APART for other in named):
+            named.append(value)
+    ticks = sorted({*starts[1:], *values})
+    return replace(axis, ticks=[(x, words(x) if x in named else "") for x in ticks])
 
 
 def write_chart(chart: Chart, path: Path, details: str = "") -> None:
@@ -128,6 +154,11 @@ def _plot(panel: Panel) -> str:
     rules = [("rule", axis.at(value)) for value, _ in axis.ticks]
     rules += [("rule bound", axis.at(1.0))] if axis.log else []
     lines = [f'<i class="{kind}" style="left:{left:.2f}%"></i>' for kind, left in rules]
+    lines += [
+        f'<i class="gap" style="left:{axis.at(start):.2f}%;width:{GAP:.2f}%;background:{STRIPES}">'
+        "</i>"
+        for start, _ in axis.gaps
+    ]
     words = "".join(
         f'<span style="left:{axis.at(value):.2f}%">{text(words)}</span>'
         for value, words in axis.ticks
@@ -152,8 +183,9 @@ def _row(axis: ChartAxis, row: ChartRow) -> str:
 def _mark(mark: Mark, start: float, end: float) -> str:
     """A mark from `start` to `end` percent."""
     place = f"left:{end:.2f}%"
-    if mark.kind in ("bar", "thin"):
+    if mark.kind in ("bar", "thin", "whisker"):
         place = f"left:{min(start, end):.2f}%;width:{abs(end - start):.2f}%"
     tooltip = f' title="{text(mark.tooltip)}"' if mark.tooltip else ""
-    style = f"{place};background:{mark.colour}"
+    paint = "color" if mark.kind == "whisker" else "background"
+    style = f"{place};{paint}:{mark.colour}"
     return f'<i class="mark {mark.kind}" style="{style}"{tooltip}></i>'

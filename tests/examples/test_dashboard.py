@@ -89,6 +89,43 @@ def test_panels_do_not_overlap_and_have_numbers_of_their_own():
     assert len({*cells}) == len(cells) and max(x for x, _ in cells) < 24
 
 
+def unit_of(query):
+    """The unit of Grafana's for what a query asks, by Prometheus's rules of naming."""
+    if "histogram_quantile" in query:
+        return "s"
+    if "/" in query:
+        return "percentunit"
+    nbytes, rate = "_bytes" in query, bool(re.search(r"\brate\(", query))
+    if nbytes:
+        return "binBps" if rate else "bytes"
+    return "ops" if rate else "short"
+
+
+def test_every_curve_is_drawn_in_its_unit_on_an_axis_with_words():
+    for panel in DASHBOARD["panels"]:
+        defaults = panel["fieldConfig"]["defaults"]
+        axes = {
+            None: {"unit": defaults["unit"], "custom.axisLabel": defaults["custom"]["axisLabel"]}
+        }
+        for override in panel["fieldConfig"]["overrides"]:
+            properties = {each["id"]: each["value"] for each in override["properties"]}
+            assert properties["custom.axisPlacement"] == "right"
+            axes[override["matcher"]["options"]] = properties
+        legends = [target["legendFormat"] for target in panel["targets"]]
+        assert {*axes} - {None} <= {*legends}, panel["title"]
+        for target in panel["targets"]:
+            axis = axes.get(target["legendFormat"], axes[None])
+            assert axis["unit"] == unit_of(target["expr"]), panel["title"]
+            assert axis["custom.axisLabel"]
+
+
+def test_legends_have_the_last_value_and_the_highest_of_each_curve():
+    for panel in DASHBOARD["panels"]:
+        legend = panel["options"]["legend"]
+        assert (legend["displayMode"], legend["calcs"]) == ("table", ["lastNotNull", "max"])
+        assert all(target["legendFormat"] for target in panel["targets"])
+
+
 @pytest.mark.parametrize(
     ("query", "problem"),
     [

@@ -65,9 +65,11 @@ LONG_SENTENCE = (
 )
 
 
-def handed_over(ranks: int = 2, chunk: int = 512, layers: int = 4) -> RoomMetrics:
+def handed_over(
+    ranks: int = 2, chunk: int = 512, layers: int = 4, seconds: float = 0.002
+) -> RoomMetrics:
     """A request that real endpoints hand over: from `ranks` of prefill to one of decode, in
-    chunks, so many layers of a chunk at a time.
+    chunks, so many layers of a chunk at a time, each computed for some seconds.
     """
     sizes = {"num_kv_heads": 4, "head_dim": 8, "dtype": "bf16", "num_pages": 40, "page_size": 64}
     pools = [MHAPool(layers=range(4), shard=Shard(n, ranks), **sizes) for n in range(ranks)]
@@ -87,14 +89,18 @@ def handed_over(ranks: int = 2, chunk: int = 512, layers: int = 4) -> RoomMetric
             last = tokens.stop == TOKENS and low + layers == 4
             for pool, source in zip(pools, sources):
                 source.send("r", oracle.place(pool, TOKENS), tokens=tokens, last=last, **parts)
-            time.sleep(0.002)
+            time.sleep(seconds)
         assert decode.wait("r", 30) is KVPoll.Success
         return decode.metrics("r")
 
 
 def rooms() -> dict[str, RoomMetrics]:
-    """Two hand-offs of as many tokens."""
-    return {"two ranks of prefill": handed_over(), "layer by layer": handed_over(1, layers=1)}
+    """Hand-offs of as many tokens."""
+    return {
+        "two ranks of prefill": handed_over(),
+        "layer by layer": handed_over(1, layers=1),
+        "a slow prefill": handed_over(1, seconds=0.5),
+    }
 
 
 def report() -> BenchReport:
@@ -113,8 +119,11 @@ def case_of(group: str, name: str, bound: str = COPY) -> Measurement:
 
 
 def measured(group: str, name: str, ratio: float, bound: str = COPY) -> Measurement:
-    """A case that took a millisecond."""
-    return case_of(group, name, bound).timed([(1e-3, ratio * 1e-3)])
+    """A case whose rounds took about a millisecond, those of transfers further apart."""
+    source = random.Random(name)
+    spread = 0.3 if group in ("transfer", "handoff") else 0.05
+    rounds = [(1e-3 * source.lognormvariate(0.0, spread), ratio * 1e-3) for _ in range(20)]
+    return case_of(group, name, bound).timed(rounds)
 
 
 def conformed() -> ConformReport:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from disagg.cli.accept.report import FAILED, FORMAT, Report, SectionResult
+from disagg.cli.accept.report import FAILED, FORMAT, HEADINGS, Report, SectionResult
 from disagg.cli.common import commit, device_to_measure, need_known, origin, progress_bar
 from kvpool.cli import check_output
 
@@ -97,6 +97,7 @@ def _run(
         return report
 
     with suppress(KeyboardInterrupt), progress_bar(console, len(chosen)) as tell:
+        console.print(HEADINGS, soft_wrap=True)
         scope = Scope(device, quick, lambda what: tell(f"{running}: {what}", len(results)))
         for section in chosen:
             running = section.name

@@ -12,6 +12,11 @@ FORMAT = "kvpool-accept-2"
 State = Literal["passed", "failed", "not here"]
 STATES: tuple[State, State, State] = ("passed", "failed", "not here")
 PASSED, FAILED, NOT_HERE = STATES
+COLUMNS = (12, 8, 8, 10, 10)
+"""Letters of a section's name, counts and seconds."""
+HEADINGS = "section".ljust(COLUMNS[0]) + "".join(
+    word.rjust(width) for word, width in zip((*STATES, "seconds"), COLUMNS[1:])
+)
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,9 +47,10 @@ class SectionResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((state for state in (FAILED, PASSED) if self.count(state)), NOT_HERE)
 
     def lines(self) -> list[str]:
-        """One line of text, and one for each row that failed."""
-        counts = [f"{self.count(s):,} {s}" for s in STATES if self.count(s)]
-        head = f"{self.name:<12} {', '.join(counts)}, {self.seconds:.1f} s"
+        """One line of text below HEADINGS, and one for each row that failed."""
+        figures = *(f"{self.count(state):,}" for state in STATES), f"{self.seconds:,.1f}"
+        cells = (cell.rjust(width) for cell, width in zip(figures, COLUMNS[1:]))
+        head = self.name.ljust(COLUMNS[0]) + "".join(cells)
         failed = (row for row in self.rows if row.state == FAILED)
         return [head, *(f"  FAIL {row.name}: {row.sentence}" for row in failed)]
 

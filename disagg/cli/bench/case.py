@@ -44,7 +44,8 @@ class Measurement:
 
     If it was timed: median seconds of a call of it and of its reference, GiB/s where they move
     bytes, and medians of the rounds' ratios (reference over case: 1 is as fast as the bound) and
-    differences. If it did not run or has `failed`, the reason.
+    differences; half of the ratios are between `ratio_quartiles`. If it did not run or has
+    `failed`, the reason.
     """
 
     group: str
@@ -58,6 +59,7 @@ class Measurement:
     gib_per_second: float | None = None
     reference_gib_per_second: float | None = None
     ratio: float | None = None
+    ratio_quartiles: tuple[float, float] | None = None
     beyond_seconds: float | None = None
     rounds: int = 0
     reason: str | None = None
@@ -76,13 +78,16 @@ class Measurement:
     def timed(self, rounds: Sequence[tuple[float, float]]) -> Measurement:
         """With medians over rounds of (case, reference), in seconds per call."""
         ours, theirs = (median(times) for times in zip(*rounds))
+        ratios = [reference / mine for mine, reference in rounds]
+        low, high = np.quantile(ratios, (0.25, 0.75)).tolist()
         return replace(
             self,
             seconds=ours,
             reference_seconds=theirs,
             gib_per_second=self.bytes / ours / GIB if self.bytes else None,
             reference_gib_per_second=self.bytes / theirs / GIB if self.bytes else None,
-            ratio=median(reference / mine for mine, reference in rounds),
+            ratio=median(ratios),
+            ratio_quartiles=(low, high),
             beyond_seconds=median(mine - reference for mine, reference in rounds),
             rounds=len(rounds),
         )

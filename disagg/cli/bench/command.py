@@ -22,7 +22,9 @@ _Quick = Annotated[
 _AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object; the table on stderr.")
 ]
-_Chart = Annotated[Path | None, typer.Option(help="Draw the ratios to a page (.html).")]
+_Chart = Annotated[
+    Path | None, typer.Option(help="Draw the ratios and their spread to a page (.html).")
+]
 
 
 def bench(
@@ -52,7 +54,7 @@ def bench(
     JSON: machine, versions, date (UTC), quick; rows (group, case, engine, bytes of a copy of as
     much traffic, bound, target: the ratio to reach on an H200, seconds, reference_seconds,
     gib_per_second, reference_gib_per_second; ratio of the two and beyond_seconds, their difference,
-    round by round; rounds, reason, failed). A case that did not run has a reason and no figures.
+    round by round; ratio_quartiles; rounds, reason, failed). What did not run has no figures.
 
     \b
     Example:

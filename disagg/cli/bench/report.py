@@ -13,7 +13,7 @@ from disagg.cli.bench.memory import memory_cases
 from disagg.cli.bench.transfers import handoff_cases, transfer_cases
 from disagg.engines.base import engine_names
 from kvpool.layout.units import human
-from kvpool.render.chart import COLOURS, Chart, ChartRow, Mark, Panel, log_axis
+from kvpool.render.chart import COLOURS, Chart, ChartRow, Kind, Mark, Panel, log_axis
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +24,11 @@ HANDOFF_ENGINES = ("local",)  # where no engine is named: hand-offs of the other
 CAPTION = (
     "medians of rounds; bound: a plain copy of as many bytes, or the reference's time; ratio: the "
     "bound's time over ours, round by round; beyond: our time less the bound's, where that is more"
+)
+LEGEND: tuple[tuple[Kind, str, str], ...] = (
+    ("dot", COLOURS[0], "median ratio of the rounds"),
+    ("whisker", "currentColor", "the middle half of the rounds"),
+    ("tick", "currentColor", "1: as fast as a plain copy, or what is in brackets"),
 )
 WORST = 0.001  # where the chart's axis begins; of worse ratios at their power of ten
 
@@ -104,24 +109,32 @@ class BenchReport:
 
     def chart(self) -> Chart:
         """The ratios on a logarithmic axis from WORST, or from the worst ratio."""
-        ratios = [row.ratio for row in self.ran if row.ratio]
+        ratios = [ratio for row in self.ran for ratio in row.ratio_quartiles or () if ratio]
         lowest = math.floor(math.log10(min([WORST, *ratios])))
         axis = log_axis(10.0**lowest, 1.2 * max([1.0, *ratios]))
         rows = list[ChartRow | str]()
         for group, of_group in groupby(self.ran, lambda row: row.group):
             rows += [group, *map(chart_row, of_group)]
         panel = Panel("Speed relative to the bound, right is better", axis, rows)
-        words = "1: as fast as a plain copy, or what is in brackets"
-        return Chart(self.title, [("tick", "currentColor", words)], [panel], self.left_out())
+        return Chart(self.title, LEGEND, [panel], self.left_out())
 
 
 def chart_row(row: Measurement) -> ChartRow:
-    """A row's line begins at 1, so that what is far from its bound is long."""
+    """A row's line begins at 1, so that what is far from its bound is long. A dot may hide its
+    whisker: the figures have the spread too.
+    """
     times = time_of(row.seconds), time_of(row.reference_seconds)
     words = f"{row.case}: {times[0]}, {row.bound} {times[1]}"
-    marks = [Mark(kind, 1.0, row.ratio or 0.0, COLOURS[0], words) for kind in ("thin", "dot")]
+    ratio, (low, high) = row.ratio or 0.0, row.ratio_quartiles or (0.0, 0.0)
+    spread = f"{number_of(low)} to {number_of(high)}"
+    words += f"; half of {row.rounds} rounds: {spread}"
+    marks = [
+        Mark("thin", 1.0, ratio, COLOURS[0], words),
+        Mark("whisker", low, high, "currentColor", words),
+        Mark("dot", ratio, ratio, COLOURS[0], words),
+    ]
     name = row.case if row.moves else f"{row.case} ({row.bound})"
-    return ChartRow(name, number_of(row.ratio), marks)
+    return ChartRow(name, f"{number_of(ratio)} ({spread})", marks)
 
 
 def sentence_of(row: Measurement) -> str:

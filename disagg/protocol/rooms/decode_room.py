@@ -19,6 +19,14 @@ from disagg.protocol.verification import Verification
 from kvpool.layout import RequestAddress
 
 
+@dataclass(slots=True)
+class ReadProgress:
+    """When a read has had its turn, and the bytes that have arrived since."""
+
+    begun: float | None = None
+    nbytes: int = 0
+
+
 @dataclass(eq=False, slots=True, kw_only=True)
 class DecodeRoom(PhasedRoom):
     """One request that decode has asked for. With `declined`, nothing of it is read; with
@@ -42,8 +50,8 @@ class DecodeRoom(PhasedRoom):
     """Chunks by source rank, start, stop, last and layers."""
     latest: dict[int, tuple[ChunkReady, RequestAddress]] = field(default_factory=dict)
     """By source rank, the chunk that came last and its block table, until the last one comes."""
-    reads: dict[Read, float | None] = field(default_factory=dict)
-    """Those that have not ended, and when each has had its turn."""
+    reads: dict[Read, ReadProgress] = field(default_factory=dict)
+    """Those that have not ended."""
     arrived: dict[int, ArrivedDigests] = field(default_factory=dict)
     """By source rank, of what is not kept as it arrives."""
     checks: dict[int, Verification] = field(default_factory=dict)
@@ -172,7 +180,7 @@ class DecodeRoom(PhasedRoom):
             )
             for positions, layers, count in wanted
         ]
-        self.reads.update(dict.fromkeys(reads))
+        self.reads.update((read, ReadProgress()) for read in reads)
         return reads
 
     def take(self, source: int, ready: ChunkReady) -> RequestAddress | None:

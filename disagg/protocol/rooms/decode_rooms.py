@@ -87,7 +87,8 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def end_read(self, read: Read, now: float) -> DecodeRoom | None:
         """None of a read's bytes can land any more; returns its room if that is open."""
         room = self.known(read.room)
-        begun = room.reads.pop(read)
+        progress = room.reads.pop(read)
+        begun = progress.begun
         room.touched = now
         room.metrics.reads.append(
             ReadTimes(
@@ -95,6 +96,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
                 start=read.tokens.start,
                 stop=read.tokens.stop,
                 layers=read.layers,
+                nbytes=progress.nbytes,
                 ready=read.ready - room.opened_at,
                 begun=None if begun is None else begun - room.opened_at,
                 ended=now - room.opened_at,

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from disagg.cli.accept import sections
 from disagg.cli.accept.command import accept
-from disagg.cli.accept.report import FORMAT, Report, Row, SectionResult
+from disagg.cli.accept.report import FORMAT, HEADINGS, STATES, Report, Row, SectionResult
 from disagg.cli.accept.sections import Scope, bench_rows, case_row, conformance_rows
 from disagg.cli.bench.case import HOST_SIZES, QUICK
 from disagg.cli.bench.report import GROUPS, all_cases
@@ -57,7 +57,7 @@ def test_a_device_of_this_machine_passes(folder):
     assert report.quick and report.complete
     names = [section.name for section in sections.SECTIONS]
     assert [each.name for each in report.sections] == names
-    assert [line.split()[0] for line in said.splitlines()] == [*names, "cpu"]
+    assert [line.split()[0] for line in said.splitlines()] == ["section", *names, "cpu"]
     for name in ("conformance", "engines", "models", "bench"):
         assert any(row.state == "passed" for row in rows_of(report, name).values()), name
     for name in ("streams", "graphs", "ipc"):
@@ -198,11 +198,21 @@ def test_json_is_read_back_and_another_form_is_refused(report):
 def test_a_section_with_a_failure_has_failed_and_one_without_rows_that_ran_is_not_here(report):
     (section,) = report.sections
     assert section.state == "failed" and section.lines() == [
-        "engines      1 failed, 1 not here, 2.0 s",
+        "engines            0       1         1       2.0",
         "  FAIL <b>&\x00: 0x01 found",
     ]
     rows = section.rows[1:]
     assert msgspec.structs.replace(section, rows=rows).state == "not here"
+
+
+def test_figures_of_sections_end_where_their_headings_do():
+    rows = [Row("r", state, "") for state in STATES for _ in range(1200)]
+    long = SectionResult("conformance", "", 3600.04, rows).lines()[0]
+    short = SectionResult("ipc", "", 0.0, []).lines()[0]
+    ends = [match.end() for match in re.finditer(r"not here|\S+", HEADINGS)]
+    for line in (long, short):
+        assert [match.end() for match in re.finditer(r"\S+", line)][1:] == ends[1:]
+    assert long.split() == ["conformance", "1,200", "1,200", "1,200", "3,600.0"]
 
 
 @pytest.fixture
@@ -224,13 +234,16 @@ def test_an_error_of_a_section_is_a_row_and_the_others_run(in_place, tmp_path):
     done = CliRunner().invoke(app, ["--out", str(tmp_path)])
     assert done.exit_code == 1
     assert "  FAIL section ipc: RuntimeError: no bus\n" in done.output
-    assert "graphs       1 not here" in done.output
+    assert [line.split() for line in done.output.splitlines() if line.startswith("graphs")] == [
+        ["graphs", "0", "0", "1", "0.0"]
+    ]
 
 
 def test_an_interrupted_run_has_not_passed_and_keeps_the_sections_that_have_ended(tmp_path):
     command = [sys.executable, "-m", "kvpool", "accept", "--only=streams", "--only=engines"]
     command += ["--out", str(tmp_path)]
     with started(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith("section")
         assert process.stdout.readline().startswith("streams")
         while b'"interrupted": "engines"' not in (tmp_path / "accept.json").read_bytes():
             assert process.poll() is None

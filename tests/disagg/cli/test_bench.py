@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import random
 from datetime import datetime
 from functools import partial
 from unittest import mock
@@ -22,6 +23,7 @@ from disagg.engines.local import LocalEngine
 from disagg.engines.local.engine import LocalTransfer
 from kvpool.device.cpu import CPUDevice
 from kvpool.process import OtherProcess
+from kvpool.render.chart import chart_html
 from kvpool.testing.memory import flat_locations, same_as_pool
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
@@ -31,7 +33,7 @@ KEYS = {"machine": dict, "versions": dict, "date": str, "quick": bool, "rows": l
 ROW_KEYS = {
     *("group", "case", "engine", "bytes", "bound", "target", "seconds", "reference_seconds"),
     *("gib_per_second", "reference_gib_per_second", "ratio", "beyond_seconds"),
-    *("rounds", "reason", "failed"),
+    *("ratio_quartiles", "rounds", "reason", "failed"),
 }
 app = typer.Typer()
 app.command()(bench)
@@ -175,6 +177,7 @@ def test_a_ratio_is_that_of_times_taken_in_the_same_round():
         [(1.0, 0.5), (2.0 * slow, 1.0 * slow), (1.0, 0.5), (1.0 * slow, 0.25)]
     )
     assert (row.ratio, row.rounds) == (0.5, 4)
+    assert row.ratio_quartiles == (0.38125, 0.5)  # of 0.025, 0.5, 0.5, 0.5
     assert (row.seconds, row.reference_seconds, row.beyond_seconds) == (5.5, 0.5, 5.125)
 
 
@@ -302,11 +305,13 @@ def test_the_chart_has_a_row_for_every_case(tmp_path):
 def ratios_of(*ratios):
     """A chart of copies with these ratios."""
     row = Measurement(group="gather", case="x", bytes=1)
-    rows = [row.timed([(1.0, ratio)]) for ratio in ratios]
+    return report_of(*(row.timed([(1.0, ratio)]) for ratio in ratios)).chart()
+
+
+def report_of(*rows):
     machine = {"device": "cpu", "name": "x"}
     date = "2026-11-23T12:00:00"
-    report = BenchReport(machine=machine, versions={}, date=date, quick=False, rows=rows)
-    return report.chart()
+    return BenchReport(machine=machine, versions={}, date=date, quick=False, rows=rows)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +331,29 @@ def test_the_axis_is_logarithmic_from_a_thousandth_and_shows_every_ratio(ratios,
     for ratio, row in zip(ratios, panel.rows[1:]):
         (dot,) = (mark for mark in row.marks if mark.kind == "dot")
         assert axis.at(dot.end) == pytest.approx(100 * math.log(max(ratio, low) / low) / wide)
-        assert all(mark.start == 1.0 for mark in row.marks)
+        assert [mark.start for mark in row.marks if mark.kind == "thin"] == [1.0]
+
+
+def test_the_chart_shows_how_far_the_rounds_are_apart():
+    source, case = random.Random(5), Measurement(group="gather", case="x", bytes=1)
+    ratios = [source.uniform(0.2, 0.6) for _ in range(21)]
+    row = case.timed([(1.0, ratio) for ratio in ratios])
+    chart = report_of(row).chart()
+    low, high = sorted(ratios)[5], sorted(ratios)[15]
+    (panel,) = chart.panels
+    axis = panel.axis
+    text = chart_html(chart)
+    left, width = axis.at(low), axis.at(high) - axis.at(low)
+    assert f'<i class="mark whisker" style="left:{left:.2f}%;width:{width:.2f}%;' in text
+    assert f">{sorted(ratios)[10]:.2f} ({low:.2f} to {high:.2f})<" in text
+    assert "the middle half of the rounds</li>" in text
+
+
+def test_the_axis_reaches_as_far_as_the_rounds_do():
+    row = Measurement(group="gather", case="x", bytes=1)
+    rounds = [(1.0, ratio) for ratio in (1e-5, 1e-5, 0.5, 7.0, 7.0)]
+    (panel,) = report_of(row.timed(rounds)).chart().panels
+    assert (panel.axis.low, panel.axis.high) == (pytest.approx(1e-5), pytest.approx(8.4))
 
 
 def test_a_wrong_byte_of_any_region_is_seen_between_pools_of_other_pages():

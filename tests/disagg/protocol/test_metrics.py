@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from disagg import KVPoll, ReadTimes
 from disagg.exporter import export
 from disagg.plan import plan
-from disagg.protocol.events import ReadBegun, ReadEnded
+from disagg.protocol.events import ReadBegun, ReadEnded, ReadMoved
 from disagg.protocol.metrics import (
     BOUNDS,
     PHASES,
@@ -364,7 +364,9 @@ def test_times_of_a_room_count_from_its_request():
     second, first = pair.reads.pop(), pair.reads.pop()
     for read, begun in ((first, 103.5), (second, 105.0)):
         pair.tell(pair.decode, ReadBegun(read, begun, 0.0, ()))
-    for read, pair.now in ((second, 106.0), (first, 109.0)):
+    for read, pair.now, nbytes in ((second, 106.0, 300), (first, 109.0, 500)):
+        for part in (100, nbytes - 100):
+            pair.tell(pair.decode, ReadMoved(read, part, 0.5))
         pair.tell(pair.decode, ReadEnded(read, None))
     pair.now = 112.0
     pair.pump()
@@ -372,8 +374,8 @@ def test_times_of_a_room_count_from_its_request():
     assert pair.polls()[0] is KVPoll.Success
     every = {"source": 0, "layers": None}
     assert metrics.reads == [
-        ReadTimes(**every, start=16, stop=30, ready=4.0, begun=5.0, ended=6.0),
-        ReadTimes(**every, start=0, stop=16, ready=3.0, begun=3.5, ended=9.0),
+        ReadTimes(**every, start=16, stop=30, nbytes=300, ready=4.0, begun=5.0, ended=6.0),
+        ReadTimes(**every, start=0, stop=16, nbytes=500, ready=3.0, begun=3.5, ended=9.0),
     ]
     assert (metrics.asked_seconds, metrics.wait_seconds, metrics.done_seconds) == (0.0, 3.0, 9.0)
     assert (metrics.released, metrics.total_seconds) == ({0: 12.0}, 12.0)

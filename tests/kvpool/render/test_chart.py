@@ -31,6 +31,8 @@ def test_a_bar_reaches_from_its_start_to_its_end_where_a_dot_and_a_tick_are():
     style = '<i class="mark {}" style="left:{}%;{}background:#abc"'
     assert style.format("bar", "25.00", "width:50.00%;") in text
     assert style.format("dot", "50.00", "") in text
+    whisker = chart_html(chart_of(Mark("whisker", 25.0, 75.0, "#abc")))
+    assert '<i class="mark whisker" style="left:25.00%;width:50.00%;color:#abc"' in whisker
     assert style.format("tick", "100.00", "") + ' title="ends &lt;here&gt;"' in text
 
 
