@@ -79,14 +79,14 @@ def _load() -> tuple[_Library | None, str]:
     """The library; or None, and what is missing."""
     if sys.platform != "linux":
         return None, f"needs Linux, this is {sys.platform}."
-    found = sorted(Path(__file__).parent.glob("runs*.so"))
-    if not found:
+    libraries = sorted(Path(__file__).parent.glob("runs*.so"))
+    if not libraries:
         return None, (
             "was not compiled when kvpool was installed: a C compiler was missing. Install one "
             "(on Debian: apt-get install gcc libc6-dev) and install kvpool again."
         )
     try:
-        library = _Library(str(found[0]))
+        library = _Library(str(libraries[0]))
         abi, nbytes = library.quick.kvpool_abi(), library.quick.kvpool_job_bytes()
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded: {error}. Install kvpool again."
@@ -217,10 +217,12 @@ def _close(library: _Library, handle: int, jobs: set[Job], pid: int) -> None:
 
 def _runs(*columns: Column) -> tuple[_Runs, tuple[Column, ...]]:
     """Columns as the library takes them; they must live as long."""
-    src, dst, nbytes = held = tuple(np.asarray(column, dtype=np.int64) for column in columns)
+    src, dst, nbytes = arrays = tuple(np.asarray(column, dtype=np.int64) for column in columns)
     if not src.shape == dst.shape == nbytes.shape == (src.size,):
-        shapes: Iterable[Any] = (column.shape for column in held)
+        shapes: Iterable[Any] = (column.shape for column in arrays)
         raise ValueError(f"runs in columns of shapes {', '.join(map(str, shapes))}: [N] each.")
     return _Runs(
-        *(column.ctypes.data for column in held), *(column.strides[0] for column in held), src.size
-    ), held
+        *(column.ctypes.data for column in arrays),
+        *(column.strides[0] for column in arrays),
+        src.size,
+    ), arrays

@@ -97,16 +97,16 @@ class FreeList:
             f"{self.usable} are free. Free a request, or build a larger pool."
         )
 
-    def check_integrity(self, held: Ints) -> None:
-        """Raises RuntimeError unless items are free, or held as often as counted and in `held`."""
+    def check_integrity(self, held_items: Ints) -> None:
+        """Raises RuntimeError unless items are free, or in `held_items` as often as counted."""
         self.kept.check_integrity(self.name)
         idle = np.array([*self.kept.idle], dtype=np.int64)
         free = np.concatenate([self._stack[: self._height], idle])
-        everywhere = np.concatenate([free, held])
+        everywhere = np.concatenate([free, held_items])
         outside = everywhere[(everywhere < self.reserved) | (everywhere >= self.items)]
         if outside.size:
             raise RuntimeError(f"{self.name}: item {outside[0]} of {self.items} is free or held.")
-        holders = np.bincount(held, minlength=self.items)
+        holders = np.bincount(held_items, minlength=self.items)
         times_free = np.bincount(free, minlength=self.items)
         wrong = (holders != self._counts) | (times_free != (holders == 0))
         for item in np.flatnonzero(wrong[self.reserved :]) + self.reserved:

@@ -184,18 +184,18 @@ class PrefixCache:
         self._chains[row] = chain
         return reused
 
-    def store(self, row: int, tokens: npt.ArrayLike, held: int, received: int) -> None:
-        """Keeps the full pages of the next tokens of a request of `held` tokens. Entries that were
-        dead at `received` tokens were never there.
+    def store(self, row: int, tokens: npt.ArrayLike, num_tokens: int, received: int) -> None:
+        """Keeps the full pages of the next tokens of a request of `num_tokens` tokens. Entries that
+        were dead at `received` tokens were never there.
         """
         chain = self._chains.get(row)
         if chain is None:  # the cache was cleared since
             return
         more = token_ids(tokens)
-        if (stored := chain.num_tokens + more.size) > held:
+        if (stored := chain.num_tokens + more.size) > num_tokens:
             raise ValueError(
-                f"tokens: {stored} are stored then, the request has {held}. Extend it, and store "
-                "what is written."
+                f"tokens: {stored} are stored then, the request has {num_tokens}. Extend it, "
+                "and store what is written."
             )
         before = chain.pages
         chain.append(more)
@@ -203,7 +203,7 @@ class PrefixCache:
             if not id_list.space.per_request:
                 whole = id_list.table.first_whole(received)
                 self._keep(row, chain, id_list, max(before // id_list.pages, whole))
-            elif stored == held and stored % id_list.tokens == 0:
+            elif stored == num_tokens and stored % id_list.tokens == 0:
                 self._checkpoint(row, chain, id_list)
 
     def chain(self, row: int) -> Chain | None:

@@ -136,8 +136,8 @@ def _compressed(fields: Fields, ratios: tuple[int, ...]) -> Declaration:
 
 
 def _rated(fields: Fields) -> tuple[int, ...]:
-    given = fields.inner("compress_rates")
-    rates = {SLIDING: 0, **{name: given.whole(name, 2) for name in (SPARSE, HEAVY)}}
+    compress_rates = fields.inner("compress_rates")
+    rates = {SLIDING: 0, **{name: compress_rates.whole(name, 2) for name in (SPARSE, HEAVY)}}
     if rates[SPARSE] == rates[HEAVY]:
         raise fields.wrong("compress_rates", f"two rates that differ for {SPARSE} and {HEAVY}")
     names = fields.each("layer_types", tuple(rates), fields.num_layers)

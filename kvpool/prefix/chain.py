@@ -122,8 +122,8 @@ class Chain:
             del self._keys[start // self.page + 1 :]
         hashed, step = (len(self._keys) - 1) * self.page, 4 * self.page
         fresh = self._tokens[hashed : self.pages * self.page].astype("<i4").tobytes()
-        for at in range(0, len(fresh), step):
-            before, more = self._keys[-1], fresh[at : at + step]
+        for offset in range(0, len(fresh), step):
+            before, more = self._keys[-1], fresh[offset : offset + step]
             spans = self._spans.get(len(self._keys) - 1)
             self._keys.append(
                 _key(before + more) if spans is None else _media_key(before, spans, more)
