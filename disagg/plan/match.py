@@ -134,14 +134,14 @@ def mismatches(alike: Alike) -> dict[str, list[int]]:
     return reasons
 
 
-def _facts(region: Region, space: Space, other: Region, by_entry: bool) -> dict[str, object]:
-    """What must be equal on both sides, where a region pairs with `other`, by its words."""
+def _facts(region: Region, space: Space, counterpart: Region, by_entry: bool) -> dict[str, object]:
+    """What must be equal on both sides, where a region pairs with `counterpart`, by its words."""
     totals = {axis.name: axis.total for axis in region.inner_axes}
     return {
         "": region.dtype,
         " elements per cell": region.width // ITEMSIZE[region.dtype],
         " axes": sorted(totals),
-        " in total": {name: total for name, total in totals.items() if other.axis(name)},
+        " in total": {name: total for name, total in totals.items() if counterpart.axis(name)},
         " space": by_entry or space.kind,
         " tokens per entry": space.tokens_per_entry,
         " partial entries": space.partial,
@@ -170,8 +170,10 @@ def tile(alike: Alike) -> tuple[list[Part], list[str]]:
     """
     families: dict[tuple[int, int], dict[int, list[SourceRegion]]] = {}
     for holder in alike.holders:
-        held = holder.space.held
-        families.setdefault((held.ranks, held.size), {}).setdefault(held.rank, []).append(holder)
+        interleave = holder.space.held
+        families.setdefault((interleave.ranks, interleave.size), {}).setdefault(
+            interleave.rank, []
+        ).append(holder)
     reasons: list[str] = []
     for (ranks, size), by_rank in sorted(families.items()):
         overlaps: list[Part] = []
@@ -214,7 +216,7 @@ def _ranks_needed(size: int, ranks: int, dest: Interleave) -> list[int]:
 
 
 def _tile_shard(
-    alike: Alike, held: Interleave, holders: Sequence[SourceRegion]
+    alike: Alike, interleave: Interleave, holders: Sequence[SourceRegion]
 ) -> tuple[list[Part], list[str]]:
     """Overlaps that cover the regions' shard exactly once, or the reason why there are none."""
     axes = alike.region.inner_axes
@@ -228,17 +230,21 @@ def _tile_shard(
             replicas.setdefault(tuple(box), []).extend(holder.sources)
     taken: list[Box] = []
     for candidate in sorted(replicas, key=lambda box: (-volume(box), box)):
-        if all(_apart(candidate, other) for other in taken):
+        if all(_apart(candidate, earlier) for earlier in taken):
             taken.append(candidate)
     needed = tuple((axis.name, axis.start, axis.stop) for axis in axes)
     if sum(map(volume, taken)) != volume(needed):
         offered = "; ".join(sorted({_say(box) for box in replicas})) or "none of it"
-        of = f" on rank {held.rank} of {held.ranks} of its positions" if held.ranks > 1 else ""
+        of = (
+            f" on rank {interleave.rank} of {interleave.ranks} of its positions"
+            if interleave.ranks > 1
+            else ""
+        )
         return [], [
             f"decode needs {_say(needed)}, prefill offers {offered}{of}, which does not cover it "
             "exactly once. Plan with the layouts of all prefill ranks."
         ]
-    return [Part(alike.keys, box, held, tuple(sorted(replicas[box]))) for box in taken], []
+    return [Part(alike.keys, box, interleave, tuple(sorted(replicas[box]))) for box in taken], []
 
 
 def elect(

@@ -138,11 +138,11 @@ class SpacePair:
         _check_offered(self._src.space, source, needed, tokens, total)
         if self._held is None:
             return self._any(source, dest, needed)
-        entries, (size, other) = self._held.part(needed), self._sizes
+        entries, (size, dest_size) = self._held.part(needed), self._sizes
         if not entries:
             return []
         first, last = entries.start, entries.stop - 1
-        if first // size == last // size and first // other == last // other:
+        if first // size == last // size and first // dest_size == last // dest_size:
             item, step = self._src.space.place(first)
             dest_item, dest_step = (item, step) if self._alike else space.place(first)
             ids = self._src.id(source, item), self._dst.id(dest, dest_item)

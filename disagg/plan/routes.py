@@ -141,8 +141,8 @@ class Records:
         """The record in which runs of these may join, and where in its items each buffer begins."""
         by_name, regions = self.layout.buffer_by_name, self.layout.region_by_key
         buffers = [regions[key].buffer for key in keys]
-        one = len(set(buffers)) == 1
-        record = [by_name[buffers[0]]] if one else self.beside[buffers[0]]
+        one_buffer = len(set(buffers)) == 1
+        record = [by_name[buffers[0]]] if one_buffer else self.beside[buffers[0]]
         first = record[0]
         end = self._ends.get((first.name, len(record)))
         if end is None:
