@@ -51,11 +51,11 @@ class ArrivedDigests:
         its entries have not arrived.
         """
         parts = self._parts.get(piece.key, [])
-        found: dict[int, int] = {}
+        hash_by_entry: dict[int, int] = {}
         for numbers, hashes in parts:
-            found.update(zip(numbers.tolist(), hashes.tolist()))
+            hash_by_entry.update(zip(numbers.tolist(), hashes.tolist()))
         try:
-            values = [found[number] for number in piece.numbers().tolist()]
+            values = [hash_by_entry[number] for number in piece.numbers().tolist()]
         except KeyError as missing:
             raise ValueError(f"{piece.key}: entry {missing} has not arrived.") from None
         hashes = np.array(values, dtype=np.uint64)
