@@ -47,8 +47,8 @@ class ContractServer(AbstractContextManager["ContractServer"]):
             if listen.first != listen.last:
                 raise ValueError("it names several ports")
             address = replace(listen, by_rank=listen.first > 0).of_rank(offset)
-            family, where = address.places()[0]
-            self._server = _Server(family, (where[0], address.first, *where[2:]))
+            family, socket_address = address.places()[0]
+            self._server = _Server(family, (socket_address[0], address.first, *socket_address[2:]))
         except (OSError, ValueError) as error:  # no name is a UnicodeError, a ValueError
             raise ValueError(
                 f"contract at {place}: {error}. Give HOST:PORT of this host."
