@@ -109,9 +109,9 @@ class Endpoint(Generic[M]):
         exits.CLOSED_AT_EXIT.add(self)
 
     def __repr__(self) -> str:
-        where = getattr(self, "address", "")
+        address = getattr(self, "address", "")
         words = "closed" if self._released else self._loop.words()
-        return f"{type(self).__name__}({where}{', ' if where else ''}{words})"
+        return f"{type(self).__name__}({address}{', ' if address else ''}{words})"
 
     @property
     def machine(self) -> M:

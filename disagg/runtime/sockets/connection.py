@@ -314,8 +314,12 @@ class Watch:
         """Where too many are open, the oldest of a peer that has dialled in and not said a word."""
         if len(self._connections) <= self._most:
             return None
-        strangers = (each for each in self._connections.values() if each.dial is None)
-        silent = (each for each in strangers if not (each.leaving or each.heard))
+        strangers = (
+            connection for connection in self._connections.values() if connection.dial is None
+        )
+        silent = (
+            connection for connection in strangers if not (connection.leaving or connection.heard)
+        )
         return next(silent, newest), f"{self._most} connections are open already."
 
     def too_much_unread(self) -> Excess | None:
