@@ -245,7 +245,11 @@ class Rank:
         room that ends before its request is computed is told when the engine has finished that too.
         """
         self.turn()
-        if telling := [each for each in self._endpoints if each.has_ended or self._has_rooms(each)]:
+        if telling := [
+            endpoint
+            for endpoint in self._endpoints
+            if endpoint.has_ended or self._has_rooms(endpoint)
+        ]:
             with deferred_signals:  # what a handler raises comes when the lists are in ours
                 for endpoint in telling:
                     self._ended.extend((endpoint, ended) for ended in endpoint.ended())

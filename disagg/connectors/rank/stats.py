@@ -126,8 +126,8 @@ def total(first: Numbers, second: Numbers) -> Numbers:
     """The numbers of two ranks, or of two intervals, together."""
     together = first | second
     for key in first.keys() & second.keys():
-        one, other = first[key], second[key]
-        together[key] = one | other if isinstance(one, dict) else one + other
+        left, right = first[key], second[key]
+        together[key] = left | right if isinstance(left, dict) else left + right
     return together
 
 

@@ -155,7 +155,11 @@ class StoreScheduler:
         if request is None or self._store is None:
             return
         due = min(stop, len(request.tokens), request.most) // self._chunk
-        ends = {n: at for n, at in (states or {}).items() if self._ends_chunk(n, request, due)}
+        ends = {
+            n: group_blocks
+            for n, group_blocks in (states or {}).items()
+            if self._ends_chunk(n, request, due)
+        }
         ends.pop(stop, None)  # it lies where the block table says
         first = min([request.stored, *(n // self._chunk - 1 for n in ends)])
         if due <= first:
