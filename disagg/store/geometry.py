@@ -58,7 +58,7 @@ class Geometry:
     ) -> Geometry:
         """Of an engine's ranks. Raises ValueError where a chunk would cut an item."""
         parts = tuple(chunk_layouts(rank, chunk_tokens) for rank in elected(ranks))
-        if sum(len(one.blocks) for part in parts for one in part.values()) > MAX_ALL_BLOCKS:
+        if sum(len(chunk.blocks) for part in parts for chunk in part.values()) > MAX_ALL_BLOCKS:
             raise ValueError(
                 f"a chunk of {chunk_tokens} tokens would have more than {MAX_ALL_BLOCKS} blocks in "
                 "all ranks."
@@ -94,7 +94,7 @@ class Geometry:
         parts, left = list[dict[str, ChunkLayout]](), MAX_ALL_BLOCKS
         for named in document.parts:
             part = {kind: _checked_part(kind, layout, tokens) for kind, layout in named.items()}
-            left -= sum(len(one.blocks) for one in part.values())
+            left -= sum(len(chunk.blocks) for chunk in part.values())
             if left < 0:  # each has few, but they stay in memory
                 raise ValueError(f"more than {MAX_ALL_BLOCKS} blocks in all parts.")
             parts.append(part)

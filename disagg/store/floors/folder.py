@@ -57,10 +57,10 @@ class FolderFloor(ObjectFloor):
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         self._check_open("exists")
-        there = [os.path.isfile(self._path(name)) for name in names]
-        if names and not any(there):
+        present = [os.path.isfile(self._path(name)) for name in names]
+        if names and not any(present):
             self._check_folder("exists")
-        return there
+        return present
 
     def sweep(self, age: float) -> int:
         count, oldest = 0, time.time() - age

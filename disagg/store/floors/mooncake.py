@@ -194,10 +194,10 @@ class MooncakeFloor:
         `create` of that name does it again: until then Mooncake's client refuses to begin.
         """
         (code,) = client.batch_put_session_revoke([name])
-        known = code not in (0, INVALID)  # INVALID: this client has no such session
+        failed = code not in (0, INVALID)  # INVALID: this client has no such session
         with self._lock:
-            (self._unrevoked.add if known else self._unrevoked.discard)(name)
-        return not known
+            (self._unrevoked.add if failed else self._unrevoked.discard)(name)
+        return not failed
 
     @contextmanager
     def _read(self, name: str, spans: Spans) -> Iterator[Sequence[memoryview]]:

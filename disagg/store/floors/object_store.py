@@ -92,17 +92,17 @@ class ObjectFloor:
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         if self._url.scheme == "memory" or len(names) < 2:
-            there = [*map(self._is_there, names)]
+            present = [*map(self._is_there, names)]
         else:
             with self._lock:
                 self._check_open("exists")
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, "Floor")
                 answers = self._threads.map(self._is_there, names)
-            there = [*answers]
-        if not self._has_bucket and not any(there):
+            present = [*answers]
+        if not self._has_bucket and not any(present):
             self._check_bucket()
-        return there
+        return present
 
     def list(self, prefix: str) -> Iterator[Listed]:
         folder = prefix_of(prefix)
@@ -171,16 +171,16 @@ class ObjectFloor:
     def _asked(self, what: str, call: Callable[[], T]) -> T:
         """What obstore answers; its errors as the floor's."""
         self._check_open(what)
-        known = _exceptions()
+        exceptions = _exceptions()
         try:
             return call()
         except FileNotFoundError as error:
             if no_bucket(error):
                 raise floor_error(self._url, what, error, self._seconds) from error
             raise NotThere(f"{self._url}: {what}: there is no such object.") from error
-        except known.AlreadyExistsError:
+        except exceptions.AlreadyExistsError:
             raise
-        except (known.BaseError, OSError, ValueError) as error:
+        except (exceptions.BaseError, OSError, ValueError) as error:
             raise floor_error(self._url, what, error, self._seconds) from error
 
     def _check_open(self, what: str) -> None:
@@ -235,8 +235,8 @@ def _store_of(url: FloorURL) -> Any:
             return store.GCSStore(url.place, **common)
         return store.AzureStore(url.place, **common)
     except Exception as error:  # obstore has no type for what a variable says wrong
-        known = floor_error(url, "open", error, seconds)
-        raise FloorError(f"{known} {CREDENTIALS[url.scheme]}") from error
+        reason = floor_error(url, "open", error, seconds)
+        raise FloorError(f"{reason} {CREDENTIALS[url.scheme]}") from error
 
 
 class _Memory:
