@@ -143,7 +143,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             name=name,
             opened_at=self._now,
             link=link,
-            address=request.address,
+            table=request.table,
             start=request.start,
             attempt=os.urandom(16).hex(),
             touched=self._now,
@@ -208,7 +208,7 @@ class DecodeMachine(Machine[DecodeRoom]):
                 room=room.name,
                 attempt=room.attempt,
                 start=room.start,
-                num_tokens=room.address.num_tokens,
+                num_tokens=room.table.num_tokens,
                 readers=room.link.asks[rank.source],
                 timeout=self.rooms.offer_timeout,
                 traceparent=room.traceparent,
@@ -217,18 +217,18 @@ class DecodeMachine(Machine[DecodeRoom]):
 
     def _chunk_ready(self, room: DecodeRoom, source: int, ready: messages.ChunkReady) -> None:
         try:
-            address = room.take(source, ready)
+            table = room.take(source, ready)
         except ValueError as error:
             problem = f"{room.link.ranks[source]}: {error}"
             self._fail(room, Failure("decode", problem, "protocol"))
             return
-        if address is None:
+        if table is None:
             return  # a duplicate, or layers of roles that decode lacks
         room.touched = self._now
         if room.phase is Phase.REQUESTED:
             room.metrics.wait_seconds = self._now - room.opened_at
         room.move(RoomEvent.CHUNK_READY)
-        reads = room.new_reads(source, ready, address, self._now)
+        reads = room.new_reads(source, ready, table, self._now)
         self._effects.extend(events.StartRead(read) for read in reads)
         if not reads:
             self._advance(room)

@@ -166,7 +166,7 @@ class ChunkReady(_OfRoom, frozen=True, kw_only=True, tag="chunk_ready"):
     """A msgpack map of names to values, see `codec`."""
     layers: LayerRange | None = None
 
-    def address(
+    def block_table(
         self, earlier: ChunkReady | None = None, earlier_table: RequestAddress | None = None
     ) -> RequestAddress:
         """The block table, validated. What it lists as an `earlier` chunk did is taken from

@@ -226,9 +226,9 @@ class EventLoop(Generic[M]):
                 self.reader.cancel(attempt)
             case events.DropPeer(rank):
                 self.reader.drop_peer(rank)
-            case events.ComputeDigest(key, address, pieces, each, arrived):
+            case events.ComputeDigest(key, table, pieces, each, arrived):
                 of = digests if arrived is None else arrived.with_others
-                self.digester.add(key, of(self.layout, address, pieces, each))
+                self.digester.add(key, of(self.layout, table, pieces, each))
 
 
 @dataclass(eq=False, slots=True)

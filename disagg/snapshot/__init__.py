@@ -69,11 +69,11 @@ def save(
     empty: dict[Key, int] = {piece.key: 0 for piece in pieces}
     header = Header(count, file_layout, checked_request(request), checked, empty)
     start = len(header.encode())
-    transfer, file_address = plan([layout], file_layout), block_table(file_layout, count)
+    transfer, file_table = plan([layout], file_layout), block_table(file_layout, count)
     staging = Staging(layout, STAGING_BYTES)
     with pinned_by_call(f"save to {path}", address, layout, "offered"), replacing(path) as file:
         os.ftruncate(file, start + header.data_bytes)
-        for batch in batches(transfer, 0, address, file_address, range(count)):
+        for batch in batches(transfer, 0, address, file_table, range(count)):
             for offsets, pointers, nbytes in windows(
                 batch.dst, batch.src, batch.nbytes, most=STAGING_BYTES
             ):

@@ -267,8 +267,8 @@ class KvpoolRadixCache(UnifiedRadixCache):
         whole = ended == req.kv.kv_committed_len == up_to
         tokens = req.full_untruncated_fill_ids[: ended // chunk * chunk]
         keys = self.store.keys(tokens, salt_of(req.cache_salt, req.extra_key))
-        address = self._slots.held(req, ended, state=whole)
-        self.store.write(keys, address, range(first, ended))
+        table = self._slots.held(req, ended, state=whole)
+        self.store.write(keys, table, range(first, ended))
         self._stored[rid] = ended // chunk * chunk
 
     def _tell(self) -> None:
