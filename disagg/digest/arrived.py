@@ -13,7 +13,7 @@ from kvpool.layout import Key, PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints
 
 
-class _Part(NamedTuple):
+class _ArrivedEntries(NamedTuple):
     """Entries of a region, and their digests."""
 
     numbers: Ints
@@ -24,7 +24,7 @@ class ArrivedDigests:
     """Digests of what has arrived from one source rank, entry by entry."""
 
     def __init__(self) -> None:
-        self._parts: dict[Key, list[_Part]] = {}
+        self._parts: dict[Key, list[_ArrivedEntries]] = {}
 
     def take(
         self, layout: PoolLayout, address: RequestAddress, pieces: Iterable[Piece], read: ReadCells
@@ -34,7 +34,7 @@ class ArrivedDigests:
         """
         for piece in pieces:
             hashes = np.concatenate([*digests(layout, address, [piece], each=True, read=read)])
-            self._parts.setdefault(piece.key, []).append(_Part(piece.numbers(), hashes))
+            self._parts.setdefault(piece.key, []).append(_ArrivedEntries(piece.numbers(), hashes))
 
     def with_others(
         self, layout: PoolLayout, address: RequestAddress, pieces: Sequence[Piece], each: bool

@@ -37,7 +37,7 @@ MAX_ALL_BLOCKS = 1 << 20
 DIGEST_BYTES = 16
 
 
-class _Document(Struct, frozen=True, forbid_unknown_fields=True):
+class _GeometryDocument(Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     conventions: dict[str, Convention]
@@ -71,7 +71,7 @@ class Geometry:
         parts = [
             {k: part[k].layout.to_msgpack() for k in KINDS if k in part} for part in self.parts
         ]
-        document = _Document(VERSION, self.chunk_tokens, dict(self.conventions), parts)
+        document = _GeometryDocument(VERSION, self.chunk_tokens, dict(self.conventions), parts)
         return msgspec.msgpack.encode(document)
 
     @cached_property
@@ -84,7 +84,7 @@ class Geometry:
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data)} bytes: at most {MAX_BYTES} are read.")
         try:
-            document = msgspec.msgpack.decode(data, type=_Document)
+            document = msgspec.msgpack.decode(data, type=_GeometryDocument)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"malformed: {one_line(str(error), MAX_REASON)}") from None
         if document.version != VERSION:

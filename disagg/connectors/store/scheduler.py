@@ -21,7 +21,7 @@ from kvpool.prefix.chain import Chain, Media, Tokens, token_ids
 
 
 @dataclass(slots=True, kw_only=True)
-class _Request:
+class _StoredRequest:
     """`tokens` is the engine's own list, which grows. `most` of them have keys. The first `stored`
     chunks need not be written; `found` tokens were found, with the state at their end. Of one with
     `reads` False nothing is read. While `asked` is there, a lookup may be adding to the chain.
@@ -53,8 +53,8 @@ class StoreScheduler:
         self._unit = math.lcm(self._chunk, unit)
         self._store: Store | None = None
         self._step = StoreStep()
-        self._requests: dict[str, _Request] = {}
-        self._asked: dict[int, _Request] = {}
+        self._requests: dict[str, _StoredRequest] = {}
+        self._asked: dict[int, _StoredRequest] = {}
         self._reading: set[str] = set()
         self._written: set[str] = set()
         """Requests whose blocks may not be copied yet."""
@@ -88,7 +88,7 @@ class StoreScheduler:
         """A new request, of which the first `most` tokens, with `media` among them, can be keyed.
         Those of which nothing can be are not told of.
         """
-        request = _Request(
+        request = _StoredRequest(
             tokens=tokens,
             chain=Chain(self._chunk, salt, media),
             most=1 << 62 if most is None else most,
@@ -208,18 +208,18 @@ class StoreScheduler:
             self._store.close()
             self._store = None
 
-    def _ends_chunk(self, tokens: int, request: _Request, due: int) -> bool:
+    def _ends_chunk(self, tokens: int, request: _StoredRequest, due: int) -> bool:
         whole = tokens % self._chunk == 0 and 0 < tokens <= due * self._chunk
         return whole and tokens != request.found
 
-    def _findable(self, request: _Request) -> int:
+    def _findable(self, request: _StoredRequest) -> int:
         """How many tokens a lookup may find at most."""
         if not request.reads:
             return 0
         most = min(len(request.tokens) - self._recomputes, request.most)
         return max(0, most // self._unit * self._unit)
 
-    def _ask(self, store: Store, request: _Request) -> None:
+    def _ask(self, store: Store, request: _StoredRequest) -> None:
         count = self._findable(request) // self._chunk
         if not count:
             request.hit = Hit(0)
@@ -228,27 +228,27 @@ class StoreScheduler:
         request.job = store.ask(request.asked, step=self._unit)
         self._asked[request.job] = request
 
-    def _later_keys(self, request: _Request, count: int) -> ChunkKeys:
+    def _later_keys(self, request: _StoredRequest, count: int) -> ChunkKeys:
         """Keys that the lookup's thread makes, where there are none yet."""
         chain = self._chain_of(request)
         if count <= chain.pages:
             return ChunkKeys(chain.keys[:count])
         return ChunkKeys.when_needed(count, partial(grown, chain, self._lacking(request, count)))
 
-    def _keys(self, request: _Request, count: int) -> tuple[bytes, ...]:
+    def _keys(self, request: _StoredRequest, count: int) -> tuple[bytes, ...]:
         chain = self._chain_of(request)
         if chain.pages < count:
             chain.append(self._lacking(request, count))
         return tuple(chain.keys[:count])
 
-    def _chain_of(self, request: _Request) -> Chain:
+    def _chain_of(self, request: _StoredRequest) -> Chain:
         """A request's chain, to which no lookup adds any more."""
         if request.asked is not None:
             request.asked.settle()
             request.asked = None
         return request.chain
 
-    def _lacking(self, request: _Request, count: int) -> Tokens:
+    def _lacking(self, request: _StoredRequest, count: int) -> Tokens:
         """Those tokens of the first `count` chunks that the chain does not have."""
         return token_ids(request.tokens[request.chain.num_tokens : count * self._chunk])
 

@@ -239,7 +239,7 @@ def _store_of(url: FloorURL) -> Any:
         raise FloorError(f"{reason} {CREDENTIALS[url.scheme]}") from error
 
 
-class _Memory:
+class _MemoryStore:
     """An object that a weak reference can have, of this process's memory."""
 
     def __init__(self) -> None:
@@ -251,16 +251,16 @@ class _Memory:
         return getattr(self.store, name)
 
 
-_memories: WeakValueDictionary[str, _Memory] = WeakValueDictionary()
+_memories: WeakValueDictionary[str, _MemoryStore] = WeakValueDictionary()
 _memories_lock = threading.Lock()
 
 
-def _memory(name: str) -> _Memory:
+def _memory(name: str) -> _MemoryStore:
     """All floors of one name share it, as long as one of them is there."""
     with _memories_lock:
         memory = _memories.get(name)
         if memory is None:
-            memory = _memories[name] = _Memory()
+            memory = _memories[name] = _MemoryStore()
         return memory
 
 

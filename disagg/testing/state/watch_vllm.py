@@ -65,7 +65,7 @@ def register() -> None:
 
         def initialize(wrapper: Any, configs: Any) -> None:
             runner = wrapper.worker.model_runner
-            watch = _Watch(runner) if all(hasattr(runner, name) for name in SEEN) else None
+            watch = _RunnerWatch(runner) if all(hasattr(runner, name) for name in SEEN) else None
             original(wrapper, configs)
             if watch is not None:
                 watch.begin()
@@ -95,7 +95,7 @@ def _split_prompts() -> None:
     Scheduler.schedule = schedule
 
 
-class _Watch:
+class _RunnerWatch:
     """Of one worker: sees its runner's steps.
 
     A decode's state is read around the first step of a request: recurrent state before it, as the
