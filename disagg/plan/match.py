@@ -166,7 +166,8 @@ def tile(alike: Alike) -> tuple[list[Part], list[str]]:
     are none.
 
     Ranks whose stretches are equally many and long hold every position once; of these all that meet
-    the destination's positions are needed, each for the whole shard.
+    the destination's positions are needed, each for the whole shard. For heads 1 to 4, of ranks
+    with heads 0-1, 2-3 and 4-5, come head 1 of the first, 2-3 of the second and 4 of the third.
     """
     families: dict[tuple[int, int], dict[int, list[SourceRegion]]] = {}
     for holder in alike.holders:
@@ -204,7 +205,9 @@ def _say_missing(space: Space, missing: Sequence[int]) -> str:
 
 
 def _ranks_needed(size: int, ranks: int, dest: Interleave) -> list[int]:
-    """Of ranks that hold stretches of `size`, those that hold something of `dest`."""
+    """Of ranks that hold stretches of `size`, those that hold something of `dest`: the second of
+    two ranks with stretches of 16 needs ranks 1 and 3 of four with stretches of 16.
+    """
     starts = np.arange(ranks, dtype=np.int64) * size
     # what is held by both differs by a multiple of the period; a number of one stretch less a
     # number of the other is anything from low to high

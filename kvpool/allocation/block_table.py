@@ -70,7 +70,9 @@ class BlockTable:
         return f"items {ranges({*ids.tolist()})} of space {self.space.name}, which {which}"
 
     def first(self, tokens: Ints) -> Ints:
-        """The first live item of requests of `tokens` `[B]` tokens."""
+        """The first live item of requests of `tokens` `[B]` tokens: with a window of 8 and pages of
+        4, of 21 tokens entries from 13 on are alive, and 13 = 3 * 4 + 1 lies in item 3.
+        """
         if self.space.per_request:
             return np.zeros_like(tokens)
         return alive_start(self.space, tokens) // self.space.entries_per_item
@@ -84,7 +86,8 @@ class BlockTable:
     def first_whole(self, received: int) -> int:
         """The number of the first item of which nothing is missing that later tokens may need:
         entries that were dead at `received` tokens never came. Of a page's ring, what is alive at
-        its end.
+        its end. With a window of 8 and pages of 4, 21 received tokens came with entries from 13 on:
+        item 3 lacks entry 12, and item 4 is the first whole one.
         """
         first = 0
         for space in self._spaces:

@@ -152,7 +152,9 @@ class Tables:
         return child, {n: t.fork(row, child, end, copied[n]) for n, t in self.lists.items()}
 
     def locate(self, rows: Ints, before: Ints, width: int) -> dict[str, Ints]:
-        """Flat locations `[B, width]` by space from `before` `[B]` on; -1 where there is none."""
+        """Flat locations `[B, width]` by space from `before` `[B]` on; -1 where there is none. In
+        pages of 16 with ids 7, 3 and 11, position 45 is at 11 * 16 + 13 = 189.
+        """
         after = self.tokens[rows, None]
         positions = before[:, None] + np.arange(width, dtype=np.int64)
         own = positions < after
