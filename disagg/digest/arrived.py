@@ -26,7 +26,7 @@ class ArrivedDigests:
     def __init__(self) -> None:
         self._parts: dict[Key, list[_ArrivedEntries]] = {}
 
-    def take(
+    def digest_arrived(
         self, layout: PoolLayout, address: RequestAddress, pieces: Iterable[Piece], read: ReadCells
     ) -> None:
         """Digests pieces that have arrived, of a request whose block table in the arrival this is.
@@ -42,11 +42,11 @@ class ArrivedDigests:
         """As `digests`, of pieces that have arrived and of others that are in memory."""
         for piece in pieces:
             if piece.key in self._parts:
-                yield self.of(piece, each)
+                yield self.hashes_of(piece, each)
             else:
                 yield from digests(layout, address, [piece], each)
 
-    def of(self, piece: Piece, each: bool) -> Hashes:
+    def hashes_of(self, piece: Piece, each: bool) -> Hashes:
         """The digest of a piece, or with `each` that of every entry. Raises ValueError if some of
         its entries have not arrived.
         """

@@ -133,7 +133,7 @@ class Digester:
     def busy(self) -> bool:
         return bool(self._jobs)
 
-    def add(self, key: Hashable, steps: Iterator[Hashes]) -> None:
+    def enqueue(self, key: Hashable, steps: Iterator[Hashes]) -> None:
         """Takes a job over, which is what `digests` returns; `step` returns them with `key`."""
         self._jobs.append((key, steps))
 

@@ -41,7 +41,7 @@ def prove(records: Sequence[Records], parts: Iterable[Part], routes: Sequence[Ro
                 ("destination", records[-1], route.dst),
             ):
                 regions = [own.layout.region_by_key[key] for key in keys]
-                end, starts = own.end(keys)
+                end, starts = own.record_end(keys)
                 moved = [
                     (start + region.offset, region.width, region.axes, box)
                     for start, region, box in zip(starts, regions, steps)

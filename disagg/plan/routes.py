@@ -44,8 +44,8 @@ def routes_of(
     shapes: dict[object, tuple[int, bool, ItemRuns, list[_RecordPair]]] = {}
     for (source, packed, _), moved in _by_pair(records, parts, by_layer).items():
         keys = [key for key, _ in moved]
-        src, src_starts = records[source].end(keys)
-        dst, dst_starts = records[-1].end(keys)
+        src, src_starts = records[source].record_end(keys)
+        dst, dst_starts = records[-1].record_end(keys)
         placed = list(zip([runs for _, runs in moved], src_starts, dst_starts))
         content = packed, src.item, dst.item, *placed
         runs = runs_of.get(content)
@@ -137,7 +137,7 @@ class Records:
             regions.setdefault(region.buffer, []).append(region)
         return regions
 
-    def end(self, keys: Sequence[Key]) -> tuple[RecordEnd, list[int]]:
+    def record_end(self, keys: Sequence[Key]) -> tuple[RecordEnd, list[int]]:
         """The record in which runs of these may join, and where in its items each buffer begins."""
         by_name, regions = self.layout.buffer_by_name, self.layout.region_by_key
         buffers = [regions[key].buffer for key in keys]

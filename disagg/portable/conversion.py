@@ -170,7 +170,7 @@ class Converter:
             return read_memory(self._moved(buffer, piece, pointer), offsets, width)
 
         parts = [Piece(key, row.box, row.needed, row.held) for row in rows for key in row.keys]
-        digests.take(self._arrival.layout, piece_address(piece), parts, read)
+        digests.digest_arrived(self._arrival.layout, piece_address(piece), parts, read)
 
 
 class _Arrived(NamedTuple):

@@ -152,7 +152,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             at_most=request.at_most,
             traceparent=request.traceparent,
         )
-        self.rooms.add(room)
+        self.rooms.open_room(room)
         if link.refusal is not None:
             self._fail(room, Failure("decode", link.refusal, "refused"))
         elif link.lost is not None:
@@ -217,7 +217,7 @@ class DecodeMachine(Machine[DecodeRoom]):
 
     def _chunk_ready(self, room: DecodeRoom, source: int, ready: messages.ChunkReady) -> None:
         try:
-            table = room.take(source, ready)
+            table = room.note_chunk(source, ready)
         except ValueError as error:
             problem = f"{room.link.ranks[source]}: {error}"
             self._fail(room, Failure("decode", problem, "protocol"))

@@ -119,7 +119,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         if notice is not None and notice.refused and room.phase is Phase.HANDSHAKE:
             room.doubtful = True
         self.rooms.unsent.discard(name)
-        room.offered.take(tokens, chunk.layers, chunk.last)
+        room.offered.note_chunk(tokens, chunk.layers, chunk.last)
         room.chunks.append(ready)
         room.tables.append(chunk.table)
         room.move(RoomEvent.OFFERED)
@@ -129,7 +129,7 @@ class PrefillMachine(Machine[PrefillRoom]):
             self.rooms.unpublished.add(name)
             self._publish_ready_chunks(room)
         else:  # a caller that tracks rooms from `send` on has not heard of it
-            self.ended.add(name, room.failure)
+            self.ended.note_ended(name, room.failure)
 
     def _tick(self) -> None:
         """Publishes chunks that are computed by now; gives up silent peers, and ends leases."""

@@ -73,7 +73,7 @@ class StagingBuffers:
             return map(ReadPart, batch.split(engine.max_bytes, engine.max_runs))
         return cut(longer, min(self.buffer_bytes, engine.max_bytes), engine.max_runs)
 
-    def take(self) -> int | None:
+    def take_buffer(self) -> int | None:
         """Pointer to a buffer; None while all are in use. TransferError if that cannot end."""
         if not self._usable:
             raise TransferError("all staging memory is held by peers that cannot be fenced.")

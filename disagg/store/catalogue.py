@@ -62,7 +62,7 @@ class Catalogue:
                 new_geometries.append(geometry)
         return new_geometries
 
-    def add(self, geometry: Geometry) -> None:
+    def publish(self, geometry: Geometry) -> None:
         """Publishes a geometry, unless it is there. Raises CatalogueFull."""
         self.refresh()
         while geometry.digest not in self.geometries:

@@ -90,13 +90,13 @@ class Lookup:
                     self.judge(geometry)
             self._refreshed = time.monotonic()
 
-    def add(self, geometry: Geometry) -> None:
+    def publish(self, geometry: Geometry) -> None:
         """Publishes this engine's geometry, if it is not there. Raises CatalogueFull."""
         catalogue = self._catalogues[self._namespace]
         with self._lock:
             if geometry.digest in catalogue.geometries:
                 return
-            catalogue.add(geometry)
+            catalogue.publish(geometry)
             self._family.join()
             for published in list(catalogue.geometries.values()):
                 self.judge(published)

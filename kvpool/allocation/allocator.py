@@ -60,7 +60,7 @@ class Allocator:
         self.prefix = prefix
         if prefix is not None:
             on_host = all(buffer.on_host for buffer in self.layout.buffers)
-            prefix.bind(self.lists, self._copy_items, "CPU" if on_host else "GPU")
+            prefix.attach(self.lists, self._copy_items, "CPU" if on_host else "GPU")
         for pool in pools:
             pool.allocator = ref(self)
 
@@ -115,7 +115,7 @@ class Allocator:
 
     def _begin(self, tokens: npt.ArrayLike, salt: str, media: Media) -> Request:
         """A request that begins with what of its tokens is in this pool."""
-        row = self._tables.add()
+        row = self._tables.add_row()
         request = Request(self, self._tables, row)
         if self.prefix is not None:
             try:

@@ -132,13 +132,13 @@ class BlockTable:
             copied=(row[shared], column[shared]),
         )
 
-    def put(self, cells: Cells) -> None:
+    def free_cells(self, cells: Cells) -> None:
         """Frees the items in cells."""
         ids = self.ids[cells]
         self.ids[cells] = NO_ITEM
         self.free_list.release(ids)
 
-    def take(self, change: Change) -> tuple[Ints, Ints]:
+    def apply_change(self, change: Change) -> tuple[Ints, Ints]:
         """Takes what a change needs; returns ids to copy from, then to be released, and to."""
         # tokens that are all dead need no item, and are looked up all the same
         self._widen(int(change.stop.max(initial=0)))
@@ -170,7 +170,7 @@ class BlockTable:
 
     def release(self, rows: Ints) -> None:
         """Frees the items of requests that no other request holds."""
-        self.put(_cells(rows, self.held_from[rows], self._stop[rows]))
+        self.free_cells(_cells(rows, self.held_from[rows], self._stop[rows]))
         self.held_from[rows] = self._stop[rows] = 0
 
     def check_integrity(self, live: Ints, tokens: Ints) -> Ints:

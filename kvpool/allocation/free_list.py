@@ -40,7 +40,7 @@ class FreeList:
         popped = min(count, height)
         ids = self._stack[height - popped : height][::-1]
         if popped < count:
-            ids = np.concatenate([ids, self.kept.take(count - popped)])
+            ids = np.concatenate([ids, self.kept.take_idle(count - popped)])
         self.num_free -= count
         self._counts[ids] = 1
         return ids
@@ -148,7 +148,7 @@ class PrefixIndex:
         """The items of prefixes by their keys `[N]`; -1 where there is none."""
         return np.array([self._items.get((id_list, key), -1) for key in keys], dtype=np.int64)
 
-    def add(self, id_list: str, keys: Sequence[Key], ids: Ints) -> Ints:
+    def add_prefixes(self, id_list: str, keys: Sequence[Key], ids: Ints) -> Ints:
         """Makes held items `[N]` those of prefixes with keys `[N]`. Leaves out prefixes that have
         an item, and items of another prefix; returns which were added, in order.
         """
@@ -169,7 +169,7 @@ class PrefixIndex:
             del self.idle[item]
         return np.array(idle, dtype=np.int64)
 
-    def take(self, count: int) -> Ints:
+    def take_idle(self, count: int) -> Ints:
         """The `count` items idle longest, which must be there; forgets their prefixes."""
         oldest = [self.idle.popitem(last=False)[0] for _ in range(count)]
         ids: Ints = np.array(oldest, dtype=np.int64)

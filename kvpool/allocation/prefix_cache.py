@@ -81,7 +81,7 @@ class PrefixCache:
         self._pinned: list[PinnedPrefix] = []
         self._events: list[Event] | None = [] if events else None  # since they were last taken
 
-    def bind(
+    def attach(
         self, lists: Mapping[str, BlockTable], copy: Callable[[str, Ints, Ints], None], medium: str
     ) -> None:
         """Called by the allocator whose block tables these are. `copy(id_list, from, to)` copies
@@ -294,7 +294,7 @@ class PrefixCache:
         own, copy = id_list.table.ids[row, [0]], id_list.free_list.take(1)
         try:
             self._copy(name, own, copy)
-            id_list.index.add(name, key, copy)
+            id_list.index.add_prefixes(name, key, copy)
         finally:
             id_list.free_list.release(copy)
         self._stored(id_list, chain, number)
@@ -305,7 +305,9 @@ class PrefixCache:
         numbers = np.arange(first, len(keys))
         ids = id_list.table.ids[row, numbers]
         numbers, ids = numbers[ids >= 0], ids[ids >= 0]
-        added = id_list.index.add(id_list.space.name, [keys[number] for number in numbers], ids)
+        added = id_list.index.add_prefixes(
+            id_list.space.name, [keys[number] for number in numbers], ids
+        )
         self._stored(id_list, chain, numbers[added])
 
     def _stored(self, id_list: KeptItems, chain: Chain, numbers: Ints) -> None:

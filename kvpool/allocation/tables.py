@@ -61,7 +61,7 @@ class Tables:
         """Requests that were not freed, dropped ones too: their items are still held."""
         return self.tokens.size - len(self.free_rows)
 
-    def add(self) -> int:
+    def add_row(self) -> int:
         """A row for a new request."""
         if not self.free_rows:
             rows = self.tokens.size
@@ -145,7 +145,7 @@ class Tables:
         lost = self._lost_at(rows, self.tokens[rows], end, self.received[rows])
         for free_list in self.free_lists:
             free_list.check(copied, dict.fromkeys(copied, rows[:0]))
-        child = self.add()
+        child = self.add_row()
         self.tokens[child], self.received[child] = tokens, min(int(self.received[row]), tokens)
         for name, entries in lost.items():
             self.lost[name][child] = entries[0]
@@ -181,8 +181,8 @@ class Tables:
     def _apply(self, changes: Mapping[str, Change]) -> dict[str, tuple[Ints, Ints]]:
         """Applies changes by id list; returns the ids to copy from and to."""
         for name, table in self.lists.items():  # first, as one list may take what another frees
-            table.put(changes[name].gone)
-        return {name: table.take(changes[name]) for name, table in self.lists.items()}
+            table.free_cells(changes[name].gone)
+        return {name: table.apply_change(changes[name]) for name, table in self.lists.items()}
 
     def _copied(self, table: BlockTable, row: int, tokens: int) -> int:
         """Items that a fork copies, the last or none; ValueError if what is alive of it is gone."""

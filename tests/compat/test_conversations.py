@@ -83,7 +83,7 @@ class Replay:
             return self.digests.pop(0)
         digester = Digester()
         steps = digests(self.placed, effect.table, effect.pieces, effect.each)
-        digester.add(effect.key, steps)
+        digester.enqueue(effect.key, steps)
         while (answer := digester.step()) is None:
             pass
         assert answer[1] is not None, answer

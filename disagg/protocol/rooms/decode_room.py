@@ -175,7 +175,7 @@ class DecodeRoom(PhasedRoom):
         self.reads.update(dict.fromkeys(reads))
         return reads
 
-    def take(self, source: int, ready: ChunkReady) -> RequestAddress | None:
+    def note_chunk(self, source: int, ready: ChunkReady) -> RequestAddress | None:
         """Notes a chunk that a rank offers: its block table there, or None if nothing of it is new.
         Raises ValueError for a chunk that cannot be one.
         """
@@ -207,7 +207,7 @@ class DecodeRoom(PhasedRoom):
         self.seen.add(chunk)
         if not last:
             self.latest[source] = ready, table
-        offered.take(tokens, some, last)
+        offered.note_chunk(tokens, some, last)
         if last and (self.at_most or self.declined):
             self.table = replace(self.table, num_tokens=ready.stop)
         self.aux.update(aux)

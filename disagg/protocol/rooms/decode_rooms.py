@@ -38,7 +38,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         # of a room that has failed, a read may still write to its pages
         return not self.open and not any(room.reading for room in self.by_name.values())
 
-    def add(self, room: DecodeRoom) -> None:
+    def open_room(self, room: DecodeRoom) -> None:
         """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
         not have, if its block table cannot be right (BlockTables), or if another writes its items.
         """
@@ -129,4 +129,4 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def _free(self, room: DecodeRoom) -> None:
         if not room.reading:
             self._written.release(room.name)
-            self.ended.add(room.name, room.failure)
+            self.ended.note_ended(room.name, room.failure)

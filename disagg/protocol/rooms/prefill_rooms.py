@@ -177,7 +177,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         self.open.pop(room.name, None)
         for names in (self.unsent, self.unpublished, self.read):
             names.discard(room.name)
-        self.ended.add(room.name, room.failure)
+        self.ended.note_ended(room.name, room.failure)
         if not room.chunks:
             self._failed_unsent.append(room)
             if len(self._failed_unsent) > MAX_FAILED_UNSENT:

@@ -40,7 +40,7 @@ class ChunkBinder:
         self._sought = False
         self._runs: _ChunkRuns | None = None
 
-    def bind(self, chunk: int, address: RequestAddress, first: int = 0) -> CopyBatch:
+    def bind_chunk(self, chunk: int, address: RequestAddress, first: int = 0) -> CopyBatch:
         """Runs of chunk number `chunk` of a request, from position `first` on if that lies in it.
         Raises as `TransferPlan.bind`.
         """
@@ -49,7 +49,7 @@ class ChunkBinder:
             if not self._sought:
                 with self._lock:
                     self._runs, self._sought = self._runs_of_a_chunk(), True
-            batch = None if self._runs is None else self._runs.of(chunk, address)
+            batch = None if self._runs is None else self._runs.of_chunk(chunk, address)
             if batch is not None:
                 return batch
         with self._lock:
@@ -129,7 +129,7 @@ class _ChunkRuns:
     opposite: Ints
     nbytes: Ints
 
-    def of(self, chunk: int, address: RequestAddress) -> CopyBatch | None:
+    def of_chunk(self, chunk: int, address: RequestAddress) -> CopyBatch | None:
         """None for a block table that lacks items of the chunk, or has ids that cannot be."""
         parts = []
         for name, id_list in self.lists.items():

@@ -71,7 +71,7 @@ class ObjectReader:
             layout = geometry.parts[part][kind]
             identity = ObjectId(kind, key, geometry.digest, part, chunk)
             name = identity.name(geometry.namespace)
-            batch = self._binder(way, kind, source).bind(chunk, job.address, job.tokens.start)
+            batch = self._binder(way, kind, source).bind_chunk(chunk, job.address, job.tokens.start)
             try:
                 if batch.runs:
                     fetched += self._fetch(job, name, identity, layout, batch)

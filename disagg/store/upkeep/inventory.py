@@ -62,7 +62,7 @@ class Amount:
     oldest: float | None = None
     newest: float | None = None
 
-    def add(self, listed: Listed) -> None:
+    def count_object(self, listed: Listed) -> None:
         self.objects += 1
         self.nbytes += listed.size
         if listed.modified is not None:
@@ -148,13 +148,13 @@ def taken(floor: Floor, entries: Iterable[Listed]) -> Inventory:
         name, numbered = object_name(entry.name), geometry_name(entry.name)
         if name is not None:
             namespace = inventory.namespaces.setdefault(name.namespace, Held(name.namespace))
-            namespace.amounts.setdefault((name.geometry, name.kind), Amount()).add(entry)
+            namespace.amounts.setdefault((name.geometry, name.kind), Amount()).count_object(entry)
             namespace.keys.add(name.key)
         elif numbered is not None:
             namespace = inventory.namespaces.setdefault(numbered[0], Held(numbered[0]))
             namespace.refused[numbered[1]] = "not read."
         elif not is_member_name(entry.name):
-            inventory.foreign.add(entry)
+            inventory.foreign.count_object(entry)
             if len(inventory.foreign_names) < MOST_FOREIGN:
                 inventory.foreign_names.append(entry.name)
     for namespace in inventory.namespaces.values():

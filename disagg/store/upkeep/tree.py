@@ -42,7 +42,7 @@ class Chunk:
     why: str = ""
     children: list[Chunk] = field(default_factory=list)
 
-    def add(self, entry: Listed, kind: str) -> None:
+    def add_object(self, entry: Listed, kind: str) -> None:
         self.names.append(entry.name)
         self.kinds.add(kind)
         self.nbytes += entry.size
@@ -68,7 +68,7 @@ def chunks_of(entries: Iterable[Listed]) -> list[Chunk]:
     for entry, name in objects_of(entries):
         place = name.namespace, name.key
         chunk = chunks.setdefault(place, Chunk(name.namespace, name.key))
-        chunk.add(entry, name.kind)
+        chunk.add_object(entry, name.kind)
     return list(chunks.values())
 
 
