@@ -18,11 +18,12 @@ from disagg.host.brief import Scratch
 from disagg.host.unix_sockets import new_path
 from disagg.log import log
 from disagg.protocol.events import Peer
+from disagg.protocol.status import Side
 from disagg.runtime.sockets.address import EXHAUSTED, Address, DialledAddress, Listener, origin
 from disagg.runtime.sockets.connection import OUT, Connection, Watch
 from disagg.runtime.sockets.lifecycle import CLOSE_LINGER_SECONDS, STEPS_A_TURN, Lifecycle
 from disagg.runtime.sockets.listen_address import ListenAddress
-from disagg.runtime.sockets.tls import Side, TLSCredentials
+from disagg.runtime.sockets.tls import TLSCredentials
 from disagg.runtime.transport import Lost
 
 ACCEPT_SECONDS = 0.1

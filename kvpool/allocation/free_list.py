@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvpool.layout import PoolLayout, Space
 from kvpool.layout.grid import Ints
-from kvpool.prefix.chain import Key
+from kvpool.prefix.chain import PrefixKey
 
 
 class OutOfPages(RuntimeError):
@@ -133,9 +133,9 @@ class PrefixIndex:
 
     def __init__(self, items: int) -> None:
         self.known: npt.NDArray[np.bool_] = np.zeros(items, dtype=np.bool_)
-        self.on_forget: Callable[[str, list[Key]], None] = lambda id_list, keys: None
-        self._items: dict[tuple[str, Key], int] = {}  # by id list and key
-        self._prefixes: dict[int, tuple[str, Key]] = {}  # the inverse
+        self.on_forget: Callable[[str, list[PrefixKey]], None] = lambda id_list, keys: None
+        self._items: dict[tuple[str, PrefixKey], int] = {}  # by id list and key
+        self._prefixes: dict[int, tuple[str, PrefixKey]] = {}  # the inverse
         self.idle: OrderedDict[int, None] = OrderedDict()  # the first to be taken first
 
     def ids(self, id_list: str) -> Ints:
@@ -144,11 +144,11 @@ class PrefixIndex:
         items = [item for (name, _), item in list(self._items.items()) if name == id_list]
         return np.sort(np.array(items, dtype=np.int64))
 
-    def find(self, id_list: str, keys: Sequence[Key]) -> Ints:
+    def find(self, id_list: str, keys: Sequence[PrefixKey]) -> Ints:
         """The items of prefixes by their keys `[N]`; -1 where there is none."""
         return np.array([self._items.get((id_list, key), -1) for key in keys], dtype=np.int64)
 
-    def add_prefixes(self, id_list: str, keys: Sequence[Key], ids: Ints) -> Ints:
+    def add_prefixes(self, id_list: str, keys: Sequence[PrefixKey], ids: Ints) -> Ints:
         """Makes held items `[N]` those of prefixes with keys `[N]`. Leaves out prefixes that have
         an item, and items of another prefix; returns which were added, in order.
         """
@@ -178,7 +178,7 @@ class PrefixIndex:
 
     def forget(self, ids: Ints) -> None:
         """These items, held or just taken, are no prefix's any more."""
-        forgotten: dict[str, list[Key]] = {}
+        forgotten: dict[str, list[PrefixKey]] = {}
         for item in ids.tolist():
             if item in self._prefixes:
                 id_list, key = prefix = self._prefixes.pop(item)

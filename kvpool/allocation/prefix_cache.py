@@ -23,7 +23,7 @@ from kvpool.allocation.free_list import FreeList, OutOfPages
 from kvpool.allocation.kept_items import KeptItems
 from kvpool.allocation.prefix_store import PrefixStore
 from kvpool.layout.grid import Ints
-from kvpool.prefix.chain import Chain, Key, Media, token_ids
+from kvpool.prefix.chain import Chain, Media, PrefixKey, token_ids
 from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, extra_keys
 
 
@@ -337,7 +337,7 @@ class PrefixCache:
             )
             self._events.append(event)
 
-    def _removed(self, id_list: str, keys: list[Key]) -> None:
+    def _removed(self, id_list: str, keys: list[PrefixKey]) -> None:
         self._stats.removed += len(keys)
         if self._events is not None:
             group = self._lists[id_list].group

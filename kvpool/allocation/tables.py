@@ -19,7 +19,7 @@ from kvpool.layout.request_address import MAX_TOKENS
 
 SETTLED = -1
 """In place of the least tokens of a request of which the number of tokens is known."""
-Copy = Callable[[str, Ints, Ints], None]
+CopyItems = Callable[[str, Ints, Ints], None]
 """Copies items of an id list, from ids to ids."""
 
 
@@ -113,7 +113,7 @@ class Tables:
         if at_most:
             self.least[rows] = before
 
-    def truncate(self, rows: Ints, after: Ints, copy: Copy) -> None:
+    def truncate(self, rows: Ints, after: Ints, copy: CopyItems) -> None:
         """See Allocator.truncate: requests `[B]` of more than `after` tokens, or unsettled ones."""
         unsettled = self.least[rows] != SETTLED
         # of requests that receive at most so many tokens, nothing after those that came was written

@@ -14,10 +14,10 @@ from typing import Any
 
 from disagg.store.floors.base import (
     BeyondEnd,
+    ByteRange,
     Bytes,
     FloorError,
     NotThere,
-    Span,
     Spans,
     check_names,
     cut,
@@ -46,7 +46,7 @@ class FolderFloor(ObjectFloor):
         self._staging = LentStaging(STAGING_BYTES)
 
     def read(
-        self, name: str, ranges: Sequence[Span]
+        self, name: str, ranges: Sequence[ByteRange]
     ) -> AbstractContextManager[Sequence[memoryview]]:
         check_names([name])
         spans = spans_of(ranges)

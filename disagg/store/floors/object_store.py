@@ -21,11 +21,11 @@ import numpy as np
 
 from disagg.store.floors.base import (
     BeyondEnd,
-    Buffer,
+    ByteRange,
+    BytesLike,
     FloorError,
     Listed,
     NotThere,
-    Span,
     byte_views,
     check_names,
     cut,
@@ -65,14 +65,14 @@ class ObjectFloor:
         self._closed = False
         self._has_bucket = url.scheme in ("memory", "file")
 
-    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+    def create(self, name: str, parts: Sequence[BytesLike]) -> bool:
         return self._write(name, parts, "create")
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+    def put(self, name: str, parts: Sequence[BytesLike]) -> None:
         self._write(name, parts, "overwrite")
 
     def read(
-        self, name: str, ranges: Sequence[Span]
+        self, name: str, ranges: Sequence[ByteRange]
     ) -> AbstractContextManager[Sequence[memoryview]]:
         check_names([name])
         spans = spans_of(ranges)
@@ -134,7 +134,7 @@ class ObjectFloor:
         if threads is not None:
             threads.shutdown()
 
-    def _write(self, name: str, parts: Sequence[Buffer], mode: str) -> bool:
+    def _write(self, name: str, parts: Sequence[BytesLike], mode: str) -> bool:
         check_names([name])
         # obstore takes flat bytes only; many parts are one upload, not one of several requests
         views = [view.data for view in byte_views(parts)]

@@ -16,7 +16,7 @@ from disagg.store.chunks import ChunkLayout
 from kvpool.layout import PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 
-Side = Literal["src", "dst"]
+PoolEnd = Literal["src", "dst"]
 MOST_RUNS = 1 << 20
 """Of a chunk, for which they are kept: three numbers each."""
 
@@ -30,7 +30,7 @@ class ChunkBinder:
         self,
         plan: TransferPlan,
         part: ChunkLayout,
-        side: Side,
+        side: PoolEnd,
         *,
         lock: threading.Lock,
         source: int = 0,
@@ -121,7 +121,7 @@ class _ChunkRuns:
     chunk's item number `item[r]`, counted through all `lists`; on the other side at `opposite[r]`.
     """
 
-    side: Side
+    side: PoolEnd
     lists: Mapping[str, _IdList]
     item: Ints
     stride: Ints

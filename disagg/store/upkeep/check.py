@@ -34,8 +34,8 @@ CHECKED_AT_ONCE = 4
 STRETCH_BYTES = 8 << 20
 """Of blocks that are read together; a larger block is read alone."""
 
-State = Literal["sound", "damaged", "cut", "foreign", "gone"]
-STATES: dict[State, str] = {
+ObjectState = Literal["sound", "damaged", "cut", "foreign", "gone"]
+STATES: dict[ObjectState, str] = {
     "sound": "what their writers wrote",
     "damaged": "not what their names or digests say",
     "cut": "shorter than they say",
@@ -49,7 +49,7 @@ class ObjectVerdict:
     """What a check of an object has found; `why` is empty for a sound one."""
 
     name: str
-    state: State
+    state: ObjectState
     nbytes: int
     why: str = ""
 
@@ -65,7 +65,7 @@ def check(floor: Floor, entry: Listed, namespaces: Mapping[str, Held]) -> Object
     `namespaces` have the geometries.
     """
 
-    def verdict(state: State, why: str = "") -> ObjectVerdict:
+    def verdict(state: ObjectState, why: str = "") -> ObjectVerdict:
         return ObjectVerdict(entry.name, state, entry.size, why)
 
     name, numbered = object_name(entry.name), geometry_name(entry.name)
