@@ -228,10 +228,10 @@ class Batch:
         dtype: str,
         *,
         widen: bool = False,
-        held: str = "",
+        part: str = "",
     ) -> None:
         """Raises ValueError unless a state has all rows, `shape` and `dtype` (with `widen`, or a
-        narrower dtype). `held`: which part of the shape the pool holds, for the error.
+        narrower dtype). `part`: which part of the shape the pool holds, for the error.
         """
         wanted = getattr(torch, dtype_name(dtype))
         memory = self.pool.layout.buffers[0].memory
@@ -242,7 +242,7 @@ class Batch:
             raise ValueError(
                 f"{self.pool.owner} layer {layer} {role}: the model gives {list(state.shape)} "
                 f"{state.dtype} on {state.device}, the pool and its requests take {taken} {wanted} "
-                f"on {memory}{held}. Build the pool unsharded, with the model's dims, dtype and "
+                f"on {memory}{part}. Build the pool unsharded, with the model's dims, dtype and "
                 "device (nothing is rounded), and the cache with a request for every row."
             )
         if state.requires_grad:

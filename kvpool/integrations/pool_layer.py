@@ -203,7 +203,7 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             heads, dim = (1, *view.shape[2:])[-2:]
             axis, shape = region.axis("head"), (heads, keys.shape[2], dim)
             part = f" (heads {axis.start}-{axis.stop - 1} of {axis.total})" if axis else ""
-            self.batch.check(self.layer, region.role, state, shape, pool.dtype, held=part)
+            self.batch.check(self.layer, region.role, state, shape, pool.dtype, part=part)
         return states
 
     def _compressor(self, name: str) -> Compressor:

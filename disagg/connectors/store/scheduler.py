@@ -22,17 +22,18 @@ from kvpool.prefix.chain import Chain, Media, Tokens, token_ids
 
 @dataclass(slots=True, kw_only=True)
 class _StoredRequest:
-    """`tokens` is the engine's own list, which grows. `most` of them have keys. The first `stored`
-    chunks need not be written; `found` tokens were found, with the state at their end. Of one with
-    `reads` False nothing is read. While `asked` is there, a lookup may be adding to the chain.
+    """`token_ids` is the engine's own list, which grows. `most` of them have keys. The first
+    `stored` chunks need not be written; `hit_tokens` were found, with the state at their end. Of
+    one with `reads` False nothing is read. While `asked` is there, a lookup may be adding to the
+    chain.
     """
 
-    tokens: Sequence[int]
+    token_ids: Sequence[int]
     chain: Chain
     most: int
     reads: bool
     stored: int = 0
-    found: int = 0
+    hit_tokens: int = 0
     asked: ChunkKeys | None = None
     job: int | None = None
     hit: Hit | None = None
@@ -78,7 +79,7 @@ class StoreScheduler:
     def arrived(
         self,
         name: str,
-        tokens: Sequence[int],
+        token_ids: Sequence[int],
         salt: str,
         *,
         media: Media = (),
@@ -89,7 +90,7 @@ class StoreScheduler:
         Those of which nothing can be are not told of.
         """
         request = _StoredRequest(
-            tokens=tokens,
+            token_ids=token_ids,
             chain=Chain(self._chunk, salt, media),
             most=1 << 62 if most is None else most,
             reads=reads,
@@ -154,7 +155,7 @@ class StoreScheduler:
         request = self._requests.get(name)
         if request is None or self._store is None:
             return
-        due = min(stop, len(request.tokens), request.most) // self._chunk
+        due = min(stop, len(request.token_ids), request.most) // self._chunk
         ends = {
             n: group_blocks
             for n, group_blocks in (states or {}).items()
@@ -187,7 +188,7 @@ class StoreScheduler:
             self._reading.remove(name)
             request = self._requests.get(name)
             if request is not None and name in failed:
-                request.reads, request.stored, request.found = False, 0, 0
+                request.reads, request.stored, request.hit_tokens = False, 0, 0
 
     def finished(self, name: str) -> None:
         """A request has ended, perhaps before its read."""
@@ -210,13 +211,13 @@ class StoreScheduler:
 
     def _ends_chunk(self, tokens: int, request: _StoredRequest, due: int) -> bool:
         whole = tokens % self._chunk == 0 and 0 < tokens <= due * self._chunk
-        return whole and tokens != request.found
+        return whole and tokens != request.hit_tokens
 
     def _findable(self, request: _StoredRequest) -> int:
         """How many tokens a lookup may find at most."""
         if not request.reads:
             return 0
-        most = min(len(request.tokens) - self._recomputes, request.most)
+        most = min(len(request.token_ids) - self._recomputes, request.most)
         return max(0, most // self._unit * self._unit)
 
     def _ask(self, store: Store, request: _StoredRequest) -> None:
@@ -250,7 +251,7 @@ class StoreScheduler:
 
     def _lacking(self, request: _StoredRequest, count: int) -> Tokens:
         """Those tokens of the first `count` chunks that the chain does not have."""
-        return token_ids(request.tokens[request.chain.num_tokens : count * self._chunk])
+        return token_ids(request.token_ids[request.chain.num_tokens : count * self._chunk])
 
     def _take_ended(self, store: Store) -> None:
         for ended in store.ended():
@@ -258,5 +259,5 @@ class StoreScheduler:
             request = self._asked.pop(ended.job, None)
             if request is not None:
                 request.job, request.hit = None, ended.hit
-                request.found = ended.hit.tokens
-                request.stored = max(request.stored, request.found // self._chunk)
+                request.hit_tokens = ended.hit.tokens
+                request.stored = max(request.stored, request.hit_tokens // self._chunk)
