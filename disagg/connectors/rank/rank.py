@@ -245,11 +245,7 @@ class Rank:
         room that ends before its request is computed is told when the engine has finished that too.
         """
         self.turn()
-        if telling := [
-            endpoint
-            for endpoint in self._endpoints
-            if endpoint.has_ended or self._has_rooms(endpoint)
-        ]:
+        if telling := [end for end in self._endpoints if end.has_ended or self._has_rooms(end)]:
             with deferred_signals:  # what a handler raises comes when the lists are in ours
                 for endpoint in telling:
                     self._ended.extend((endpoint, ended) for ended in endpoint.ended())
