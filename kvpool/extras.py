@@ -98,11 +98,11 @@ def attach(
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            found = getattr(import_module(homes[name]), name)
+            value = getattr(import_module(homes[name]), name)
         except ImportError as error:
             raise missing(name, error) from None
-        setattr(sys.modules[package], name, found)  # the next access does not come here
-        return found
+        setattr(sys.modules[package], name, value)  # the next access does not come here
+        return value
 
     names = sorted(homes)
     return load, names.copy, names

@@ -107,7 +107,7 @@ class CUDADevice(KernelDevice):
 
     def memory_at(self, pointer: int, nbytes: int) -> torch.Tensor:
         """See Pointing.memory_at."""
-        return torch.as_tensor(_Memory(pointer, nbytes), device=self.torch_device)
+        return torch.as_tensor(_DeviceBytes(pointer, nbytes), device=self.torch_device)
 
     def record(self) -> Event:
         """An event on the current stream."""
@@ -129,7 +129,7 @@ class CUDADevice(KernelDevice):
         return ipc.attach(handle, self.torch_device.index)
 
 
-class _Memory:
+class _DeviceBytes:
     """Bytes at a pointer, as numba's CUDA array interface (version 3) describes them."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:

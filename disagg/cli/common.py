@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from kvpool.device import Device
 
 
-def need_known(option: str, values: Collection[str], known: Collection[str]) -> None:
-    """Raises typer.BadParameter for a value of an option that is not known."""
+def need_known(option: str, values: Collection[str], choices: Collection[str]) -> None:
+    """Raises typer.BadParameter for a value of an option that is none of `choices`."""
     from kvpool.layout.sentences import nearest
 
     for value in values:
-        if value not in known:
-            names = ", ".join(known)
-            raise typer.BadParameter(f"{option} {value}: one of {names}.{nearest(value, known)}")
+        if value not in choices:
+            names = ", ".join(choices)
+            raise typer.BadParameter(f"{option} {value}: one of {names}.{nearest(value, choices)}")
 
 
 def device_to_measure(name: str) -> Device:

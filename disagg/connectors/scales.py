@@ -40,7 +40,7 @@ def scale_conventions(layout: PoolLayout, scales: Iterable[LayerScale]) -> dict[
     by_layer: dict[tuple[str, int, str], list[LayerScale]] = {}
     for scale in scales:
         by_layer.setdefault((scale.owner, scale.layer, scale.role), []).append(scale)
-    said: dict[str, Convention] = {}
+    conventions: dict[str, Convention] = {}
     for region in _scaled(layout):
         role = SCALED[_name(region)]
         # of several modules over one cache, one has the scale (MLA: the absorbed one)
@@ -54,8 +54,8 @@ def scale_conventions(layout: PoolLayout, scales: Iterable[LayerScale]) -> dict[
             )
         name = scale_name(region.owner, region.layer, region.role)
         if name is not None:
-            said[name] = next(iter(values), 1.0)
-    return said
+            conventions[name] = next(iter(values), 1.0)
+    return conventions
 
 
 def _name(region: Region) -> str:

@@ -151,19 +151,19 @@ class ConnectorWorker:
     def _send(self, send: SendTask, layer: LayerId | None) -> None:
         last = send.last and not self._left
         aux = {FIRST_TOKEN: send.following} if last and send.following is not None else None
-        address = block_table(self.groups, send.blocks, send.stop)
+        table = block_table(self.groups, send.blocks, send.stop)
         tokens, room = range(send.start, send.stop), send.room
-        self.rank.send(send.request, room, address, tokens, last=last, layer=layer, aux=aux)
+        self.rank.send(send.request, room, table, tokens, last=last, layer=layer, aux=aux)
 
     def _receive(self, receive: ReceiveTask) -> None:
         source, start = receive.source, receive.start
         try:
             self._clear(receive)
-            address = block_table(self.groups, receive.blocks, receive.stop)
+            table = block_table(self.groups, receive.blocks, receive.stop)
             self.rank.receive(
                 receive.request,
                 source.room,
-                address,
+                table,
                 start=start,
                 peers=source.addresses,
                 traceparent=receive.traceparent,

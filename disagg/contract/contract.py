@@ -89,7 +89,7 @@ class Contract:
 
     def to_json(self) -> str:
         """Text that `from_json` reads back exactly. Raises ValueError for what it would refuse."""
-        document = _Document(
+        document = _ContractDocument(
             version=VERSION,
             protocol=self.protocol,
             engine=self.engine,
@@ -101,20 +101,20 @@ class Contract:
             ranks=[_encoded(rank) for rank in self.ranks],
         )
         data = msgspec.json.encode(document)
-        _checked(_decoded(data, _Document))
+        _checked(_decoded(data, _ContractDocument))
         return data.decode()
 
     @staticmethod
     def from_json(text: str | bytes) -> Contract:
         """Reads untrusted text. Raises ValueError with the reason."""
         data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-        version = _decoded(data, _Versioned).version
+        version = _decoded(data, _ContractVersion).version
         if version != VERSION:
             raise ValueError(
                 f"contract version {version}: this kvpool reads version {VERSION}. Use the kvpool "
                 "of the engine that gave it."
             )
-        document = _checked(_decoded(data, _Document))
+        document = _checked(_decoded(data, _ContractDocument))
         return Contract(
             engine=document.engine,
             serves=tuple(document.serves),
@@ -156,11 +156,13 @@ def joined(parts: Sequence[Contract]) -> Contract:
     return replace(first, ranks=tuple(ranks))
 
 
-class _Versioned(Struct):
+class _ContractVersion(Struct):
     version: int
 
 
-class _Rank(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class _RankDocument(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     number: Number
     address: _Address | None = None
     conventions: _Conventions
@@ -168,7 +170,7 @@ class _Rank(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     """As PoolLayout.to_json writes it."""
 
 
-class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ContractDocument(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     version: int
     protocol: Annotated[int, Meta(ge=0, lt=1 << 31)]
     engine: Name
@@ -177,7 +179,7 @@ class _Document(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     allow_missing: Annotated[list[Name], Meta(max_length=MAX_MISSING)] = []
     cast: bool | Annotated[list[Name], Meta(max_length=MAX_MISSING)] = False
     versions: Annotated[dict[Name, Name], Meta(max_length=MAX_VERSIONS)] = {}
-    ranks: Annotated[list[_Rank], Meta(min_length=1, max_length=MAX_RANKS)]
+    ranks: Annotated[list[_RankDocument], Meta(min_length=1, max_length=MAX_RANKS)]
 
 
 def _decoded(data: bytes, kind: Callable[..., Any]) -> Any:
@@ -189,7 +191,7 @@ def _decoded(data: bytes, kind: Callable[..., Any]) -> Any:
         raise ValueError(f"malformed contract: {decoder_reason(error)}") from None
 
 
-def _checked(document: _Document) -> _Document:
+def _checked(document: _ContractDocument) -> _ContractDocument:
     numbers = [rank.number for rank in document.ranks]
     if numbers != sorted({*numbers}) or numbers[-1] >= document.size:
         raise ValueError(
@@ -200,8 +202,8 @@ def _checked(document: _Document) -> _Document:
     return document
 
 
-def _encoded(rank: ContractRank) -> _Rank:
-    return _Rank(
+def _encoded(rank: ContractRank) -> _RankDocument:
+    return _RankDocument(
         number=rank.number,
         address=rank.address,
         conventions=dict(rank.conventions),
@@ -209,7 +211,7 @@ def _encoded(rank: ContractRank) -> _Rank:
     )
 
 
-def _read(rank: _Rank) -> ContractRank:
+def _read(rank: _RankDocument) -> ContractRank:
     try:
         layout = PoolLayout.from_json(bytes(rank.layout))
     except LayoutError as error:

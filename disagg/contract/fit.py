@@ -87,8 +87,8 @@ class Fit:
             yield "engine", reason
         if (number := common_protocol(self.prefill, self.decode)) is not None:
             for contract in (self.prefill, self.decode):
-                said = {name for rank in contract.ranks for name in rank.conventions}
-                for reason in unsaid_conventions(dict.fromkeys(said, ""), number):
+                names = {name for rank in contract.ranks for name in rank.conventions}
+                for reason in unsaid_conventions(dict.fromkeys(names, ""), number):
                     yield "conventions", reason
 
     def _of_conventions(self) -> Iterator[Objection]:
@@ -100,8 +100,10 @@ class Fit:
                 numbers.setdefault(reason, []).append(number)
             outcome = self.hand_off.outcomes[number]
             if isinstance(outcome, TransferPlan) and outcome.cast is not None:
-                said = [source.conventions for source in self.prefill.ranks]
-                for reason in scale_problems(outcome.cast.arrival, said, rank.conventions):
+                source_conventions = [source.conventions for source in self.prefill.ranks]
+                for reason in scale_problems(
+                    outcome.cast.arrival, source_conventions, rank.conventions
+                ):
                     numbers.setdefault(reason, []).append(number)
         sides = self.hand_off
         for reason, ranks in numbers.items():

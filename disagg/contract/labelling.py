@@ -81,11 +81,13 @@ def _state(contract: Contract) -> dict[Key, str] | None:
         for region in layout.regions:
             if forms.setdefault(region.key, form := _form(layout, region)) != form:
                 return None
-            held, axes = layout.space_of(region).held, _axes(region)
+            interleave, axes = layout.space_of(region).held, _axes(region)
             totals[region.key] = [axis.total for axis in axes]
-            by_rank = families.setdefault(region.key, {}).setdefault((held.ranks, held.size), {})
+            by_rank = families.setdefault(region.key, {}).setdefault(
+                (interleave.ranks, interleave.size), {}
+            )
             stretches = tuple((axis.start, axis.stop) for axis in axes)
-            by_rank.setdefault(held.rank, set()).add(stretches)
+            by_rank.setdefault(interleave.rank, set()).add(stretches)
     whole = all(_whole(families[key], totals[key]) for key in forms)
     return forms if whole else None
 

@@ -47,8 +47,10 @@ class ContractServer(AbstractContextManager["ContractServer"]):
             if listen.first != listen.last:
                 raise ValueError("it names several ports")
             address = replace(listen, by_rank=listen.first > 0).of_rank(offset)
-            family, where = address.places()[0]
-            self._server = _Server(family, (where[0], address.first, *where[2:]))
+            family, socket_address = address.places()[0]
+            self._server = _HTTPServer(
+                family, (socket_address[0], address.first, *socket_address[2:])
+            )
         except (OSError, ValueError) as error:  # no name is a UnicodeError, a ValueError
             raise ValueError(
                 f"contract at {place}: {error}. Give HOST:PORT of this host."
@@ -76,7 +78,7 @@ class ContractServer(AbstractContextManager["ContractServer"]):
         self.close()
 
 
-class _Server(ThreadingHTTPServer):
+class _HTTPServer(ThreadingHTTPServer):
     daemon_threads = True
     answers: dict[str, tuple[str, bytes]]
     unhealthy: bytes | None = None
@@ -84,7 +86,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, family: socket.AddressFamily, place: Any) -> None:
         self.address_family = family
         self._free = threading.BoundedSemaphore(MAX_READERS)
-        super().__init__(place, _Handler)
+        super().__init__(place, _ContractHandler)
 
     def server_bind(self) -> None:
         # HTTPServer asks a name server for this host's name, which takes long where there is none
@@ -112,8 +114,8 @@ class _Server(ThreadingHTTPServer):
         """A reader that has gone or says nothing is nobody's concern here."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+class _ContractHandler(BaseHTTPRequestHandler):
+    server: _HTTPServer
     server_version, sys_version = "kvpool", ""
 
     def setup(self) -> None:

@@ -13,7 +13,7 @@ from kvpool.layout import Key, PoolLayout, RequestAddress
 from kvpool.layout.grid import Ints
 
 
-class _Part(NamedTuple):
+class _ArrivedEntries(NamedTuple):
     """Entries of a region, and their digests."""
 
     numbers: Ints
@@ -24,9 +24,9 @@ class ArrivedDigests:
     """Digests of what has arrived from one source rank, entry by entry."""
 
     def __init__(self) -> None:
-        self._parts: dict[Key, list[_Part]] = {}
+        self._parts: dict[Key, list[_ArrivedEntries]] = {}
 
-    def take(
+    def digest_arrived(
         self, layout: PoolLayout, address: RequestAddress, pieces: Iterable[Piece], read: ReadCells
     ) -> None:
         """Digests pieces that have arrived, of a request whose block table in the arrival this is.
@@ -34,7 +34,7 @@ class ArrivedDigests:
         """
         for piece in pieces:
             hashes = np.concatenate([*digests(layout, address, [piece], each=True, read=read)])
-            self._parts.setdefault(piece.key, []).append(_Part(piece.numbers(), hashes))
+            self._parts.setdefault(piece.key, []).append(_ArrivedEntries(piece.numbers(), hashes))
 
     def with_others(
         self, layout: PoolLayout, address: RequestAddress, pieces: Sequence[Piece], each: bool
@@ -42,20 +42,20 @@ class ArrivedDigests:
         """As `digests`, of pieces that have arrived and of others that are in memory."""
         for piece in pieces:
             if piece.key in self._parts:
-                yield self.of(piece, each)
+                yield self.hashes_of(piece, each)
             else:
                 yield from digests(layout, address, [piece], each)
 
-    def of(self, piece: Piece, each: bool) -> Hashes:
+    def hashes_of(self, piece: Piece, each: bool) -> Hashes:
         """The digest of a piece, or with `each` that of every entry. Raises ValueError if some of
         its entries have not arrived.
         """
         parts = self._parts.get(piece.key, [])
-        found: dict[int, int] = {}
+        hash_by_entry: dict[int, int] = {}
         for numbers, hashes in parts:
-            found.update(zip(numbers.tolist(), hashes.tolist()))
+            hash_by_entry.update(zip(numbers.tolist(), hashes.tolist()))
         try:
-            values = [found[number] for number in piece.numbers().tolist()]
+            values = [hash_by_entry[number] for number in piece.numbers().tolist()]
         except KeyError as missing:
             raise ValueError(f"{piece.key}: entry {missing} has not arrived.") from None
         hashes = np.array(values, dtype=np.uint64)

@@ -55,7 +55,9 @@ class Cells(NamedTuple):
 
 @lru_cache(maxsize=32)
 def cells_of(axes: tuple[Axis, ...], width: int, box: Box) -> tuple[Cells, ...]:
-    """The cells of steps `box` of inner axes: full ones, and the rest of each grid point."""
+    """The cells of steps `box` of inner axes: full ones, and the rest of each grid point. A grid
+    point of 9,000 bytes is two cells of 4,096 and one of 808.
+    """
     offsets, numbers = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.uint64)
     for axis, (_, low, high) in zip(axes, box):
         steps = np.arange(low, high, dtype=np.int64)

@@ -65,8 +65,8 @@ def pieces(plan: TransferPlan, source: int, tokens: range, total: int) -> list[P
             alike = space.name, part.held, packed
             if alike not in first_pieces:
                 needed = space.needed_items if packed else space.needed_entries
-                held = tuple({h: None for h in (part.held, space.held) if h != EVERY})
-                piece = Piece(region.key, part.box, needed(tokens, total), held)
+                interleaves = tuple({h: None for h in (part.held, space.held) if h != EVERY})
+                piece = Piece(region.key, part.box, needed(tokens, total), interleaves)
                 first_pieces[alike] = piece if piece.numbers().size else None
             if first := first_pieces[alike]:
                 moved.extend(first._replace(key=key, box=part.box) for key in part.keys)
@@ -133,7 +133,7 @@ class Digester:
     def busy(self) -> bool:
         return bool(self._jobs)
 
-    def add(self, key: Hashable, steps: Iterator[Hashes]) -> None:
+    def enqueue(self, key: Hashable, steps: Iterator[Hashes]) -> None:
         """Takes a job over, which is what `digests` returns; `step` returns them with `key`."""
         self._jobs.append((key, steps))
 
@@ -194,8 +194,10 @@ def to_wire(pieces: Sequence[Piece]) -> bytes:
 def _shape(piece: Piece) -> _PieceShape:
     owner, _, role = piece.key
     start, stop = piece.entries.start, piece.entries.stop
-    held = tuple([(part.size, part.rank, part.ranks) for part in piece.held])
-    return _PieceShape(owner=owner, role=role, box=piece.box, start=start, stop=stop, held=held)
+    interleaves = tuple([(part.size, part.rank, part.ranks) for part in piece.held])
+    return _PieceShape(
+        owner=owner, role=role, box=piece.box, start=start, stop=stop, held=interleaves
+    )
 
 
 def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
@@ -216,8 +218,8 @@ def from_wire(data: bytes, most: int = MAX_PARTS) -> list[Piece]:
     moved = []
     for number, layer in zip(sent.which, sent.layers):
         shape = sent.shapes[number]
-        entries, held = parts[number]
-        moved.append(Piece((shape.owner, layer, shape.role), shape.box, entries, held))
+        entries, interleaves = parts[number]
+        moved.append(Piece((shape.owner, layer, shape.role), shape.box, entries, interleaves))
     return moved
 
 
@@ -230,9 +232,9 @@ def _difference(layout: PoolLayout, piece: Piece, entries: Ints) -> str:
         for name, low, high in piece.box
         if (axis := region.axis(name)) and high - low < axis.total
     ]
-    where = f" ({', '.join(cut)}):" if cut else ":"
+    steps = f" ({', '.join(cut)}):" if cut else ":"
     if space.per_request and (region.packing or not space.has_entries):
-        return f"{where} its state differs."
+        return f"{steps} its state differs."
     numbers = piece.numbers()[entries]
     breaks = np.flatnonzero(np.diff(numbers) > 1) + 1
     more = ""
@@ -242,8 +244,8 @@ def _difference(layout: PoolLayout, piece: Piece, entries: Ints) -> str:
     size = space.tokens_per_item if region.packing else space.tokens_per_entry
     tokens = numbers[:, None] * size + np.arange(size)
     if tokens.size == 1:
-        return f"{where} position {tokens.item()} differs."
-    return f"{where} positions {ranges(tokens.ravel().tolist())}{more} differ."
+        return f"{steps} position {tokens.item()} differs."
+    return f"{steps} positions {ranges(tokens.ravel().tolist())}{more} differ."
 
 
 def _region(layout: PoolLayout, piece: Piece) -> Region:

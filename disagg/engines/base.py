@@ -185,9 +185,9 @@ def engine_class(name: str) -> type[Engine]:
     """
     entry = _entries().get(name)
     if entry is None:
-        known = engine_names()
-        alike = nearest(name, known)
-        raise EngineUnavailable(f"engine {name!r} is unknown; known: {', '.join(known)}.{alike}")
+        names = engine_names()
+        alike = nearest(name, names)
+        raise EngineUnavailable(f"engine {name!r} is unknown; known: {', '.join(names)}.{alike}")
     try:
         engine: type[Engine] = entry.load()
     except Exception as error:  # of a package that is not ours

@@ -32,9 +32,9 @@ def check_engine_options(
     kinds = {p.name: p.annotation for p in parameters if p.kind is not p.VAR_KEYWORD}
     for option, value in options.items():
         if option not in kinds and not others:
-            known = ", ".join(kinds) or "none"
+            names = ", ".join(kinds) or "none"
             raise ValueError(
-                f"engine {name} has no option {option!r}; there are {known}."
+                f"engine {name} has no option {option!r}; there are {names}."
                 f"{nearest(option, kinds)}"
             )
         kind = kinds[option] if option in kinds else others[0]

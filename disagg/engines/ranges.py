@@ -45,6 +45,7 @@ class Ranges:
 
     def cut(self, batch: CopyBatch, first: Ints, whose: str) -> CopyBatch:
         """The same bytes in runs that each lie in one range; `first` is the batch's `src` or `dst`.
+        Where 0-100 and 100-200 are registered, a run of 40 bytes at 80 becomes two of 20.
 
         Raises TransferError for the first run that lies outside.
         """

@@ -16,7 +16,7 @@ MAX_EVENTS = 256
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
-class _Event(ctypes.Structure):
+class _EpollEvent(ctypes.Structure):
     """struct epoll_event, which the kernel packs on x86-64 only."""
 
     if platform.machine() == "x86_64":
@@ -98,11 +98,11 @@ class ReadyFiles:
     """What an epoll set has now."""
 
     def __init__(self, epoll: int) -> None:
-        self._epoll, self._events = epoll, (_Event * MAX_EVENTS)()
+        self._epoll, self._events = epoll, (_EpollEvent * MAX_EVENTS)()
 
     def watch(self, descriptor: int, mask: int) -> None:
         """Watches a file, which may be watched already. Raises OSError."""
-        event = _Event(mask, descriptor)
+        event = _EpollEvent(mask, descriptor)
         done = _epoll_ctl(self._epoll, MODIFY, descriptor, ctypes.byref(event))
         if done < 0 and ctypes.get_errno() == errno.ENOENT:
             done = _epoll_ctl(self._epoll, ADD, descriptor, ctypes.byref(event))

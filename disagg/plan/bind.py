@@ -88,7 +88,9 @@ class CopyBatch:
             start = stop
 
     def cut(self, most: int) -> CopyBatch:
-        """The same bytes in runs of at most `most` bytes."""
+        """The same bytes in runs of at most `most` bytes: with 128, a run of 300 is three of 128,
+        128 and 44.
+        """
         if not self.runs or int(self.nbytes.max()) <= most:
             return self
         pieces = -(-self.nbytes // most)
@@ -98,7 +100,7 @@ class CopyBatch:
         return CopyBatch(src + within, dst + within, np.minimum(nbytes - within, most))
 
 
-class _Group(NamedTuple):
+class _ShapeRecords(NamedTuple):
     """Record pairs of a shape: the pointers at which both buffers begin `[2, B]`, how many each
     route has, and for each kind of runs which rows of the table are theirs; none if they are many.
     """
@@ -109,12 +111,12 @@ class _Group(NamedTuple):
     rows: Sequence[range]
 
 
-class _Shares:
+class _CountedShares:
     """What each route has of runs that were bound: counted when it is asked for, which is after the
     read has begun.
     """
 
-    def __init__(self, bound: Sequence[tuple[_Group, BoundRuns | StretchRuns]]) -> None:
+    def __init__(self, bound: Sequence[tuple[_ShapeRecords, BoundRuns | StretchRuns]]) -> None:
         self._bound = bound
 
     def __iter__(self) -> Iterator[tuple[Route, int, int]]:
@@ -162,8 +164,8 @@ class Binder:
         if tokens.step != 1 or not 0 <= tokens.start <= tokens.stop <= total:
             raise ValueError(f"tokens={tokens}: must be a range of positions within 0 to {total}.")
         by_spaces: dict[object, Paired] = {}
-        few: list[tuple[_Group, StretchRuns]] = []
-        blocks: list[tuple[_Group, BoundRuns]] = []
+        few: list[tuple[_ShapeRecords, StretchRuns]] = []
+        blocks: list[tuple[_ShapeRecords, BoundRuns]] = []
         groups, table = self._table(layers)
         for group in groups:
             shape, route = group.shape, group.shape.route
@@ -184,11 +186,11 @@ class Binder:
                     blocks.append((group, shape.at(runs)))
         return _batch(few, blocks, table)
 
-    def _tabulate(self, layers: range | None) -> tuple[list[_Group], Ints]:
+    def _tabulate(self, layers: range | None) -> tuple[list[_ShapeRecords], Ints]:
         """Groups of the record pairs of some layers, and a table of their runs, one a row: both
         pointers in item 0, the bytes to the next entry of both, and bytes `[5, R]`.
         """
-        groups: list[_Group] = []
+        groups: list[_ShapeRecords] = []
         columns, stop = [np.empty((5, 0), np.int64)], 0
         for shape, base in self._shapes:
             sizes, rows = shape.sizes, []
@@ -205,17 +207,17 @@ class Binder:
                     stop += pairs * runs.size
                 rows.append(range(start, stop))
             if pairs:
-                groups.append(_Group(shape, base, sizes, rows))
+                groups.append(_ShapeRecords(shape, base, sizes, rows))
         return groups, np.concatenate(columns, axis=1)
 
 
 def _batch(
-    few: Sequence[tuple[_Group, StretchRuns]],
-    blocks: Sequence[tuple[_Group, BoundRuns]],
+    few: Sequence[tuple[_ShapeRecords, StretchRuns]],
+    blocks: Sequence[tuple[_ShapeRecords, BoundRuns]],
     table: Ints,
 ) -> CopyBatch:
     """Runs at each record pair: `few` at a time, and then blocks of `[B, A, F]`."""
-    shares = _Shares([*few, *blocks])
+    shares = _CountedShares([*few, *blocks])
     pointers, nbytes = _bound_few(few, table)
     if not blocks:
         return CopyBatch(pointers[0], pointers[1], nbytes, shares)
@@ -243,7 +245,7 @@ def _batch(
     return CopyBatch(src, dst, nbytes, shares)
 
 
-def _bound_few(few: Sequence[tuple[_Group, StretchRuns]], table: Ints) -> tuple[Ints, Ints]:
+def _bound_few(few: Sequence[tuple[_ShapeRecords, StretchRuns]], table: Ints) -> tuple[Ints, Ints]:
     """Their pointers `[2, N]` and lengths `[N]`."""
     rows: list[int] = []
     numbers: list[int] = []  # of each row, to which of `few` it belongs
@@ -265,7 +267,9 @@ def _bound_few(few: Sequence[tuple[_Group, StretchRuns]], table: Ints) -> tuple[
 def moved_now(
     source: Space, space: Space, packed: bool, tokens: range, count: Count
 ) -> range | None:
-    """The positions of `tokens` of which something moves now, from one space to another."""
+    """The positions of `tokens` of which something moves now, from one space to another: of 50
+    tokens in packed pages of 16, with an UNKNOWN count the first 48, and then, LEARNED, 48 and 49.
+    """
     if count is Count.KNOWN:
         return tokens
     unknown, grows = count is Count.UNKNOWN, source.grows and space.grows

@@ -26,9 +26,9 @@ class BlockLookup:
         if span is not None:
             index = number if self._per_request else number - span.first_item
             if 0 <= index < span.ids.size:
-                found: int = span.ids.item(index)
-                if self.space.reserved <= found < self._items:
-                    return found
+                item_id: int = span.ids.item(index)
+                if self.space.reserved <= item_id < self._items:
+                    return item_id
         return int(self.part(address, number, number + 1)[0])
 
     def ids(self, address: RequestAddress, numbers: Ints) -> Ints:

@@ -134,14 +134,14 @@ def mismatches(alike: Alike) -> dict[str, list[int]]:
     return reasons
 
 
-def _facts(region: Region, space: Space, other: Region, by_entry: bool) -> dict[str, object]:
-    """What must be equal on both sides, where a region pairs with `other`, by its words."""
+def _facts(region: Region, space: Space, counterpart: Region, by_entry: bool) -> dict[str, object]:
+    """What must be equal on both sides, where a region pairs with `counterpart`, by its words."""
     totals = {axis.name: axis.total for axis in region.inner_axes}
     return {
         "": region.dtype,
         " elements per cell": region.width // ITEMSIZE[region.dtype],
         " axes": sorted(totals),
-        " in total": {name: total for name, total in totals.items() if other.axis(name)},
+        " in total": {name: total for name, total in totals.items() if counterpart.axis(name)},
         " space": by_entry or space.kind,
         " tokens per entry": space.tokens_per_entry,
         " partial entries": space.partial,
@@ -166,12 +166,15 @@ def tile(alike: Alike) -> tuple[list[Part], list[str]]:
     are none.
 
     Ranks whose stretches are equally many and long hold every position once; of these all that meet
-    the destination's positions are needed, each for the whole shard.
+    the destination's positions are needed, each for the whole shard. For heads 1 to 4, of ranks
+    with heads 0-1, 2-3 and 4-5, come head 1 of the first, 2-3 of the second and 4 of the third.
     """
     families: dict[tuple[int, int], dict[int, list[SourceRegion]]] = {}
     for holder in alike.holders:
-        held = holder.space.held
-        families.setdefault((held.ranks, held.size), {}).setdefault(held.rank, []).append(holder)
+        interleave = holder.space.held
+        families.setdefault((interleave.ranks, interleave.size), {}).setdefault(
+            interleave.rank, []
+        ).append(holder)
     reasons: list[str] = []
     for (ranks, size), by_rank in sorted(families.items()):
         overlaps: list[Part] = []
@@ -202,7 +205,9 @@ def _say_missing(space: Space, missing: Sequence[int]) -> str:
 
 
 def _ranks_needed(size: int, ranks: int, dest: Interleave) -> list[int]:
-    """Of ranks that hold stretches of `size`, those that hold something of `dest`."""
+    """Of ranks that hold stretches of `size`, those that hold something of `dest`: the second of
+    two ranks with stretches of 16 needs ranks 1 and 3 of four with stretches of 16.
+    """
     starts = np.arange(ranks, dtype=np.int64) * size
     # what is held by both differs by a multiple of the period; a number of one stretch less a
     # number of the other is anything from low to high
@@ -214,7 +219,7 @@ def _ranks_needed(size: int, ranks: int, dest: Interleave) -> list[int]:
 
 
 def _tile_shard(
-    alike: Alike, held: Interleave, holders: Sequence[SourceRegion]
+    alike: Alike, interleave: Interleave, holders: Sequence[SourceRegion]
 ) -> tuple[list[Part], list[str]]:
     """Overlaps that cover the regions' shard exactly once, or the reason why there are none."""
     axes = alike.region.inner_axes
@@ -228,17 +233,21 @@ def _tile_shard(
             replicas.setdefault(tuple(box), []).extend(holder.sources)
     taken: list[Box] = []
     for candidate in sorted(replicas, key=lambda box: (-volume(box), box)):
-        if all(_apart(candidate, other) for other in taken):
+        if all(_apart(candidate, earlier) for earlier in taken):
             taken.append(candidate)
     needed = tuple((axis.name, axis.start, axis.stop) for axis in axes)
     if sum(map(volume, taken)) != volume(needed):
         offered = "; ".join(sorted({_say(box) for box in replicas})) or "none of it"
-        of = f" on rank {held.rank} of {held.ranks} of its positions" if held.ranks > 1 else ""
+        of = (
+            f" on rank {interleave.rank} of {interleave.ranks} of its positions"
+            if interleave.ranks > 1
+            else ""
+        )
         return [], [
             f"decode needs {_say(needed)}, prefill offers {offered}{of}, which does not cover it "
             "exactly once. Plan with the layouts of all prefill ranks."
         ]
-    return [Part(alike.keys, box, held, tuple(sorted(replicas[box]))) for box in taken], []
+    return [Part(alike.keys, box, interleave, tuple(sorted(replicas[box]))) for box in taken], []
 
 
 def elect(

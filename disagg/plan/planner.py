@@ -191,8 +191,8 @@ class TransferPlan:
         if self.cast is None:
             return own
         arrival, planned = self.cast
-        there = explain_routes(planned.sources, arrival.layout, planned.routes, tokens)
-        rows = [row.converted(arrival.words(row.owner, row.roles)) for row in there.rows]
+        arriving = explain_routes(planned.sources, arrival.layout, planned.routes, tokens)
+        rows = [row.converted(arrival.words(row.owner, row.roles)) for row in arriving.rows]
         return Explanation(tokens, (*own.rows, *rows))
 
 
@@ -245,12 +245,12 @@ def _planned(matched: Matched, parts: Sequence[Part], asks: Mapping[int, int]) -
     if any((route.layers < 0).any() for route in routes):
         layer_routes = routes_of(records, parts, by_layer=True)
         prove(records, parts, layer_routes)
-    known = dest.region_by_key.keys() | matched.arriving
+    wanted = dest.region_by_key.keys() | matched.arriving
     return TransferPlan(
         sources=paired.sources,
         dest=dest,
         routes=routes,
-        unsent=tuple(key for key in paired.offered if key not in known),
+        unsent=tuple(key for key in paired.offered if key not in wanted),
         missing=tuple(key for key in dest.region_by_key if key in matched.missing),
         parts=parts,
         layer_routes=layer_routes,

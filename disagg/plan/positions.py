@@ -63,7 +63,8 @@ class Stretch(NamedTuple):
 class Items:
     """Entries in items of both sides that hold `entries` each: ids `[2, F]`, the source's and the
     destination's. Of the first item they are those from step `first` on, of the last those below
-    step `stop`, of others all.
+    step `stop`, of others all. Entries 5 to 21 in pages of 4 lie in 5 items, from step 1 of the
+    first on (5 = 1 * 4 + 1) and below step 2 of the last (22 = 5 * 4 + 2): 3 + 4 + 4 + 4 + 2.
     """
 
     def __init__(self, item: Ints, entries: int, first: int, stop: int) -> None:
@@ -123,6 +124,11 @@ class SpacePair:
     def pair(self, source: RequestAddress, dest: RequestAddress, tokens: range) -> Paired:
         """Pairs the entries of `tokens` that the destination keeps alive and both sides hold; of
         packed regions the items that move whole with `tokens`, each as one stretch of one entry.
+
+        8 tokens in pages of 4, with ids 5 and 9, and on the destination in a page of 8 with id 3:
+        4 entries from step 0 of item 5 to step 0 of item 3, and 4 from step 0 of item 9 to step 4
+        of item 3. With a window of 8 and in pages of 4, 22 tokens move entries 14 to 21: 2 of item
+        3 of the request, from step 2 on, 4 of item 4 and 2 of item 5.
         """
         space, total = self._dst.space, dest.num_tokens
         if self._packed:
@@ -138,11 +144,11 @@ class SpacePair:
         _check_offered(self._src.space, source, needed, tokens, total)
         if self._held is None:
             return self._any(source, dest, needed)
-        entries, (size, other) = self._held.part(needed), self._sizes
+        entries, (size, dest_size) = self._held.part(needed), self._sizes
         if not entries:
             return []
         first, last = entries.start, entries.stop - 1
-        if first // size == last // size and first // other == last // other:
+        if first // size == last // size and first // dest_size == last // dest_size:
             item, step = self._src.space.place(first)
             dest_item, dest_step = (item, step) if self._alike else space.place(first)
             ids = self._src.id(source, item), self._dst.id(dest, dest_item)

@@ -41,7 +41,7 @@ def prove(records: Sequence[Records], parts: Iterable[Part], routes: Sequence[Ro
                 ("destination", records[-1], route.dst),
             ):
                 regions = [own.layout.region_by_key[key] for key in keys]
-                end, starts = own.end(keys)
+                end, starts = own.record_end(keys)
                 moved = [
                     (start + region.offset, region.width, region.axes, box)
                     for start, region, box in zip(starts, regions, steps)
@@ -58,7 +58,7 @@ def prove(records: Sequence[Records], parts: Iterable[Part], routes: Sequence[Ro
                     side.check()
 
 
-class _Columns(NamedTuple):
+class _RunColumns(NamedTuple):
     """Bytes of entry 0 in the item: starts, lengths, and bytes to the next entry, `[R]` each."""
 
     starts: Ints
@@ -114,16 +114,16 @@ class _RecordSide(NamedTuple):
             f"{self.record.first} on) {what}. The plan is wrong and was not used."
         )
 
-    def _columns(self, runs: Runs) -> _Columns:
+    def _columns(self, runs: Runs) -> _RunColumns:
         side = ("source", "destination").index(self.name)
-        return _Columns(runs.start[side], runs.nbytes, runs.step[side])
+        return _RunColumns(runs.start[side], runs.nbytes, runs.step[side])
 
-    def _check_entry(self, chains: _Columns, singles: _Columns) -> None:
+    def _check_entry(self, chains: _RunColumns, singles: _RunColumns) -> None:
         """The runs of entry 0 are the parts' bytes, each once, and go on at the parts' steps."""
         starts, nbytes, steps = map(np.concatenate, zip(chains, singles))
         ends: Ints = starts + nbytes
         parts = (_cells(start, width, axes, box) for start, width, axes, box in self.moved)
-        cells = _Columns(*map(np.concatenate, zip(*parts)))
+        cells = _RunColumns(*map(np.concatenate, zip(*parts)))
         for step in {*cells.steps.tolist(), *steps.tolist()}:
             inside, chosen = cells.steps == step, steps == step
             low = cells.starts[inside]
@@ -146,7 +146,7 @@ class _RecordSide(NamedTuple):
             self.refuse(first, end, what)
 
 
-def _cells(start: int, width: int, axes: Sequence[Axis], box: Box) -> _Columns:
+def _cells(start: int, width: int, axes: Sequence[Axis], box: Box) -> _RunColumns:
     steps, step = {name: (low, high) for name, low, high in box}, 0
     inner: list[tuple[int, int]] = []
     for axis in axes:
@@ -158,4 +158,4 @@ def _cells(start: int, width: int, axes: Sequence[Axis], box: Box) -> _Columns:
             inner.append((high - low, axis.stride))
     width, inner = fuse(width, inner)
     starts = outer_sum(start, inner)
-    return _Columns(starts, np.full_like(starts, width), np.full_like(starts, step))
+    return _RunColumns(starts, np.full_like(starts, width), np.full_like(starts, step))

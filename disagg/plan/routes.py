@@ -26,7 +26,7 @@ class RecordEnd(NamedTuple):
     item: Item
 
 
-class _Pair(NamedTuple):
+class _RecordPair(NamedTuple):
     """A record pair of a route, and its keys."""
 
     src: RecordEnd
@@ -41,11 +41,11 @@ def routes_of(
     `by_layer`, runs of two layers are not joined. The last of `records` are the destination's.
     """
     runs_of: dict[object, ItemRuns] = {}
-    shapes: dict[object, tuple[int, bool, ItemRuns, list[_Pair]]] = {}
+    shapes: dict[object, tuple[int, bool, ItemRuns, list[_RecordPair]]] = {}
     for (source, packed, _), moved in _by_pair(records, parts, by_layer).items():
         keys = [key for key, _ in moved]
-        src, src_starts = records[source].end(keys)
-        dst, dst_starts = records[-1].end(keys)
+        src, src_starts = records[source].record_end(keys)
+        dst, dst_starts = records[-1].record_end(keys)
         placed = list(zip([runs for _, runs in moved], src_starts, dst_starts))
         content = packed, src.item, dst.item, *placed
         runs = runs_of.get(content)
@@ -53,13 +53,13 @@ def routes_of(
             runs = runs_of[content] = item_runs(src.item, dst.item, join(placed), packed)
         roles = [(owner, role) for owner, _, role in keys]
         shape = source, src.space.name, dst.space.name, *roles, *content
-        shapes.setdefault(shape, (source, packed, runs, []))[3].append(_Pair(src, dst, keys))
+        shapes.setdefault(shape, (source, packed, runs, []))[3].append(_RecordPair(src, dst, keys))
     return tuple(
         _route(source, packed, runs, pairs) for source, packed, runs, pairs in shapes.values()
     )
 
 
-def _route(source: int, packed: bool, runs: ItemRuns, pairs: Sequence[_Pair]) -> Route:
+def _route(source: int, packed: bool, runs: ItemRuns, pairs: Sequence[_RecordPair]) -> Route:
     src, dst = (
         RouteSide(
             space=ends[0].space,
@@ -137,12 +137,12 @@ class Records:
             regions.setdefault(region.buffer, []).append(region)
         return regions
 
-    def end(self, keys: Sequence[Key]) -> tuple[RecordEnd, list[int]]:
+    def record_end(self, keys: Sequence[Key]) -> tuple[RecordEnd, list[int]]:
         """The record in which runs of these may join, and where in its items each buffer begins."""
         by_name, regions = self.layout.buffer_by_name, self.layout.region_by_key
         buffers = [regions[key].buffer for key in keys]
-        one = len(set(buffers)) == 1
-        record = [by_name[buffers[0]]] if one else self.beside[buffers[0]]
+        one_buffer = len(set(buffers)) == 1
+        record = [by_name[buffers[0]]] if one_buffer else self.beside[buffers[0]]
         first = record[0]
         end = self._ends.get((first.name, len(record)))
         if end is None:

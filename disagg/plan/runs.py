@@ -227,8 +227,8 @@ def _apart_by_padding(item: Item, starts: Ints, runs: Runs) -> npt.NDArray[np.bo
 def _whole(src: Item, dst: Item, chains: Runs, singles: Runs, entries: int) -> Runs:
     """All runs of a whole item pair, joined over entries, adjacent runs and equal padding."""
     number = np.arange(entries, dtype=np.int64)[:, None]
-    each = singles.start[:, None] + number * singles.step[:, None]
-    start = np.concatenate([chains.start, each.reshape(2, -1)], axis=1)
+    starts = singles.start[:, None] + number * singles.step[:, None]
+    start = np.concatenate([chains.start, starts.reshape(2, -1)], axis=1)
     lengths = (entries - 1) * chains.step[0] + chains.nbytes
     nbytes = np.concatenate([lengths, np.tile(singles.nbytes, entries)])
     order = np.argsort(start[1], kind="stable")

@@ -154,7 +154,9 @@ class Shape:
         that it has. With `ends` it is the request's last.
 
         Then that is allowed: it is the request's last page on the destination, so the entries that
-        follow are the request's own and dead.
+        follow are the request's own and dead. Of a page of `[8 heads, 64 entries, 256 bytes]`, 56
+        entries are 8 runs, or the page is one with 8 * 8 * 256 = 16,384 dead bytes: it moves whole.
+        With 40 entries 49,152 are dead, more than 7 * 4,096: they move as 8 runs.
         """
         chains, singles, whole, *_ = self.route.runs
         if whole is None or count == self._entries[0] or not (ends and self._whole_tails):

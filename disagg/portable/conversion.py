@@ -99,7 +99,7 @@ class Converter:
         """Stores what lies at `pointer`, and digests it first if that is wanted."""
         from kvpool.device.conversion import convert_rows  # imports torch
 
-        address = wanted.dest_address
+        table = wanted.dest_address
         if wanted.arrived is not None:
             self._digest(arrived, wanted.arrived, pointer)
         for part in arrived.rows:
@@ -111,7 +111,7 @@ class Converter:
             if not keys:
                 continue
             own = self._dest.space_of(self._arrival.conversions[keys[0]].dest.region)
-            span = address.spans[own.id_list]
+            span = table.spans[own.id_list]
             ids = span.ids[items if own.per_request else items - span.first_item]
             pairs = []
             for key in keys:
@@ -170,7 +170,7 @@ class Converter:
             return read_memory(self._moved(buffer, piece, pointer), offsets, width)
 
         parts = [Piece(key, row.box, row.needed, row.held) for row in rows for key in row.keys]
-        digests.take(self._arrival.layout, piece_address(piece), parts, read)
+        digests.digest_arrived(self._arrival.layout, piece_address(piece), parts, read)
 
 
 class _Arrived(NamedTuple):

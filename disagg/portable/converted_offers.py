@@ -34,10 +34,10 @@ class ConvertedOffers:
         for name in offered.items_by_space:
             space, own = offered.space_by_name[name], layout.space_by_name.get(name)
             if own is None or own.item_span != space.item_span or own.id_list != space.id_list:
-                here = "none" if own is None else f"{own.item_span} tokens an item"
+                own_words = "none" if own is None else f"{own.item_span} tokens an item"
                 raise ValueError(
-                    f"space {name}: {here}, and {space.item_span} in the pool that is offered. "
-                    "Build both with the same sizes of pages."
+                    f"space {name}: {own_words}, and {space.item_span} in the pool that is "
+                    "offered. Build both with the same sizes of pages."
                 )
             if space.block_pool is not None:
                 raise ValueError(f"space {name}: pools of blocks that several spaces share.")
@@ -61,8 +61,11 @@ class ConvertedOffers:
         `owner`; returns the block table of what is offered. Chunks come in order. Raises
         OutOfPages, with nothing changed, and as `PoolConverter.convert`.
         """
-        held = self._held.get(room, {})
-        needed = {name: self._lacking(held.get(name), span) for name, span in address.spans.items()}
+        items_by_list = self._held.get(room, {})
+        needed = {
+            name: self._lacking(items_by_list.get(name), span)
+            for name, span in address.spans.items()
+        }
         for name, numbers in needed.items():
             free = self._free[name]
             if numbers.size > free.num_free:
@@ -72,14 +75,14 @@ class ConvertedOffers:
                 )
         spans: dict[str, Span] = {}
         for name, span in address.spans.items():
-            items, numbers = held.get(name, np.empty(0, dtype=np.int64)), needed[name]
+            items, numbers = items_by_list.get(name, np.empty(0, dtype=np.int64)), needed[name]
             stop = span.first_item + span.ids.size
             if stop > items.size:
                 items = np.concatenate([items, np.full(stop - items.size, -1, dtype=np.int64)])
             items[numbers] = self._free[name].take(numbers.size)
-            held[name] = items
+            items_by_list[name] = items
             spans[name] = Span(items[span.first_item : stop], span.first_item)
-        self._held[room] = held
+        self._held[room] = items_by_list
         offered = RequestAddress(address.num_tokens, spans)
         self._converter.convert(address, offered, tokens, layers=layers, owner=owner)
         return offered
@@ -100,6 +103,6 @@ class ConvertedOffers:
         numbers = np.arange(span.first_item, span.first_item + span.ids.size)
         if items is None:
             return numbers
-        here = numbers < items.size
-        here[here] = items[numbers[here]] >= 0
-        return numbers[~here]
+        present = numbers < items.size
+        present[present] = items[numbers[present]] >= 0
+        return numbers[~present]

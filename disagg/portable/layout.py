@@ -73,9 +73,9 @@ def live_pieces(layout: PoolLayout, tokens: int) -> Iterator[Piece]:
         live = space.alive_items(tokens) if region.packing else space.alive_in_request(tokens)
         if not space.held.part(live):  # a length, as a header may name millions of positions
             continue
-        held = () if space.held == EVERY else (space.held,)
+        interleaves = () if space.held == EVERY else (space.held,)
         box = tuple((axis.name, axis.start, axis.stop) for axis in region.inner_axes)
-        yield Piece(region.key, box, live, held)
+        yield Piece(region.key, box, live, interleaves)
 
 
 def _space(space: Space, packed: bool, plain: set[str]) -> Space:

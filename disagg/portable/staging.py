@@ -86,7 +86,8 @@ def windows(
     file: Ints, memory: Ints, nbytes: Ints, *, most: int, max_gap: int = 0
 ) -> Iterator[tuple[Ints, ...]]:
     """Runs between offsets and pointers, sorted by offset and cut, in groups of at most `most`
-    bytes from first to last, with gaps of at most `max_gap` bytes.
+    bytes from first to last, with gaps of at most `max_gap` bytes: of runs of 100 bytes at offsets
+    0, 100 and 300, those at 0 and 100, and that at 300.
     """
     order = np.argsort(file, kind="stable")
     whole = CopyBatch(file[order], memory[order], nbytes[order])

@@ -27,7 +27,7 @@ def stored_as(layout: PoolLayout, dtype: str, nbytes: int) -> tuple[PoolLayout, 
     regions = [
         _dense(layout, region, wanted if region.key in plain else "") for region in layout.regions
     ]
-    if all(one.dtype == other.dtype for one, other in zip(regions, layout.regions)):
+    if all(new.dtype == old.dtype for new, old in zip(regions, layout.regions)):
         raise ValueError(f"{dtype!r}: there is nothing that is of another type.")
     sizes = {region.key: _item_bytes(region) for region in regions}
     items = _items(layout, sizes, nbytes)
@@ -49,11 +49,11 @@ def stored_as(layout: PoolLayout, dtype: str, nbytes: int) -> tuple[PoolLayout, 
             )
         )
         end += -(-count * size // 64) * 64
-    held = get_device(memory.partition(":")[0]).allocate(end)
-    placed = tuple(replace(buffer, base=buffer.base + held.data_ptr()) for buffer in buffers)
+    storage = get_device(memory.partition(":")[0]).allocate(end)
+    placed = tuple(replace(buffer, base=buffer.base + storage.data_ptr()) for buffer in buffers)
     spaces = tuple(replace(space, block_pool=None, items_per_block=1) for space in layout.spaces)
-    made = PoolLayout(placed, tuple(regions), spaces, layout.total_kv_layers, layout.model)
-    return made, held
+    stored = PoolLayout(placed, tuple(regions), spaces, layout.total_kv_layers, layout.model)
+    return stored, storage
 
 
 def _dense(layout: PoolLayout, region: Region, dtype: str) -> Region:

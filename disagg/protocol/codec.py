@@ -45,14 +45,14 @@ class _Named(Struct):
     role: Name
 
 
-class _Wanted(Struct):
+class _WireLayout(Struct):
     """A layout, as far as prefill reads decode's."""
 
     version: int
     regions: Annotated[list[_Named], Meta(max_length=MAX_PARTS)] = []
 
 
-_wanted = msgspec.msgpack.Decoder(_Wanted)
+_wanted = msgspec.msgpack.Decoder(_WireLayout)
 
 
 class _AnyHello(Struct, tag="hello"):
@@ -126,7 +126,7 @@ def wanted_layout(layouts: Iterable[PoolLayout], casts: bool = False) -> bytes:
     if casts:
         pairs |= {(owner, role + SCALE) for owner, role in pairs if not role.endswith(SCALE)}
     regions = [_Named(owner=owner, role=role) for owner, role in sorted(pairs)]
-    return msgspec.msgpack.encode(_Wanted(version=VERSION, regions=regions))
+    return msgspec.msgpack.encode(_WireLayout(version=VERSION, regions=regions))
 
 
 def layout_for(layout: PoolLayout, protocol: int) -> bytes:

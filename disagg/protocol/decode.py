@@ -145,7 +145,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             name=name,
             opened_at=self._now,
             link=link,
-            address=request.address,
+            table=request.table,
             start=request.start,
             attempt=os.urandom(16).hex(),
             touched=self._now,
@@ -154,7 +154,7 @@ class DecodeMachine(Machine[DecodeRoom]):
             at_most=request.at_most,
             traceparent=request.traceparent,
         )
-        self.rooms.add(room)
+        self.rooms.open_room(room)
         if link.refusal is not None:
             self._fail(room, Failure("decode", link.refusal, "refused"))
         elif link.lost is not None:
@@ -210,7 +210,7 @@ class DecodeMachine(Machine[DecodeRoom]):
                 room=room.name,
                 attempt=room.attempt,
                 start=room.start,
-                num_tokens=room.address.num_tokens,
+                num_tokens=room.table.num_tokens,
                 readers=room.link.asks[rank.source],
                 timeout=self.rooms.offer_timeout,
                 traceparent=room.traceparent,
@@ -219,18 +219,18 @@ class DecodeMachine(Machine[DecodeRoom]):
 
     def _chunk_ready(self, room: DecodeRoom, source: int, ready: messages.ChunkReady) -> None:
         try:
-            address = room.take(source, ready)
+            table = room.note_chunk(source, ready)
         except ValueError as error:
             problem = f"{room.link.ranks[source]}: {error}"
             self._fail(room, Failure("decode", problem, "protocol"))
             return
-        if address is None:
+        if table is None:
             return  # a duplicate, or layers of roles that decode lacks
         room.touched = self._now
         if room.phase is Phase.REQUESTED:
             room.metrics.wait_seconds = self._now - room.opened_at
         room.move(RoomEvent.CHUNK_READY)
-        reads = room.new_reads(source, ready, address, self._now)
+        reads = room.new_reads(source, ready, table, self._now)
         self._effects.extend(events.StartRead(read) for read in reads)
         if not reads:
             self._advance(room)

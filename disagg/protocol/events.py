@@ -101,7 +101,7 @@ class OfferChunk(Struct, frozen=True, kw_only=True):
     """
 
     room: Room
-    address: RequestAddress
+    table: RequestAddress
     tokens: range
     last: bool
     aux: Aux = {}
@@ -122,13 +122,13 @@ class DisconnectLink(Struct, frozen=True):
 
 
 class RequestRoom(Struct, frozen=True, kw_only=True):
-    """Decode's caller asks for positions `start` to the end of `address`, or with `at_most` to one
+    """Decode's caller asks for positions `start` to the end of `table`, or with `at_most` to one
     before it, and for the aux values `expected`; or (`declined`) that prefill's pages come back.
     Its spans belong to `traceparent`.
     """
 
     room: Room
-    address: RequestAddress
+    table: RequestAddress
     start: int
     link: Link
     expected: Collection[str] = ()
@@ -231,7 +231,7 @@ class ComputeDigest(Struct, frozen=True):
     """Make digests of pieces of a request; `DigestComputed` answers with `key`."""
 
     key: Hashable
-    address: RequestAddress
+    table: RequestAddress
     pieces: list[Piece]
     each: bool
     arrived: ArrivedDigests | None = None

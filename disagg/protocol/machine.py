@@ -85,7 +85,7 @@ class Machine(ABC, Generic[R]):
         """Ends a room, and tells the other side."""
 
     def _record_end(self, room: R, metrics: RoomMetrics) -> None:
-        self.totals.add(metrics, room.failure)
+        self.totals.count_ended(metrics, room.failure)
         traceparent, logged = room.traceparent, is_logged(room.failure)
         span, facts = None, dict[str, Any]()
         if traceparent is not None or logged:

@@ -166,16 +166,16 @@ class ChunkReady(_OfRoom, frozen=True, kw_only=True, tag="chunk_ready"):
     """A msgpack map of names to values, see `codec`."""
     layers: LayerRange | None = None
 
-    def address(
-        self, earlier: ChunkReady | None = None, known: RequestAddress | None = None
+    def block_table(
+        self, earlier: ChunkReady | None = None, earlier_table: RequestAddress | None = None
     ) -> RequestAddress:
-        """The block table, validated. `known` is that of an `earlier` chunk: what both list is
-        taken from there.
+        """The block table, validated. What it lists as an `earlier` chunk did is taken from
+        `earlier_table`.
         """
         spans = {}
         for name, span in self.spans.items():
-            if known and earlier and earlier.spans.get(name) == span:
-                spans[name] = known.spans[name]
+            if earlier_table and earlier and earlier.spans.get(name) == span:
+                spans[name] = earlier_table.spans[name]
                 continue
             if len(span.ids) % 8:
                 raise WireError(f"ids of space {name}: {len(span.ids)} bytes, not a multiple of 8.")

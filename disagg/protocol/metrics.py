@@ -166,7 +166,7 @@ class Totals:
     by_role: dict[Roles, RoleMetrics] = field(default_factory=dict)
     phases: dict[str, Histogram] = field(default_factory=dict)
 
-    def add(self, room: RoomMetrics, failure: Failure | None = None) -> None:
+    def count_ended(self, room: RoomMetrics, failure: Failure | None = None) -> None:
         """Counts a room that has ended."""
         self.rooms["failed" if failure else "success"] += 1
         if failure:

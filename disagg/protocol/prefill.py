@@ -100,7 +100,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         room = room or self.rooms.new(name, self._now)
         if problem := room.chunk_problem(chunk):
             raise RoomError(f"room {name!r}: {problem}")
-        self._block_tables.check(name, chunk.address, tokens, last=chunk.last)
+        self._block_tables.check(name, chunk.table, tokens, last=chunk.last)
         ready = messages.ChunkReady(
             generation=self.hello.generation,
             room=name,
@@ -108,8 +108,8 @@ class PrefillMachine(Machine[PrefillRoom]):
             start=tokens.start,
             stop=tokens.stop,
             last=chunk.last,
-            num_tokens=chunk.address.num_tokens,
-            spans=messages.spans_of(chunk.address),
+            num_tokens=chunk.table.num_tokens,
+            spans=messages.spans_of(chunk.table),
             aux=pack_aux(chunk.aux),
             layers=chunk.layers,
         )
@@ -119,9 +119,9 @@ class PrefillMachine(Machine[PrefillRoom]):
         if notice is not None and notice.refused and room.phase is Phase.HANDSHAKE:
             room.doubtful = True
         self.rooms.unsent.discard(name)
-        room.offered.take(tokens, chunk.layers, chunk.last)
+        room.offered.note_chunk(tokens, chunk.layers, chunk.last)
         room.chunks.append(ready)
-        room.addresses.append(chunk.address)
+        room.tables.append(chunk.table)
         room.move(RoomEvent.OFFERED)
         if room.failure is None:
             room.ends_at = self._now + self._lease_of(room)
@@ -129,7 +129,7 @@ class PrefillMachine(Machine[PrefillRoom]):
             self.rooms.unpublished.add(name)
             self._publish_ready_chunks(room)
         else:  # a caller that tracks rooms from `send` on has not heard of it
-            self.ended.add(name, room.failure)
+            self.ended.note_ended(name, room.failure)
 
     def _tick(self) -> None:
         """Publishes chunks that are computed by now; gives up silent peers, and ends leases."""

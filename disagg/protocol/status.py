@@ -208,19 +208,19 @@ class EndedRooms(dict[Room, Ended]):
     caller that asks once a step and not for every room.
     """
 
-    def add(self, name: Room, failure: Failure | None) -> None:
+    def note_ended(self, name: Room, failure: Failure | None) -> None:
         """A room's pages are free: it has succeeded, or failed."""
         self[name] = Ended(name, KVPoll.Failed if failure else KVPoll.Success, failure)
 
-    def take(self) -> list[Ended]:
+    def take_ended(self) -> list[Ended]:
         """The rooms, in the order in which they ended; the next call gives none of them."""
         taken = list(self.values())
         self.clear()
         return taken
 
     def give_back(self, taken: list[Ended]) -> None:
-        """Undoes a `take` of which the caller has seen nothing."""
-        later = self.take()
+        """Undoes a `take_ended` of which the caller has seen nothing."""
+        later = self.take_ended()
         self.update({ended.room: ended for ended in (*taken, *later)})
 
 

@@ -70,7 +70,7 @@ class Comparisons:
 
     def begin(self, room: DecodeRoom, plan: TransferPlan, now: float) -> None:
         """Asks for digests of all that a room has read, from every rank that contributed."""
-        total = room.address.num_tokens
+        total = room.table.num_tokens
         for source in plan.contributors():
             parts = pieces(plan, source, range(room.start, total), total)
             if plan.cast is not None:
@@ -93,7 +93,7 @@ class Comparisons:
             return
         room.checks[rank.source] = check
         arrived = room.arrived.get(rank.source)
-        self._effects.append(ComputeDigest(check, room.address, check.pieces, check.each, arrived))
+        self._effects.append(ComputeDigest(check, room.table, check.pieces, check.each, arrived))
         parts, generation = to_wire(check.pieces), rank.hello.generation
         request = room.message(DigestRequest, generation, each=check.each, pieces=parts)
         self._effects.send(rank.number, request)
@@ -143,7 +143,7 @@ class DigestAnswers:
             return None
         room.digested.add((peer, request.each))
         key = peer, request
-        self._effects.append(ComputeDigest(key, room.addresses[-1], wanted, request.each))
+        self._effects.append(ComputeDigest(key, room.tables[-1], wanted, request.each))
         return None
 
     def answer(self, peer: bytes, request: DigestRequest, values: bytes, problem: str) -> None:

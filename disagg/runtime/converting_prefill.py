@@ -61,9 +61,9 @@ class ConvertingPrefill(PrefillEndpoint):
         chunk = range(start, address.num_tokens) if tokens is None else tokens
         if after is not None:
             after.synchronize()
-        there = self._offers.convert(name, address, chunk, layers=layers, owner=owner)
+        offered = self._offers.convert(name, address, chunk, layers=layers, owner=owner)
         super().send(
-            room, there, tokens=chunk, layers=layers, owner=owner, last=last, aux=aux, after=None
+            room, offered, tokens=chunk, layers=layers, owner=owner, last=last, aux=aux, after=None
         )
 
     def forget(self, room: Room) -> None:

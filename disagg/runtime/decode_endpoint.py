@@ -214,7 +214,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             self._call_pinned(
                 RequestRoom(
                     room=name,
-                    address=address,
+                    table=address,
                     start=index(start),
                     link=link or self._only_link(name),
                     expected=aux,
@@ -235,7 +235,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         name = room_name(room)
         with deferred_signals, self._loop.lock:
             link = link or self._only_link(name)
-            request = RequestRoom(room=name, address=NOTHING, start=0, link=link, declined=True)
+            request = RequestRoom(room=name, table=NOTHING, start=0, link=link, declined=True)
             self.driver.call(request)
 
     def layer_ready(self, room: Room, layer: int, *, owner: str = "target") -> bool:
@@ -274,7 +274,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """How many tokens the request has. Raises RoomError before the room has succeeded."""
         with self._loop.lock:
             what = "how many tokens it has is known"
-            return self.machine.succeeded(room_name(room), what).address.num_tokens
+            return self.machine.succeeded(room_name(room), what).table.num_tokens
 
     def metrics(self, room: Room) -> RoomMetrics:
         """What has been moved so far, and what that took."""

@@ -109,9 +109,9 @@ class Endpoint(Generic[M]):
         exits.CLOSED_AT_EXIT.add(self)
 
     def __repr__(self) -> str:
-        where = getattr(self, "address", "")
+        address = getattr(self, "address", "")
         words = "closed" if self._released else self._loop.words()
-        return f"{type(self).__name__}({where}{', ' if where else ''}{words})"
+        return f"{type(self).__name__}({address}{', ' if address else ''}{words})"
 
     @property
     def machine(self) -> M:
@@ -291,7 +291,7 @@ class Endpoint(Generic[M]):
         """Gives a block table to a room. The request of which it is, if a holder made it, is pinned
         for as long as the room needs it; raises what Holder.pin does, and what the call does.
         """
-        address, holder = event.address, event.address.holder
+        table, holder = event.table, event.table.holder
         room: PrefillRoom | DecodeRoom | None = None
         chunks, called = 0, False
         if holder is None:
@@ -305,13 +305,13 @@ class Endpoint(Generic[M]):
             if isinstance(room, DecodeRoom):
                 return room.reading or not room.phase.poll.ended
             # the pin of a later chunk of the same request says at least as much
-            later = any(table.holder is holder for table in room.addresses[chunks:])
+            later = any(earlier.holder is holder for earlier in room.tables[chunks:])
             return not (later or room.phase.poll.ended)
 
         pin = Pin(
             room=event.room,
             side="offered" if isinstance(event, events.OfferChunk) else "received",
-            address=address,
+            address=table,
             layout=self.layout,
             last=event.last if isinstance(event, events.OfferChunk) else True,
             held=held,
@@ -324,7 +324,7 @@ class Endpoint(Generic[M]):
             holder.unpin(pin)
             raise
         room = self.machine.rooms.by_name.get(event.room)
-        chunks = len(room.addresses) if isinstance(room, PrefillRoom) else 0
+        chunks = len(room.tables) if isinstance(room, PrefillRoom) else 0
         called = True
 
     def _wait_in_room(

@@ -156,7 +156,7 @@ class EventLoop(Generic[M]):
             return taken
         try:
             with deferred_signals, self.lock:
-                taken = self.machine.ended.take()
+                taken = self.machine.ended.take_ended()
                 self.tell_file()
         except BaseException:  # of a signal's handler: the caller never sees the list
             with deferred_signals, self.lock:
@@ -217,7 +217,7 @@ class EventLoop(Generic[M]):
                     record_span(span)
                 self.waiters.ended(room)
             case events.StartRead(read):
-                self.reader.add(read)
+                self.reader.add_read(read)
             case events.Connect(peer, address):
                 self.transport.connect(peer, address)
             case events.ConnectEngine(rank, hello):
@@ -226,9 +226,9 @@ class EventLoop(Generic[M]):
                 self.reader.cancel(attempt)
             case events.DropPeer(rank):
                 self.reader.drop_peer(rank)
-            case events.ComputeDigest(key, address, pieces, each, arrived):
+            case events.ComputeDigest(key, table, pieces, each, arrived):
                 of = digests if arrived is None else arrived.with_others
-                self.digester.add(key, of(self.layout, address, pieces, each))
+                self.digester.enqueue(key, of(self.layout, table, pieces, each))
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from disagg.host.trusted_files import open_folder, read_in_folder, write_file
-from disagg.runtime.sockets.tls import USAGES, Side, role_uri
+from disagg.protocol.status import Side
+from disagg.runtime.sockets.tls import USAGES, role_uri
 from kvpool.extras import needed_by
 
 with needed_by("kvpool keys"):

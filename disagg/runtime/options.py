@@ -12,9 +12,10 @@ from msgspec import Meta
 from disagg.engines.base import engine_names
 from disagg.plan.matching import CAST_VALUES
 from disagg.protocol.messages import MAX_TIMEOUT, MIN_TIMEOUT, Convention, Seconds
+from disagg.protocol.status import Side
 from disagg.runtime.socket_transport import SocketTransport
 from disagg.runtime.sockets.listen_address import FORMS, ListenAddress
-from disagg.runtime.sockets.tls import Side, TLSFiles, open_keys, open_tls_files
+from disagg.runtime.sockets.tls import TLSFiles, open_keys, open_tls_files
 from disagg.runtime.staging import MIN_STAGING
 from disagg.runtime.transport import Transport
 from kvpool.layout.dtypes import dtype_name

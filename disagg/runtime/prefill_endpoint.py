@@ -110,7 +110,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
             self._call_pinned(
                 OfferChunk(
                     room=name,
-                    address=address,
+                    table=address,
                     tokens=chunk,
                     last=last,
                     aux=aux or {},

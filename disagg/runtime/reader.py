@@ -67,7 +67,7 @@ class Reader:
         """Whether there is something to ask an engine for, again and again."""
         return bool(self._dropped or self._active)
 
-    def add(self, read: Read) -> None:
+    def add_read(self, read: Read) -> None:
         self._lane(read.rank, read.hello).queue.append(TrackedRead(read))
 
     def connect(self, rank: PrefillRank, hello: Hello) -> None:
@@ -122,7 +122,7 @@ class Reader:
     def close(self) -> list[ReaderEvent]:
         """Ends what is left, once the engine is closed and nothing can land."""
         for tracked in (*self._reads(), *self._context.quarantined):
-            self._context.end(tracked, "the endpoint was closed.")
+            self._context.end_read(tracked, "the endpoint was closed.")
         self._context.quarantined.clear()
         self._lanes.clear()
         self._active.clear()
@@ -216,7 +216,7 @@ class Lane:
         landing = [begun for begun in self._begun if begun.in_flight]
         waiting = [read for begun in self._begun if not begun.in_flight for read in begun.reads]
         for read in (*self.queue, *waiting):
-            self._context.end(read)
+            self._context.end_read(read)
         self.queue.clear()
         self._begun.clear()
         if self.connected:
@@ -239,18 +239,18 @@ class Lane:
             self._connect()
         except Exception as error:
             first = self.queue.popleft()
-            self._context.end(first, first.problem(error))
+            self._context.end_read(first, first.problem(error))
             return False
         joined: list[TrackedRead] = []
         while self.queue and len(joined) < READS_AT_ONCE:
             tracked, problem = self.queue[0], None
             try:
                 if not tracked.cancelled:
-                    tracked.bind(self._context)
+                    tracked.find_runs(self._context)
             except Exception as error:  # nothing of it was posted
                 problem = tracked.problem(error)
             if tracked.cancelled or problem:
-                self._context.end(self.queue.popleft(), problem)
+                self._context.end_read(self.queue.popleft(), problem)
                 continue
             if joined and not tracked.small:
                 break  # it begins in the next turn of this
@@ -274,7 +274,7 @@ class Lane:
             self._begun.append(BegunReads(reads=joined, parts=parts, next=next(parts, None)))
         except Exception as error:
             for tracked in joined:
-                self._context.end(tracked, tracked.problem(error))
+                self._context.end_read(tracked, tracked.problem(error))
             return False
         return self._go_on(self._begun[-1]) is not None
 
@@ -314,7 +314,7 @@ class Lane:
             self.queue.extendleft(reversed(begun.reads))
             return
         for read in begun.reads:
-            self._context.end(read, begun.problem)
+            self._context.end_read(read, begun.problem)
 
     def _give_up(self, begun: BegunReads, error: Exception) -> None:
         """Their rooms fail now, and the pages come back once nothing can land; of several rooms

@@ -47,10 +47,10 @@ class TrackedRead:
     """What is read of rows that are converted, each part bound when it is asked for."""
     bind_seconds: float = field(init=False)
 
-    def bind(self, context: ReadContext) -> None:
+    def find_runs(self, context: ReadContext) -> None:
         """Finds its runs. Raises as TransferPlan.bind."""
         began = time.perf_counter()
-        self.batch = self.read.bind()
+        self.batch = self.read.bound_runs()
         if self.read.plan.cast is not None:
             most = min(context.stage.buffer_bytes, context.engine.max_bytes)
             parts = self._conversions(self.read.plan.cast, context.layout, most)
@@ -102,7 +102,7 @@ class ReadContext:
     events: list[ReaderEvent] = field(default_factory=list)
     quarantined: list[TrackedRead] = field(default_factory=list)
 
-    def end(self, tracked: TrackedRead, problem: str | None = None) -> None:
+    def end_read(self, tracked: TrackedRead, problem: str | None = None) -> None:
         """None of a read's bytes can land any more."""
         self.events.append(ReadEnded(tracked.read, problem))
 
@@ -172,7 +172,7 @@ class BegunReads:
         read, buffer = part.read, None
         if part.staged:
             if sum(len(begun.buffers) for begun in siblings) < STAGED_IN_FLIGHT:
-                buffer = context.stage.take()
+                buffer = context.stage.take_buffer()
             if buffer is None:
                 return False
             read = replace(read, dst=read.dst + buffer)

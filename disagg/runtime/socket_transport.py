@@ -18,11 +18,12 @@ from disagg.host.brief import Scratch
 from disagg.host.unix_sockets import new_path
 from disagg.log import log
 from disagg.protocol.events import Peer
+from disagg.protocol.status import Side
 from disagg.runtime.sockets.address import EXHAUSTED, Address, DialledAddress, Listener, origin
 from disagg.runtime.sockets.connection import OUT, Connection, Watch
 from disagg.runtime.sockets.lifecycle import CLOSE_LINGER_SECONDS, STEPS_A_TURN, Lifecycle
 from disagg.runtime.sockets.listen_address import ListenAddress
-from disagg.runtime.sockets.tls import Side, TLSCredentials
+from disagg.runtime.sockets.tls import TLSCredentials
 from disagg.runtime.transport import Lost
 
 ACCEPT_SECONDS = 0.1
@@ -151,12 +152,12 @@ class SocketTransport:
         while self._lives.due and (left := until - time.monotonic()) > 0:
             self._watch.wait(left)
             self._turn()
-        self._watch.end()
+        self._watch.close_all()
 
     def abandon(self) -> None:
         """In a forked child: closes this process's copies of what stays the parent's."""
         self._closed = True
-        self._watch.end(shared=True)
+        self._watch.close_all(shared=True)
         if self._listener is not None:
             self._listener.socket.close()
 
@@ -222,7 +223,7 @@ class SocketTransport:
             # the first message may come with the end of the handshake
             if not more and (connection.up or self._lives.go_on(connection)):
                 data = connection.read(self._scratch)
-            messages = connection.take(data) if data or more else []
+            messages = connection.take_messages(data) if data or more else []
         except ValueError as error:
             self._refuse(connection, str(error))
             return []
@@ -257,7 +258,7 @@ class SocketTransport:
             stream.close()
             return
         self._peers[connection.peer] = connection
-        self._watch.add(connection, stream)
+        self._watch.add_stream(connection, stream)
         # before it speaks: a stranger must not take the place of a peer
         if problem is not None:
             self._refuse(connection, problem)

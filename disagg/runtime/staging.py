@@ -26,7 +26,7 @@ MIN_STAGING = 1 << 20
 MAX_READ_AMPLIFICATION = 8
 """Bytes read for each byte that is needed, at most."""
 
-Copy = Callable[[Ints, Ints, Ints], "Event | None"]
+CopyRuns = Callable[[Ints, Ints, Ints], "Event | None"]
 
 
 class ReadPart(NamedTuple):
@@ -57,7 +57,7 @@ class StagingBuffers:
     """
 
     def __init__(
-        self, slabs: Sequence[Slab] = (), copy: Copy | None = copy_runs, memory: Any = None
+        self, slabs: Sequence[Slab] = (), copy: CopyRuns | None = copy_runs, memory: Any = None
     ) -> None:
         self.slabs, self._copy, self._memory = slabs, copy, memory
         self.buffer_bytes = min((slab.nbytes // NUM_BUFFERS for slab in slabs), default=0)
@@ -73,7 +73,7 @@ class StagingBuffers:
             return map(ReadPart, batch.split(engine.max_bytes, engine.max_runs))
         return cut(longer, min(self.buffer_bytes, engine.max_bytes), engine.max_runs)
 
-    def take(self) -> int | None:
+    def take_buffer(self) -> int | None:
         """Pointer to a buffer; None while all are in use. TransferError if that cannot end."""
         if not self._usable:
             raise TransferError("all staging memory is held by peers that cannot be fenced.")

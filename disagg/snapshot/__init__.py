@@ -69,11 +69,11 @@ def save(
     empty: dict[Key, int] = {piece.key: 0 for piece in pieces}
     header = Header(count, file_layout, checked_request(request), checked, empty)
     start = len(header.encode())
-    transfer, file_address = plan([layout], file_layout), block_table(file_layout, count)
+    transfer, file_table = plan([layout], file_layout), block_table(file_layout, count)
     staging = Staging(layout, STAGING_BYTES)
     with pinned_by_call(f"save to {path}", address, layout, "offered"), replacing(path) as file:
         os.ftruncate(file, start + header.data_bytes)
-        for batch in batches(transfer, 0, address, file_address, range(count)):
+        for batch in batches(transfer, 0, address, file_table, range(count)):
             for offsets, pointers, nbytes in windows(
                 batch.dst, batch.src, batch.nbytes, most=STAGING_BYTES
             ):
@@ -209,8 +209,8 @@ def _check_scales(
 ) -> None:
     """Refuses to convert what is scaled by what no page has."""
     if transfer.cast is not None:
-        said = [file.header.conventions for file in files]
-        if problems := scale_problems(transfer.cast.arrival, said, conventions):
+        source_conventions = [file.header.conventions for file in files]
+        if problems := scale_problems(transfer.cast.arrival, source_conventions, conventions):
             raise SnapshotRefused(f"{files[0].path}: {' '.join(problems)}")
 
 
@@ -230,15 +230,15 @@ def _check_agree(
     agreed = {name: (value, "here") for name, value in checked_conventions(conventions).items()}
     for file in files:
         header = file.header
-        for what, value, other in (
+        for what, value, file_value in (
             ("request", first.header.request, header.request),
             ("tokens", first.header.tokens, header.tokens),
             ("model", first.header.layout.model, header.layout.model),
         ):
-            if value != other:
+            if value != file_value:
                 raise SnapshotRefused(
-                    f"{file.path}: {what} {other!r}, in {first.path} {value!r}. Load the files of "
-                    "one request, saved at one time."
+                    f"{file.path}: {what} {file_value!r}, in {first.path} {value!r}. Load the "
+                    "files of one request, saved at one time."
                 )
         for name, setting in header.conventions.items():
             wanted, source = agreed.setdefault(name, (setting, f"in {file.path}"))

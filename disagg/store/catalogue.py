@@ -53,16 +53,16 @@ class Catalogue:
 
     def refresh(self) -> list[Geometry]:
         """Reads those that are new, in order."""
-        found: list[Geometry] = []
+        new_geometries: list[Geometry] = []
         while self._next < MAX_GEOMETRIES and self._floor.exists([self._name(self._next)])[0]:
             geometry = self._read(self._next)
             self._next += 1
             if geometry is not None and geometry.digest not in self.geometries:
                 self.geometries[geometry.digest] = geometry
-                found.append(geometry)
-        return found
+                new_geometries.append(geometry)
+        return new_geometries
 
-    def add(self, geometry: Geometry) -> None:
+    def publish(self, geometry: Geometry) -> None:
         """Publishes a geometry, unless it is there. Raises CatalogueFull."""
         self.refresh()
         while geometry.digest not in self.geometries:

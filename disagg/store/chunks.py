@@ -42,7 +42,8 @@ class ChunkLayout:
     """The layout of an object; its pointers are offsets in the object's data.
 
     `blocks` are where its blocks begin, and its end: a block is of one layer, at one step of the
-    axis that ranks shard. Digests are of blocks, so whole blocks are read.
+    axis that ranks shard. Digests are of blocks, so whole blocks are read. 256 tokens of 2 layers
+    of 2 heads of 256 bytes are 4 blocks of 65,536 bytes.
     """
 
     layout: PoolLayout
@@ -67,7 +68,8 @@ class ChunkLayout:
 
     def address(self, chunk: int, tokens: int | None = None) -> RequestAddress:
         """Where chunk number `chunk` of a request lies in its object. The request has `tokens`
-        tokens, or ends with the chunk.
+        tokens, or ends with the chunk. Chunk 3 of 256 tokens is item 3 of a request of 1,024, and
+        item 0 of its object: `Span([0], first_item=3)`.
         """
         spans = {}
         for space in self.layout.spaces:
@@ -93,7 +95,8 @@ def chunk_layouts(layout: PoolLayout, tokens: int) -> dict[str, ChunkLayout]:
 
 def elected(ranks: Sequence[PoolLayout]) -> list[PoolLayout]:
     """The layouts of an engine's ranks without what another rank writes too: of ranks that hold
-    the same, each has its share of the layers. A rank may be left without regions.
+    the same, each has its share of the layers: two replicas of layers 0 to 3 keep 0 and 2, and 1
+    and 3. A rank may be left without regions.
     """
     holders: dict[bytes, list[int]] = {}
     for number, rank in enumerate(ranks):

@@ -20,13 +20,13 @@ _HEX = frozenset("0123456789abcdef")
 
 def family_of(text: str) -> str:
     """The name of the family of a namespace, by the text of which that is the digest."""
-    said = json.loads(text)
+    description = json.loads(text)
     state = {
         role: sorted({(elements, per) for _, elements, per, _ in forms})
-        for role, forms in said["state"].items()
+        for role, forms in description["state"].items()
         if not role.endswith(SCALE)
     }
-    family = json.dumps({**said, "state": state}, separators=(",", ":"))
+    family = json.dumps({**description, "state": state}, separators=(",", ":"))
     return hashlib.blake2b(family.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 

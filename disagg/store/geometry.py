@@ -37,7 +37,7 @@ MAX_ALL_BLOCKS = 1 << 20
 DIGEST_BYTES = 16
 
 
-class _Document(Struct, frozen=True, forbid_unknown_fields=True):
+class _GeometryDocument(Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     chunk_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     conventions: dict[str, Convention]
@@ -58,7 +58,7 @@ class Geometry:
     ) -> Geometry:
         """Of an engine's ranks. Raises ValueError where a chunk would cut an item."""
         parts = tuple(chunk_layouts(rank, chunk_tokens) for rank in elected(ranks))
-        if sum(len(one.blocks) for part in parts for one in part.values()) > MAX_ALL_BLOCKS:
+        if sum(len(chunk.blocks) for part in parts for chunk in part.values()) > MAX_ALL_BLOCKS:
             raise ValueError(
                 f"a chunk of {chunk_tokens} tokens would have more than {MAX_ALL_BLOCKS} blocks in "
                 "all ranks."
@@ -71,7 +71,7 @@ class Geometry:
         parts = [
             {k: part[k].layout.to_msgpack() for k in KINDS if k in part} for part in self.parts
         ]
-        document = _Document(VERSION, self.chunk_tokens, dict(self.conventions), parts)
+        document = _GeometryDocument(VERSION, self.chunk_tokens, dict(self.conventions), parts)
         return msgspec.msgpack.encode(document)
 
     @cached_property
@@ -84,7 +84,7 @@ class Geometry:
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data)} bytes: at most {MAX_BYTES} are read.")
         try:
-            document = msgspec.msgpack.decode(data, type=_Document)
+            document = msgspec.msgpack.decode(data, type=_GeometryDocument)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"malformed: {one_line(str(error), MAX_REASON)}") from None
         if document.version != VERSION:
@@ -94,7 +94,7 @@ class Geometry:
         parts, left = list[dict[str, ChunkLayout]](), MAX_ALL_BLOCKS
         for named in document.parts:
             part = {kind: _checked_part(kind, layout, tokens) for kind, layout in named.items()}
-            left -= sum(len(one.blocks) for one in part.values())
+            left -= sum(len(chunk.blocks) for chunk in part.values())
             if left < 0:  # each has few, but they stay in memory
                 raise ValueError(f"more than {MAX_ALL_BLOCKS} blocks in all parts.")
             parts.append(part)

@@ -134,15 +134,15 @@ class Jobs:
         with self._changed:
             return [job for job in self._under_way.values() if job.deadline < now]
 
-    def take(self) -> list[EndedJob]:
+    def take_ended(self) -> list[EndedJob]:
         """Those that have ended since the last call."""
         with self._changed:
             ended, self._ended = list(self._ended.values()), {}
         return ended
 
     def wait(self, number: int, end_late: Callable[[], None]) -> EndedJob:
-        """How a job ends, which `take` then does not tell. Raises ValueError for a job that is
-        neither under way nor told of.
+        """How a job ends, which `take_ended` then does not tell. Raises ValueError for a job that
+        is neither under way nor told of.
         """
         while True:
             end_late()

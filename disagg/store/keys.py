@@ -42,7 +42,7 @@ class ChunkKeys:
                 self._keys, self._make = tuple(self._make()), None
 
 
-def grown(chain: Chain, tokens: Tokens) -> list[bytes]:
+def grown(chain: Chain, token_ids: Tokens) -> list[bytes]:
     """The keys of a chain to which tokens are added."""
-    chain.append(tokens)
+    chain.append(token_ids)
     return chain.keys

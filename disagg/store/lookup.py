@@ -83,23 +83,23 @@ class Lookup:
             if time.monotonic() - self._refreshed < seconds:
                 return
             if self._cast:
-                for other in self._family.others():
-                    self._catalogues.setdefault(other, Catalogue(self._floor, other))
+                for namespace in self._family.others():
+                    self._catalogues.setdefault(namespace, Catalogue(self._floor, namespace))
             for catalogue in self._catalogues.values():
                 for geometry in catalogue.refresh():
                     self.judge(geometry)
             self._refreshed = time.monotonic()
 
-    def add(self, geometry: Geometry) -> None:
+    def publish(self, geometry: Geometry) -> None:
         """Publishes this engine's geometry, if it is not there. Raises CatalogueFull."""
         catalogue = self._catalogues[self._namespace]
         with self._lock:
             if geometry.digest in catalogue.geometries:
                 return
-            catalogue.add(geometry)
+            catalogue.publish(geometry)
             self._family.join()
-            for known in list(catalogue.geometries.values()):
-                self.judge(known)
+            for published in list(catalogue.geometries.values()):
+                self.judge(published)
 
     def find(self, keys: Sequence[bytes], step: int = 1) -> Hit:
         """The longest prefix of chunks `keys` of which a floor has all that it needs, and whose
@@ -162,10 +162,10 @@ class Lookup:
             ]
             if names:
                 on_floor = self._floor.exists(names)
-                self._known.absent(name for name, here in zip(names, on_floor) if not here)
+                self._known.absent(name for name, is_there in zip(names, on_floor) if not is_there)
                 sound = [not self._known.is_damaged(name) for name in names]
-                there = (np.array(on_floor) & sound).reshape(len(left), len(parts))
-                places.update({left[n]: digest for n in np.flatnonzero(there.all(axis=1))})
+                present = (np.array(on_floor) & sound).reshape(len(left), len(parts))
+                places.update({left[n]: digest for n in np.flatnonzero(present.all(axis=1))})
 
     def judge(self, geometry: Geometry) -> None:
         """Notes whether this engine can read a geometry."""

@@ -92,7 +92,7 @@ class Store:
             self._geometry,
             room=default_room(len(ranks)) if room is None else room,
             outcomes=self._outcomes,
-            publish=self._lookup.add,
+            publish=self._lookup.publish,
             known=self._known,
         )
         self._workers = Workers(threads, "kvpool store reader")
@@ -192,7 +192,7 @@ class Store:
     def ended(self) -> list[EndedJob]:
         """Lookups and reads that have ended since the last call; those that are late fail now."""
         self._end_late()
-        return self._jobs.take()
+        return self._jobs.take_ended()
 
     def wait(self, job: int) -> EndedJob:
         """How a lookup or read ends, which `ended` then does not tell. Waits, `timeout` at most.

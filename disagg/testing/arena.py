@@ -97,13 +97,13 @@ class Arena:
         """
         side = dataclasses.replace(side, pp=1)
         args = {name: value for name, value in side.args.items() if name != "kv_transfer_config"}
-        about = {
+        question = {
             "side": dataclasses.asdict(dataclasses.replace(side, block_size=0, args=args)),
             "models": [self.suite.models.get(name or "") for name in (pair.model, side.draft)],
             "prompts": [pair.prompts, pair.new_tokens],
             "versions": self.installed.versions(side.engine, ()),
         }
-        key = json.dumps(about, sort_keys=True)
+        key = json.dumps(question, sort_keys=True)
         if key not in self._answered and key not in self._failed:
             self.progress(f"{pair.name}: {side.engine} alone")
             try:
@@ -214,8 +214,8 @@ class Arena:
 
     def _hand_over(self, pair: Pair, servers: Servers, watch: Path) -> Observation:
         hand_over = CONNECTORS[pair.connector].hand_over[pair.prefill.engine, pair.decode.engine]
-        both = servers.prefill, servers.decode
-        marks = [server.mark() for server in both]
+        engines = servers.prefill, servers.decode
+        marks = [server.mark() for server in engines]
         answers: list[tuple[int, ...]] = []
         compared: list[rows.StateComparison] = []
         failures: list[str] = []
@@ -231,15 +231,15 @@ class Arena:
                     compared.append(rows.compare(watch, prompt.name))
             except (RequestFailed, OSError) as problem:
                 failures.append(f"prompt of {len(prompt.tokens)} tokens: {problem}")
-                lost = lost or _lost(both, ENDS)
+                lost = lost or _lost(engines, ENDS)
             answers.append(answer)
-        lost = lost or _lost(both)
-        texts = [server.text(mark) for server, mark in zip(both, marks)]
+        lost = lost or _lost(engines)
+        texts = [server.text(mark) for server, mark in zip(engines, marks)]
         if lost is None and not any(answers):
             return Observation(refused=reasons.of_requests(texts, failures))
         watched = all((watch / f"{side}.watched").exists() for side in ("prefill", "decode"))
-        if lost is None and watched and not any(each.received for each in compared):
-            whole = [server.text() for server in both]
+        if lost is None and watched and not any(comparison.received for comparison in compared):
+            whole = [server.text() for server in engines]
             why = reasons.of_requests(whole, ["neither log has an error"])
             return Observation(refused=f"decode computed all prompts by itself: {why}")
         why = f" ({reasons.of_requests(texts, ())})" if failures else ""
@@ -254,7 +254,7 @@ class Arena:
         """Random token ids, the same each time; others in prompts `before` them."""
         config = json.loads((self.installed.model(pair.model) / "config.json").read_text())
         vocabulary = config.get("text_config", config)["vocab_size"]
-        made = []
+        prompts = []
         for seed, lengths in ((2, before), (1, pair.prompts)):
             source = random.Random(seed)
             for length in lengths:
@@ -265,8 +265,8 @@ class Arena:
                     new_tokens=pair.new_tokens,
                     timeout=ANSWER,
                 )
-                made.append(prompt)
-        return made
+                prompts.append(prompt)
+        return prompts
 
 
 def _lost(servers: Sequence[EngineServer], timeout: float = 0.0) -> str | None:
@@ -285,11 +285,11 @@ def _lost(servers: Sequence[EngineServer], timeout: float = 0.0) -> str | None:
 
 def _difference(compared: Sequence[rows.StateComparison]) -> str | None:
     """The first that differs; "" if all parts were read and are equal, None if some were not."""
-    for each in compared:
-        if each.difference:
-            return each.difference
-    received = [each for each in compared if each.received]
-    read = received and all(each.parts and not each.unread for each in received)
+    for comparison in compared:
+        if comparison.difference:
+            return comparison.difference
+    received = [comparison for comparison in compared if comparison.received]
+    read = received and all(comparison.parts and not comparison.unread for comparison in received)
     return "" if read else None
 
 

@@ -84,14 +84,14 @@ class Installed:
     def model(self, name: str) -> Path:
         """A model's folder, which may have to be made."""
         if name not in self._models:
-            given = self.suite.models.get(name, name)
-            if isinstance(given, str):
-                self._models[name] = Path(given)
+            recipe = self.suite.models.get(name, name)
+            if isinstance(recipe, str):
+                self._models[name] = Path(recipe)
             else:
                 self.progress(f"model {name}")
                 folder = self.folder / "models"
                 folder.mkdir(parents=True, exist_ok=True)
-                engine, *words = given
+                engine, *words = recipe
                 words = [word.replace("{folder}", str(folder)) for word in words]
                 self._models[name] = Path(self.python(engine, words).splitlines()[-1])
         if not (self._models[name] / "config.json").exists():

@@ -123,16 +123,16 @@ def _token_difference(run: Observation) -> tuple[str, str]:
     for number, (tokens, prefill, decode) in enumerate(answers, 1):
         if prefill != decode:
             token, left, right = _first_difference(prefill, decode)
-            at = f"prompt {number}, token {token}: {left} and {right}"
-            doubt = doubt or f"the single engines differ from each other at {at}"
+            place = f"prompt {number}, token {token}: {left} and {right}"
+            doubt = doubt or f"the single engines differ from each other at {place}"
         elif tokens != prefill and (tokens or not failed):
             token, left, right = _first_difference(tokens, prefill)
-            at = f"prompt {number}, token {token}"
-            wrong = wrong or f"{at} is {left}, {right} of both single engines"
+            place = f"prompt {number}, token {token}"
+            wrong = wrong or f"{place} is {left}, {right} of both single engines"
     return wrong, doubt
 
 
-def _first_difference(one: Tokens, other: Tokens) -> tuple[int, int | str, int | str]:
+def _first_difference(first: Tokens, second: Tokens) -> tuple[int, int | str, int | str]:
     """The number of the first token that differs, and both; `none` where an answer has ended."""
-    pairs = enumerate(itertools.zip_longest(one, other, fillvalue="none"), 1)
+    pairs = enumerate(itertools.zip_longest(first, second, fillvalue="none"), 1)
     return next((number, left, right) for number, (left, right) in pairs if left != right)

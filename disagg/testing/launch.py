@@ -85,8 +85,8 @@ class Launch:
 
     def command(self) -> list[str]:
         """The command line."""
-        made = _vllm(self) if self.side.engine == "vllm" else _sglang(self)
-        flags = {**made, **self.connector}
+        engine_flags = _vllm(self) if self.side.engine == "vllm" else _sglang(self)
+        flags = {**engine_flags, **self.connector}
         args = {name.replace("-", "_"): value for name, value in self.side.args.items()}
         if self.role == "single":
             args = {name: value for name, value in args.items() if _alone(name)}
@@ -129,9 +129,9 @@ def save_plugins(folder: Path) -> Path:
     """A folder on whose path engines find the modules that read their state."""
     for module, (group, source) in PLUGINS.items():
         shutil.copyfile(source, _made(folder) / f"{module}.py")
-        about = _made(folder / f"{module}-0.dist-info")
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0\n")
-        (about / "entry_points.txt").write_text(f"[{group}]\n{module} = {module}:register\n")
+        metadata = _made(folder / f"{module}-0.dist-info")
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0\n")
+        (metadata / "entry_points.txt").write_text(f"[{group}]\n{module} = {module}:register\n")
     return folder
 
 

@@ -89,13 +89,13 @@ def both_at_once(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
     """As the proxy of vLLM's MooncakeConnector: both are told a transfer's name, decode also where
     prefill's ranks are found.
     """
-    where = f"http://127.0.0.1:{servers.port}"
-    with urllib.request.urlopen(f"{where}/query", timeout=prompt.timeout) as answer:
+    url = f"http://127.0.0.1:{servers.port}"
+    with urllib.request.urlopen(f"{url}/query", timeout=prompt.timeout) as answer:
         engine = next(iter(json.load(answer).values()))["engine_id"]
     transfer = {"transfer_id": f"xfer-{prompt.name}"}
     first = {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
     last = {"do_remote_decode": False, "do_remote_prefill": True, **transfer}
-    last |= {"remote_engine_id": engine, "remote_bootstrap_addr": where}
+    last |= {"remote_engine_id": engine, "remote_bootstrap_addr": url}
     answers = _together(
         lambda: ask_vllm(servers.prefill, prompt, new_tokens=1, params=first),
         lambda: ask_vllm(servers.decode, prompt, params=last),
@@ -145,11 +145,11 @@ def ask_sglang(server: EngineServer, prompt: Prompt, **bootstrap: Any) -> tuple[
 
 def by_room(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
     """As SGLang's router: both are asked at once, with the room's number."""
-    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.port}
-    where["bootstrap_room"] = prompt.number
+    bootstrap = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.port}
+    bootstrap["bootstrap_room"] = prompt.number
     answers = _together(
-        lambda: ask_sglang(servers.prefill, prompt, **where),
-        lambda: ask_sglang(servers.decode, prompt, **where),
+        lambda: ask_sglang(servers.prefill, prompt, **bootstrap),
+        lambda: ask_sglang(servers.decode, prompt, **bootstrap),
     )
     return tuple(answers[1])
 
@@ -168,8 +168,8 @@ def vllm_to_sglang(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
         timeout=prompt.timeout,
     )
     with _bootstrap(first["kv_transfer_params"]["remote_addresses"]) as port:
-        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port}
-        tokens = ask_sglang(servers.decode, cut, bootstrap_room=prompt.number, **where)
+        bootstrap = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port}
+        tokens = ask_sglang(servers.decode, cut, bootstrap_room=prompt.number, **bootstrap)
     if tokens[:1] != prompt.tokens[-1:]:
         raise RequestFailed(f"decode begins with {tokens[:1]}, not with the prompt's last token")
     return tokens[1:]
@@ -180,11 +180,11 @@ def sglang_to_vllm(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
     cut = Prompt(
         number=prompt.number, tokens=prompt.tokens[:-1], new_tokens=1, timeout=prompt.timeout
     )
-    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.port}
+    bootstrap = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.port}
     params = {"do_remote_prefill": True, "remote_addresses": addresses(servers.port)}
     params["remote_request_id"] = prompt.number
     answers = _together(
-        lambda: ask_sglang(servers.prefill, cut, bootstrap_room=prompt.number, **where),
+        lambda: ask_sglang(servers.prefill, cut, bootstrap_room=prompt.number, **bootstrap),
         lambda: ask_vllm(servers.decode, prompt, params=params),
     )
     return tokens_of_vllm(answers[1])

@@ -40,19 +40,19 @@ LINES = 12
 def exceptions(text: str) -> list[str]:
     """`Name: message` of each traceback in a log, in order. A message may have several lines."""
     lines = [PREFIX.sub("", line) for line in COLOUR.sub("", text).splitlines()]
-    found = []
+    messages = []
     for number, line in enumerate(lines):
         match = EXCEPTION.match(line)
         if match and not any(words in line for words in GENERAL):
             name = match["dotted"] or match["plain"]
             following = _following(lines[number + 1 :])
-            found.append("\n".join([f"{name}: {match['words']}", *following]))
-    return found
+            messages.append("\n".join([f"{name}: {match['words']}", *following]))
+    return messages
 
 
 def errors(text: str) -> list[str]:
     """What a log has at level ERROR and above, once each."""
-    found: dict[str, None] = {}
+    messages: dict[str, None] = {}
     for line in COLOUR.sub("", text).splitlines():
         match = PREFIX.match(line)
         assert match  # every part of it may be missing
@@ -60,14 +60,14 @@ def errors(text: str) -> list[str]:
         message = NAME.sub("conform", line[match.end() :])
         stack = message.startswith(STACK)
         if level in LEVELS and not stack and not any(words in message for words in GENERAL):
-            found.setdefault(message)
-    return [*found]
+            messages.setdefault(message)
+    return [*messages]
 
 
 def of_start(text: str) -> str:
     """Why a server did not start: its last exception that is not about another process."""
-    found = exceptions(text)
-    return found[-1] if found else last_lines(text)
+    messages = exceptions(text)
+    return messages[-1] if messages else last_lines(text)
 
 
 def of_requests(texts: Iterable[str], failures: Sequence[str]) -> str:
@@ -76,7 +76,7 @@ def of_requests(texts: Iterable[str], failures: Sequence[str]) -> str:
     """
     logs = [*texts]
     for words in (exceptions, errors):
-        lines = [line for text in logs for each in words(text) for line in each.splitlines()]
+        lines = [line for text in logs for message in words(text) for line in message.splitlines()]
         if lines:
             return "\n".join([lines[0], *_following(lines[1:])])
     return "\n".join([*dict.fromkeys(failures)][:LINES])
@@ -89,9 +89,9 @@ def last_lines(text: str) -> str:
 
 def _following(lines: Sequence[str]) -> list[str]:
     """Further lines of a message: those that are indented as our refusals are."""
-    found = []
+    further = []
     for line in lines[: LINES - 1]:
         if not line.startswith("  ") or line.startswith("  File "):
             break
-        found.append(line)
-    return found
+        further.append(line)
+    return further

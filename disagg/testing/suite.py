@@ -227,8 +227,8 @@ def _check(place: str, table: Mapping[str, Any], kinds: Mapping[str, ValueKind])
     """Raises SuiteError for a key that is not known, or a value that is not of its kind."""
     for key, value in table.items():
         if key not in kinds:
-            known = f"no such key; there are {', '.join(kinds)}."
-            raise SuiteError(f"{place}{key}: {known}{nearest(key, kinds)}")
+            sentence = f"no such key; there are {', '.join(kinds)}."
+            raise SuiteError(f"{place}{key}: {sentence}{nearest(key, kinds)}")
         if not kinds[key].holds(value):
             raise SuiteError(f"{place}{key}: {value!r} is not {kinds[key].words}.")
 
@@ -241,8 +241,8 @@ def _need(place: str, table: Mapping[str, Any], key: str, kind: ValueKind) -> No
 def _check_row(place: str, row: Mapping[str, Any], kinds: Mapping[str, ValueKind]) -> None:
     """As `_check`, for each value of a list where several rows are meant, and for the sides."""
     for key, value in row.items():
-        for one in value if _is_several(key, value) else [value]:
-            _check(place, {key: one}, kinds)
+        for entry in value if _is_several(key, value) else [value]:
+            _check(place, {key: entry}, kinds)
         if key in TABLES:
             _check_row(f"{place}{key}.", value, SIDE)
 

@@ -29,7 +29,7 @@ _WAITS, _RUNS, _DONE, _FAILED, _CANCELLED = range(5)
 Column = npt.NDArray[np.int64]
 
 
-class _Runs(ctypes.Structure):
+class _RunArrays(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("src", "dst", "nbytes")),
         *((f"{name}_step", ctypes.c_int64) for name in ("src", "dst", "nbytes")),
@@ -37,9 +37,9 @@ class _Runs(ctypes.Structure):
     )
 
 
-class _Job(ctypes.Structure):
+class _JobStruct(ctypes.Structure):
     _fields_ = (
-        ("runs", _Runs),
+        ("runs", _RunArrays),
         *((name, ctypes.c_int32) for name in ("pid", "peer", "state", "cancelled", "error")),
         ("next", ctypes.c_void_p),
     )
@@ -79,18 +79,18 @@ def _load() -> tuple[_Library | None, str]:
     """The library; or None, and what is missing."""
     if sys.platform != "linux":
         return None, f"needs Linux, this is {sys.platform}."
-    found = sorted(Path(__file__).parent.glob("runs*.so"))
-    if not found:
+    libraries = sorted(Path(__file__).parent.glob("runs*.so"))
+    if not libraries:
         return None, (
             "was not compiled when kvpool was installed: a C compiler was missing. Install one "
             "(on Debian: apt-get install gcc libc6-dev) and install kvpool again."
         )
     try:
-        library = _Library(str(found[0]))
+        library = _Library(str(libraries[0]))
         abi, nbytes = library.quick.kvpool_abi(), library.quick.kvpool_job_bytes()
     except (OSError, AttributeError) as error:
         return None, f"cannot be loaded: {error}. Install kvpool again."
-    if (abi, nbytes) != (ABI, ctypes.sizeof(_Job)):
+    if (abi, nbytes) != (ABI, ctypes.sizeof(_JobStruct)):
         return None, (
             f"is of another release of kvpool (version {abi}, this one needs {ABI}). Install "
             "kvpool again."
@@ -125,7 +125,7 @@ def copy(src: Column, dst: Column, nbytes: Column) -> bool:
 class Job:
     """Runs that a worker copies. Their memory must stay until it has `ended`; it keeps `keep`."""
 
-    def __init__(self, library: _Library, job: _Job, keep: Any, mine: set[Job]) -> None:
+    def __init__(self, library: _Library, job: _JobStruct, keep: Any, mine: set[Job]) -> None:
         self._library, self._job, self._keep, self._mine = library, job, keep, mine
         self._at = ctypes.addressof(job)
         mine.add(self)
@@ -196,7 +196,7 @@ class Worker:
         to it over which nothing comes as long as it lives.
         """
         runs, columns = _runs(src, dst, nbytes)
-        job = _Job(runs=runs, pid=pid, peer=peer)
+        job = _JobStruct(runs=runs, pid=pid, peer=peer)
         posted = Job(self._library, job, (columns, keep), self._jobs)
         if at_once:
             self._library.quick.kvpool_run(ctypes.addressof(job))
@@ -215,12 +215,14 @@ def _close(library: _Library, handle: int, jobs: set[Job], pid: int) -> None:
     jobs.clear()
 
 
-def _runs(*columns: Column) -> tuple[_Runs, tuple[Column, ...]]:
+def _runs(*columns: Column) -> tuple[_RunArrays, tuple[Column, ...]]:
     """Columns as the library takes them; they must live as long."""
-    src, dst, nbytes = held = tuple(np.asarray(column, dtype=np.int64) for column in columns)
+    src, dst, nbytes = arrays = tuple(np.asarray(column, dtype=np.int64) for column in columns)
     if not src.shape == dst.shape == nbytes.shape == (src.size,):
-        shapes: Iterable[Any] = (column.shape for column in held)
+        shapes: Iterable[Any] = (column.shape for column in arrays)
         raise ValueError(f"runs in columns of shapes {', '.join(map(str, shapes))}: [N] each.")
-    return _Runs(
-        *(column.ctypes.data for column in held), *(column.strides[0] for column in held), src.size
-    ), held
+    return _RunArrays(
+        *(column.ctypes.data for column in arrays),
+        *(column.strides[0] for column in arrays),
+        src.size,
+    ), arrays

@@ -60,7 +60,7 @@ class Allocator:
         self.prefix = prefix
         if prefix is not None:
             on_host = all(buffer.on_host for buffer in self.layout.buffers)
-            prefix.bind(self.lists, self._copy_items, "CPU" if on_host else "GPU")
+            prefix.attach(self.lists, self._copy_items, "CPU" if on_host else "GPU")
         for pool in pools:
             pool.allocator = ref(self)
 
@@ -115,7 +115,7 @@ class Allocator:
 
     def _begin(self, tokens: npt.ArrayLike, salt: str, media: Media) -> Request:
         """A request that begins with what of its tokens is in this pool."""
-        row = self._tables.add()
+        row = self._tables.add_row()
         request = Request(self, self._tables, row)
         if self.prefix is not None:
             try:
@@ -142,17 +142,17 @@ class Allocator:
             return True
         keys = store.keys(prompt, chain.salt, chain.media)
         hit = store.wait(store.ask(keys)).hit
-        if (known := hit.tokens) <= before:
+        if (hit_tokens := hit.tokens) <= before:
             return True
         try:
-            self.extend(request, known - before, received=True)
+            self.extend(request, hit_tokens - before, received=True)
         except OutOfPages:  # then it is computed, as far as there are pages
             return True
-        positions = range(before, known)
+        positions = range(before, hit_tokens)
         job = store.read(keys, request.address(), positions, hit=hit)
         if store.wait(job).failure is not None:
             return False
-        prefix.store(request._row, prompt[before:known], known, request.received_tokens)
+        prefix.store(request._row, prompt[before:hit_tokens], hit_tokens, request.received_tokens)
         return True
 
     def store(self, request: Request, tokens: npt.ArrayLike) -> None:
@@ -328,10 +328,10 @@ class Allocator:
         live = np.setdiff1d(np.arange(tables.tokens.size), tables.free_rows)
         for free_list in tables.free_lists:
             names = [space.name for space in free_list.spaces]
-            held = [self.lists[n].check_integrity(live, tables.tokens[live]) for n in names]
+            held_items = [self.lists[n].check_integrity(live, tables.tokens[live]) for n in names]
             if self.prefix is not None:
-                held += [self.prefix.pinned_items(name) for name in names]
-            free_list.check_integrity(np.concatenate(held))
+                held_items += [self.prefix.pinned_items(name) for name in names]
+            free_list.check_integrity(np.concatenate(held_items))
 
     def _copy_items(self, id_list: str, src: Ints, dst: Ints) -> None:
         """Copies items in every pool that has the id list."""

@@ -70,7 +70,9 @@ class BlockTable:
         return f"items {ranges({*ids.tolist()})} of space {self.space.name}, which {which}"
 
     def first(self, tokens: Ints) -> Ints:
-        """The first live item of requests of `tokens` `[B]` tokens."""
+        """The first live item of requests of `tokens` `[B]` tokens: with a window of 8 and pages of
+        4, of 21 tokens entries from 13 on are alive, and 13 = 3 * 4 + 1 lies in item 3.
+        """
         if self.space.per_request:
             return np.zeros_like(tokens)
         return alive_start(self.space, tokens) // self.space.entries_per_item
@@ -84,7 +86,8 @@ class BlockTable:
     def first_whole(self, received: int) -> int:
         """The number of the first item of which nothing is missing that later tokens may need:
         entries that were dead at `received` tokens never came. Of a page's ring, what is alive at
-        its end.
+        its end. With a window of 8 and pages of 4, 21 received tokens came with entries from 13 on:
+        item 3 lacks entry 12, and item 4 is the first whole one.
         """
         first = 0
         for space in self._spaces:
@@ -129,13 +132,13 @@ class BlockTable:
             copied=(row[shared], column[shared]),
         )
 
-    def put(self, cells: Cells) -> None:
+    def free_cells(self, cells: Cells) -> None:
         """Frees the items in cells."""
         ids = self.ids[cells]
         self.ids[cells] = NO_ITEM
         self.free_list.release(ids)
 
-    def take(self, change: Change) -> tuple[Ints, Ints]:
+    def apply_change(self, change: Change) -> tuple[Ints, Ints]:
         """Takes what a change needs; returns ids to copy from, then to be released, and to."""
         # tokens that are all dead need no item, and are looked up all the same
         self._widen(int(change.stop.max(initial=0)))
@@ -167,7 +170,7 @@ class BlockTable:
 
     def release(self, rows: Ints) -> None:
         """Frees the items of requests that no other request holds."""
-        self.put(_cells(rows, self.held_from[rows], self._stop[rows]))
+        self.free_cells(_cells(rows, self.held_from[rows], self._stop[rows]))
         self.held_from[rows] = self._stop[rows] = 0
 
     def check_integrity(self, live: Ints, tokens: Ints) -> Ints:

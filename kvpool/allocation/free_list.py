@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvpool.layout import PoolLayout, Space
 from kvpool.layout.grid import Ints
-from kvpool.prefix.chain import Key
+from kvpool.prefix.chain import PrefixKey
 
 
 class OutOfPages(RuntimeError):
@@ -40,7 +40,7 @@ class FreeList:
         popped = min(count, height)
         ids = self._stack[height - popped : height][::-1]
         if popped < count:
-            ids = np.concatenate([ids, self.kept.take(count - popped)])
+            ids = np.concatenate([ids, self.kept.take_idle(count - popped)])
         self.num_free -= count
         self._counts[ids] = 1
         return ids
@@ -97,16 +97,16 @@ class FreeList:
             f"{self.usable} are free. Free a request, or build a larger pool."
         )
 
-    def check_integrity(self, held: Ints) -> None:
-        """Raises RuntimeError unless items are free, or held as often as counted and in `held`."""
+    def check_integrity(self, held_items: Ints) -> None:
+        """Raises RuntimeError unless items are free, or in `held_items` as often as counted."""
         self.kept.check_integrity(self.name)
         idle = np.array([*self.kept.idle], dtype=np.int64)
         free = np.concatenate([self._stack[: self._height], idle])
-        everywhere = np.concatenate([free, held])
+        everywhere = np.concatenate([free, held_items])
         outside = everywhere[(everywhere < self.reserved) | (everywhere >= self.items)]
         if outside.size:
             raise RuntimeError(f"{self.name}: item {outside[0]} of {self.items} is free or held.")
-        holders = np.bincount(held, minlength=self.items)
+        holders = np.bincount(held_items, minlength=self.items)
         times_free = np.bincount(free, minlength=self.items)
         wrong = (holders != self._counts) | (times_free != (holders == 0))
         for item in np.flatnonzero(wrong[self.reserved :]) + self.reserved:
@@ -133,9 +133,9 @@ class PrefixIndex:
 
     def __init__(self, items: int) -> None:
         self.known: npt.NDArray[np.bool_] = np.zeros(items, dtype=np.bool_)
-        self.on_forget: Callable[[str, list[Key]], None] = lambda id_list, keys: None
-        self._items: dict[tuple[str, Key], int] = {}  # by id list and key
-        self._prefixes: dict[int, tuple[str, Key]] = {}  # the inverse
+        self.on_forget: Callable[[str, list[PrefixKey]], None] = lambda id_list, keys: None
+        self._items: dict[tuple[str, PrefixKey], int] = {}  # by id list and key
+        self._prefixes: dict[int, tuple[str, PrefixKey]] = {}  # the inverse
         self.idle: OrderedDict[int, None] = OrderedDict()  # the first to be taken first
 
     def ids(self, id_list: str) -> Ints:
@@ -144,11 +144,11 @@ class PrefixIndex:
         items = [item for (name, _), item in list(self._items.items()) if name == id_list]
         return np.sort(np.array(items, dtype=np.int64))
 
-    def find(self, id_list: str, keys: Sequence[Key]) -> Ints:
+    def find(self, id_list: str, keys: Sequence[PrefixKey]) -> Ints:
         """The items of prefixes by their keys `[N]`; -1 where there is none."""
         return np.array([self._items.get((id_list, key), -1) for key in keys], dtype=np.int64)
 
-    def add(self, id_list: str, keys: Sequence[Key], ids: Ints) -> Ints:
+    def add_prefixes(self, id_list: str, keys: Sequence[PrefixKey], ids: Ints) -> Ints:
         """Makes held items `[N]` those of prefixes with keys `[N]`. Leaves out prefixes that have
         an item, and items of another prefix; returns which were added, in order.
         """
@@ -169,7 +169,7 @@ class PrefixIndex:
             del self.idle[item]
         return np.array(idle, dtype=np.int64)
 
-    def take(self, count: int) -> Ints:
+    def take_idle(self, count: int) -> Ints:
         """The `count` items idle longest, which must be there; forgets their prefixes."""
         oldest = [self.idle.popitem(last=False)[0] for _ in range(count)]
         ids: Ints = np.array(oldest, dtype=np.int64)
@@ -178,7 +178,7 @@ class PrefixIndex:
 
     def forget(self, ids: Ints) -> None:
         """These items, held or just taken, are no prefix's any more."""
-        forgotten: dict[str, list[Key]] = {}
+        forgotten: dict[str, list[PrefixKey]] = {}
         for item in ids.tolist():
             if item in self._prefixes:
                 id_list, key = prefix = self._prefixes.pop(item)

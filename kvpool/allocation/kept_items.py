@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpool.allocation.block_table import BlockTable
 from kvpool.layout.grid import Ints
-from kvpool.prefix.chain import Chain, Key
+from kvpool.prefix.chain import Chain, PrefixKey
 
 
 class KeptItems:
@@ -19,7 +19,7 @@ class KeptItems:
         self.space, self.free_list = table.space, table.free_list
         self.index = self.free_list.kept
 
-    def keys(self, chain: Chain) -> list[Key]:
+    def keys(self, chain: Chain) -> list[PrefixKey]:
         """The keys of the prefixes that end with each item."""
         return chain.keys[self.pages - 1 :: self.pages]
 

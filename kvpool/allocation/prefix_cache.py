@@ -23,7 +23,7 @@ from kvpool.allocation.free_list import FreeList, OutOfPages
 from kvpool.allocation.kept_items import KeptItems
 from kvpool.allocation.prefix_store import PrefixStore
 from kvpool.layout.grid import Ints
-from kvpool.prefix.chain import Chain, Key, Media, token_ids
+from kvpool.prefix.chain import Chain, Media, PrefixKey, token_ids
 from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, extra_keys
 
 
@@ -81,7 +81,7 @@ class PrefixCache:
         self._pinned: list[PinnedPrefix] = []
         self._events: list[Event] | None = [] if events else None  # since they were last taken
 
-    def bind(
+    def attach(
         self, lists: Mapping[str, BlockTable], copy: Callable[[str, Ints, Ints], None], medium: str
     ) -> None:
         """Called by the allocator whose block tables these are. `copy(id_list, from, to)` copies
@@ -184,18 +184,18 @@ class PrefixCache:
         self._chains[row] = chain
         return reused
 
-    def store(self, row: int, tokens: npt.ArrayLike, held: int, received: int) -> None:
-        """Keeps the full pages of the next tokens of a request of `held` tokens. Entries that were
-        dead at `received` tokens were never there.
+    def store(self, row: int, tokens: npt.ArrayLike, num_tokens: int, received: int) -> None:
+        """Keeps the full pages of the next tokens of a request of `num_tokens` tokens. Entries that
+        were dead at `received` tokens were never there.
         """
         chain = self._chains.get(row)
         if chain is None:  # the cache was cleared since
             return
         more = token_ids(tokens)
-        if (stored := chain.num_tokens + more.size) > held:
+        if (stored := chain.num_tokens + more.size) > num_tokens:
             raise ValueError(
-                f"tokens: {stored} are stored then, the request has {held}. Extend it, and store "
-                "what is written."
+                f"tokens: {stored} are stored then, the request has {num_tokens}. Extend it, "
+                "and store what is written."
             )
         before = chain.pages
         chain.append(more)
@@ -203,7 +203,7 @@ class PrefixCache:
             if not id_list.space.per_request:
                 whole = id_list.table.first_whole(received)
                 self._keep(row, chain, id_list, max(before // id_list.pages, whole))
-            elif stored == held and stored % id_list.tokens == 0:
+            elif stored == num_tokens and stored % id_list.tokens == 0:
                 self._checkpoint(row, chain, id_list)
 
     def chain(self, row: int) -> Chain | None:
@@ -294,7 +294,7 @@ class PrefixCache:
         own, copy = id_list.table.ids[row, [0]], id_list.free_list.take(1)
         try:
             self._copy(name, own, copy)
-            id_list.index.add(name, key, copy)
+            id_list.index.add_prefixes(name, key, copy)
         finally:
             id_list.free_list.release(copy)
         self._stored(id_list, chain, number)
@@ -305,7 +305,9 @@ class PrefixCache:
         numbers = np.arange(first, len(keys))
         ids = id_list.table.ids[row, numbers]
         numbers, ids = numbers[ids >= 0], ids[ids >= 0]
-        added = id_list.index.add(id_list.space.name, [keys[number] for number in numbers], ids)
+        added = id_list.index.add_prefixes(
+            id_list.space.name, [keys[number] for number in numbers], ids
+        )
         self._stored(id_list, chain, numbers[added])
 
     def _stored(self, id_list: KeptItems, chain: Chain, numbers: Ints) -> None:
@@ -335,7 +337,7 @@ class PrefixCache:
             )
             self._events.append(event)
 
-    def _removed(self, id_list: str, keys: list[Key]) -> None:
+    def _removed(self, id_list: str, keys: list[PrefixKey]) -> None:
         self._stats.removed += len(keys)
         if self._events is not None:
             group = self._lists[id_list].group

@@ -61,7 +61,7 @@ class Request:
         """See Holder.pin; endpoints call it."""
         if pin.side == "offered":
             self._tables.check_settled(np.array([self._live_row()]))
-        self._tables.pins.add(self._live_row(), self.num_tokens, pin)
+        self._tables.pins.add_pin(self._live_row(), self.num_tokens, pin)
 
     def unpin(self, pin: Pin) -> None:
         """See Holder.unpin."""
@@ -91,7 +91,7 @@ class Pins:
             return []
         return self.drop(row, lambda pin: not pin.held())
 
-    def add(self, row: int, tokens: int, pin: Pin) -> None:
+    def add_pin(self, row: int, tokens: int, pin: Pin) -> None:
         """Adds a pin to a row of `tokens` tokens. See Holder.pin."""
         lost = self._taken_back(row, tokens, pin)
         if lost is None and pin.last:

@@ -19,7 +19,7 @@ from kvpool.layout.request_address import MAX_TOKENS
 
 SETTLED = -1
 """In place of the least tokens of a request of which the number of tokens is known."""
-Copy = Callable[[str, Ints, Ints], None]
+CopyItems = Callable[[str, Ints, Ints], None]
 """Copies items of an id list, from ids to ids."""
 
 
@@ -61,7 +61,7 @@ class Tables:
         """Requests that were not freed, dropped ones too: their items are still held."""
         return self.tokens.size - len(self.free_rows)
 
-    def add(self) -> int:
+    def add_row(self) -> int:
         """A row for a new request."""
         if not self.free_rows:
             rows = self.tokens.size
@@ -113,7 +113,7 @@ class Tables:
         if at_most:
             self.least[rows] = before
 
-    def truncate(self, rows: Ints, after: Ints, copy: Copy) -> None:
+    def truncate(self, rows: Ints, after: Ints, copy: CopyItems) -> None:
         """See Allocator.truncate: requests `[B]` of more than `after` tokens, or unsettled ones."""
         unsettled = self.least[rows] != SETTLED
         # of requests that receive at most so many tokens, nothing after those that came was written
@@ -145,14 +145,16 @@ class Tables:
         lost = self._lost_at(rows, self.tokens[rows], end, self.received[rows])
         for free_list in self.free_lists:
             free_list.check(copied, dict.fromkeys(copied, rows[:0]))
-        child = self.add()
+        child = self.add_row()
         self.tokens[child], self.received[child] = tokens, min(int(self.received[row]), tokens)
         for name, entries in lost.items():
             self.lost[name][child] = entries[0]
         return child, {n: t.fork(row, child, end, copied[n]) for n, t in self.lists.items()}
 
     def locate(self, rows: Ints, before: Ints, width: int) -> dict[str, Ints]:
-        """Flat locations `[B, width]` by space from `before` `[B]` on; -1 where there is none."""
+        """Flat locations `[B, width]` by space from `before` `[B]` on; -1 where there is none. In
+        pages of 16 with ids 7, 3 and 11, position 45 is at 11 * 16 + 13 = 189.
+        """
         after = self.tokens[rows, None]
         positions = before[:, None] + np.arange(width, dtype=np.int64)
         own = positions < after
@@ -179,8 +181,8 @@ class Tables:
     def _apply(self, changes: Mapping[str, Change]) -> dict[str, tuple[Ints, Ints]]:
         """Applies changes by id list; returns the ids to copy from and to."""
         for name, table in self.lists.items():  # first, as one list may take what another frees
-            table.put(changes[name].gone)
-        return {name: table.take(changes[name]) for name, table in self.lists.items()}
+            table.free_cells(changes[name].gone)
+        return {name: table.apply_change(changes[name]) for name, table in self.lists.items()}
 
     def _copied(self, table: BlockTable, row: int, tokens: int) -> int:
         """Items that a fork copies, the last or none; ValueError if what is alive of it is gone."""

@@ -27,7 +27,7 @@ def convert_rows(
         return
     if isinstance(device, Converting) and device.convert_rows(pairs, read, write):
         return
-    at = _locations(device, read)
+    read_locations = _locations(device, read)
     consecutive = int(read[-1] - read[0]) + 1 == read.size and bool((read[1:] > read[:-1]).all())
     rows: list[WriteRow] = []
     for source, dest in pairs:
@@ -35,11 +35,11 @@ def convert_rows(
         values = _tensor(device, source.rows)
         if source.scales is not None:
             row = ReadRow(values, _tensor(device, source.scales), torch.float32)
-            (values,) = device.load_rows([row], at)
+            (values,) = device.load_rows([row], read_locations)
         elif consecutive and (flat := slots(values)) is not None:
             values = flat[int(read[0]) : int(read[-1]) + 1]
         else:
-            (values,) = device.load_rows([ReadRow(values)], at)
+            (values,) = device.load_rows([ReadRow(values)], read_locations)
         if values.dtype == torch.float8_e4m3fn:
             values = values.float()
         if dest.scales is not None:

@@ -53,9 +53,9 @@ def convert_rows(
         conversions.append(conversion)
     row_bytes = sum(part.source.row_bytes + part.dest.row_bytes for part in conversions)
     call = (library.quick if read.size * row_bytes < QUICK_BYTES else library.slow).kvpool_convert
-    at = [np.ascontiguousarray(numbers, dtype=np.int64) for numbers in (read, write)]
+    locations = [np.ascontiguousarray(numbers, dtype=np.int64) for numbers in (read, write)]
     array = (ConvertedRole * len(conversions))(*conversions)
-    pointers = (numbers.ctypes.data for numbers in at)
+    pointers = (numbers.ctypes.data for numbers in locations)
     return bool(call(array, len(conversions), *pointers, read.size, torch.get_num_threads()))
 
 

@@ -187,22 +187,22 @@ class Batch:
         self.written = dict.fromkeys(self.written, length)
         self.columns = length
 
-    def tokens_only(self, where: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+    def tokens_only(self, locations: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
         """Flat, of new columns `[B, T]` that are tokens: locations and states `[B * T, ...]`."""
-        flat = [where.flatten(), *states]
-        if self.columns - where.shape[1] >= max(self.padding.before):
+        flat = [locations.flatten(), *states]
+        if self.columns - locations.shape[1] >= max(self.padding.before):
             return flat
         kept = flat[0] != PADDING
         return [values[kept] for values in flat]
 
-    def read(self, where: torch.Tensor, load: Callable[[torch.Tensor], Any]) -> Any:
+    def read(self, locations: torch.Tensor, load: Callable[[torch.Tensor], Any]) -> Any:
         """What `load` reads at locations `[N]`, `[N, ...]` or None each; zeros for no token."""
         if not any(self.padding.before):
-            return load(where)
-        empty = where == PADDING
+            return load(locations)
+        empty = locations == PADDING
         return [
             x if x is None else x.masked_fill(empty.view(-1, *[1] * (x.dim() - 1)), 0)
-            for x in load(where.masked_fill(empty, 0))  # the reserved item
+            for x in load(locations.masked_fill(empty, 0))  # the reserved item
         ]
 
     def fail(self, error: Exception) -> None:
@@ -223,29 +223,29 @@ class Batch:
         self,
         layer: int,
         role: str,
-        given: torch.Tensor,
+        state: torch.Tensor,
         shape: tuple[int, ...],
         dtype: str,
         *,
         widen: bool = False,
-        held: str = "",
+        part: str = "",
     ) -> None:
         """Raises ValueError unless a state has all rows, `shape` and `dtype` (with `widen`, or a
-        narrower dtype). `held`: which part of the shape the pool holds, for the error.
+        narrower dtype). `part`: which part of the shape the pool holds, for the error.
         """
         wanted = getattr(torch, dtype_name(dtype))
         memory = self.pool.layout.buffers[0].memory
-        wide = torch.promote_types(given.dtype, wanted) if widen else given.dtype
-        seen = tuple(given.shape), wide, str(given.device)
+        wide = torch.promote_types(state.dtype, wanted) if widen else state.dtype
+        seen = tuple(state.shape), wide, str(state.device)
         if seen != ((len(self.requests), *shape), wanted, memory):
             taken = [len(self.requests), *shape]
             raise ValueError(
-                f"{self.pool.owner} layer {layer} {role}: the model gives {list(given.shape)} "
-                f"{given.dtype} on {given.device}, the pool and its requests take {taken} {wanted} "
-                f"on {memory}{held}. Build the pool unsharded, with the model's dims, dtype and "
+                f"{self.pool.owner} layer {layer} {role}: the model gives {list(state.shape)} "
+                f"{state.dtype} on {state.device}, the pool and its requests take {taken} {wanted} "
+                f"on {memory}{part}. Build the pool unsharded, with the model's dims, dtype and "
                 "device (nothing is rounded), and the cache with a request for every row."
             )
-        if given.requires_grad:
+        if state.requires_grad:
             raise ValueError(
                 f"{self.pool.owner} layer {layer} {role}: gradients are not supported. Run the "
                 "model in torch.no_grad()."

@@ -163,7 +163,7 @@ class LinearStates:
         locations = self.batch.locations(self.layer, self.at.prefix + self.kind.inputs[0])
         return locations[:, self.columns - 1]
 
-    def _check(self, name: str, given: torch.Tensor, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, state: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Raises ValueError where the kind has no such state, or the pool not such a one."""
         pool, layer = self.batch.pool, self.layer
         roles = [r for r in self.kind.inputs if r.partition(".")[0] == name]
@@ -174,4 +174,4 @@ class LinearStates:
             )
         region = pool.layout.region_by_key[pool.owner, layer, self.at.prefix + roles[0]]
         role, widen = self.at.prefix + name, name == "temporal"
-        self.batch.check(layer, role, given, shape, region.dtype, widen=widen)
+        self.batch.check(layer, role, state, shape, region.dtype, widen=widen)

@@ -16,7 +16,7 @@ from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.formats import MHA, MLA, At, Attention, IndexKey, LinearState, Ring
 from kvpool.layout.request_address import MAX_TOKENS
 
-State = TypeVar("State")
+StateT = TypeVar("StateT")
 # what transformers calls the compressor that a ring belongs to
 NAMES = {"state": "compressor", "index_state": "indexer"}
 
@@ -203,13 +203,13 @@ class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             heads, dim = (1, *view.shape[2:])[-2:]
             axis, shape = region.axis("head"), (heads, keys.shape[2], dim)
             part = f" (heads {axis.start}-{axis.stop - 1} of {axis.total})" if axis else ""
-            self.batch.check(self.layer, region.role, state, shape, pool.dtype, held=part)
+            self.batch.check(self.layer, region.role, state, shape, pool.dtype, part=part)
         return states
 
     def _compressor(self, name: str) -> Compressor:
         return self._need(self.compressors.get(name), f"{name} states")
 
-    def _need(self, state: State | None, what: str) -> State:
+    def _need(self, state: StateT | None, what: str) -> StateT:
         if state is None:
             raise ValueError(
                 f"{self.batch.pool.owner} layer {self.layer}: the model has {what}, the pool "

@@ -48,7 +48,7 @@ WireLayout = _strict(
 )
 
 
-class _Versioned(msgspec.Struct):
+class _LayoutVersion(msgspec.Struct):
     version: int
 
 
@@ -108,7 +108,7 @@ def decode(data: str | bytes, decode: Callable[..., Any]) -> PoolLayout:
     """Reads a layout; raises LayoutError: too large, malformed, another version, inconsistent."""
     try:
         data = bounded(data.encode() if isinstance(data, str) else data)
-        version = decode(data, type=_Versioned).version
+        version = decode(data, type=_LayoutVersion).version
         if version != VERSION:
             raise LayoutError(
                 f"layout version {version}: this kvpool reads version {VERSION}. "

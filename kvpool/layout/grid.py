@@ -41,7 +41,10 @@ def rows_of(columns: Columns, which: slice | Ints | npt.NDArray[np.bool_]) -> Co
 
 
 def outer_sum(start: int, axes: Iterable[tuple[int, int]]) -> Ints:
-    """Offsets of a grid of (size, stride) axes, `[product of sizes]`, the last axis innermost."""
+    """Offsets of a grid of (size, stride) axes, `[product of sizes]`, the last axis innermost.
+
+    `outer_sum(100, [(2, 64), (3, 8)])` is 100, 108, 116, 164, 172 and 180.
+    """
     offsets = np.array([start], dtype=np.int64)
     for size, stride in axes:
         offsets = (offsets[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
@@ -49,13 +52,20 @@ def outer_sum(start: int, axes: Iterable[tuple[int, int]]) -> Ints:
 
 
 def ragged(counts: Ints) -> tuple[Ints, Ints]:
-    """For groups of `counts` elements: each element's group and its index in the group, `[sum]`."""
+    """For groups of `counts` elements: each element's group and its index in the group, `[sum]`.
+
+    Of counts 2 and 3 the groups are 0, 0, 1, 1, 1, and the indices 0, 1, 0, 1, 2.
+    """
     group: Ints = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
     return group, np.arange(group.size, dtype=np.int64) - (np.cumsum(counts) - counts)[group]
 
 
 def fuse(width: int, axes: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
-    """Fuses axes (size, stride) that continue `width`; returns it and the others, largest first."""
+    """Fuses axes (size, stride) that continue `width`; returns it and the others, largest first.
+
+    8 heads of 256 bytes, 256 bytes apart, in 16 entries 4,096 bytes apart: `fuse(256, [(16, 4096),
+    (8, 256)])` is 2,048 bytes and [(16, 4096)]. Entries 2,048 bytes apart fuse too, into 32,768.
+    """
     left: list[tuple[int, int]] = []
     for size, stride in sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1]):
         if stride == width and not left:
@@ -93,7 +103,10 @@ def sharded(regions: Sequence[Region]) -> tuple[list[StateSection], int]:
 
 
 def bytes_below(starts: Ints, ends: Ints, offsets: Ints) -> Ints:
-    """Bytes of sorted, disjoint half-open intervals that lie below each of `at`."""
+    """Bytes of sorted, disjoint half-open intervals that lie below each of `offsets`.
+
+    Of intervals 0-50 and 100-120, below 60 lie 50 bytes, and below 110 lie 60.
+    """
     if not starts.size:
         return np.zeros_like(offsets)
     before = np.concatenate([[0], np.cumsum(ends - starts)])
@@ -103,7 +116,9 @@ def bytes_below(starts: Ints, ends: Ints, offsets: Ints) -> Ints:
 
 
 def merge_intervals(starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
-    """Sorted union of half-open intervals; touching ones are merged."""
+    """Sorted union of half-open intervals; touching ones are merged: 0-64, 64-128 and 200-256 are
+    0-128 and 200-256.
+    """
     if starts.size < 2:
         return starts, ends
     order = np.argsort(starts, kind="stable")

@@ -55,7 +55,9 @@ class Interleave:
         return rounds * self.size + min(max(rest - self.rank * self.size, 0), self.size)
 
     def part(self, numbers: range) -> range:
-        """Indices of those of consecutive numbers that this rank holds."""
+        """Indices of those of consecutive numbers that this rank holds: of 20 to 51, the second of
+        two ranks with stretches of 16 holds 20-31 and 48-51, which are its indices 4 to 19.
+        """
         if self.ranks == 1:
             return numbers
         return range(self.below(numbers.start), self.below(numbers.stop))
@@ -190,7 +192,9 @@ class Space:
 
     @property
     def held(self) -> Interleave:
-        """Which entries of a request this rank holds."""
+        """Which entries of a request this rank holds: where ranks share out stretches of 64
+        positions and an entry is 4 of them, stretches of 16 entries.
+        """
         if self.interleave is None:
             return EVERY
         size = self.interleave.size // self.tokens_per_entry
@@ -233,7 +237,7 @@ class Space:
 
     def place(self, entries: Numbers) -> tuple[Numbers, Numbers]:
         """Of an entry of this rank, or of each of `[N]`: its item's number in the request, and its
-        step there.
+        step there. In pages of 16, entry 45 is at step 13 of item 2: 45 = 2 * 16 + 13.
         """
         item = 0 * entries if self.per_request else entries // self.entries_per_item
         return item, entries % self.steps
@@ -252,5 +256,7 @@ class Space:
     def item_span(self) -> int:
         """Positions that lie in items of one number on all ranks together: of a paged space whose
         stretches divide an item, item i of every rank holds positions from `i * item_span` on.
+        Of two ranks with pages and stretches of 16 that is 32: item 1 of the first holds positions
+        32 to 47, item 1 of the second 48 to 63.
         """
         return self.tokens_per_item * self.held.ranks

@@ -23,7 +23,7 @@ from kvpool.models.rules import (
     ONLY_HEADS,
     Declaration,
     Family,
-    Layer,
+    LayerStates,
     grouped,
     head_dim,
     heads,
@@ -34,7 +34,7 @@ from kvpool.pools.states import State
 PATTERN, SHARED = "sliding_window_pattern", "num_kv_shared_layers"
 
 
-def _mimo_v2_flash(fields: Fields, name: str) -> Layer:
+def _mimo_v2_flash(fields: Fields, name: str) -> LayerStates:
     """Window layers have twice the KV heads, unless swa_num_key_value_heads says otherwise."""
     # the chunk size is published, and read by no engine
     fields.ignore("attention_chunk_size", "hybrid_layer_pattern")
@@ -50,7 +50,7 @@ def _mimo_v2_flash(fields: Fields, name: str) -> Layer:
     return window_state(fields, name, swa)
 
 
-def _step3p5(fields: Fields, name: str) -> Layer:
+def _step3p5(fields: Fields, name: str) -> LayerStates:
     """Published configs name KV heads num_attention_groups. Window layers may have other query
     heads; transformers gives them the KV heads of the other layers.
     """
@@ -69,7 +69,7 @@ def _step3p5(fields: Fields, name: str) -> Layer:
     return window_state(fields, name, full)
 
 
-def _gemma3(fields: Fields, name: str) -> Layer:
+def _gemma3(fields: Fields, name: str) -> LayerStates:
     """The published 4B, 12B and 27B configs leave out the defaults of transformers'
     Gemma3TextConfig: 4 KV heads of 256.
     """
@@ -77,7 +77,7 @@ def _gemma3(fields: Fields, name: str) -> Layer:
     return window_state(fields, name, kind)
 
 
-def _gemma4(fields: Fields, name: str) -> Layer:
+def _gemma4(fields: Fields, name: str) -> LayerStates:
     """Full layers have heads of their own: per_layer_config, or the published global_ fields."""
     kind, count = heads(fields), "num_global_key_value_heads"
     fields.ignore("global_head_dim", count)
@@ -89,13 +89,13 @@ def _gemma4(fields: Fields, name: str) -> Layer:
     return window_state(fields, name, kind)
 
 
-def _unshared(fields: Fields, layers: list[Layer]) -> list[Layer]:
+def _unshared(fields: Fields, layers: list[LayerStates]) -> list[LayerStates]:
     """The last num_kv_shared_layers read the keys of earlier layers and keep none."""
     shared = fields.whole(SHARED, 0, len(layers) - 1) if fields.needed(SHARED) else 0
     return [() if n >= len(layers) - shared else layer for n, layer in enumerate(layers)]
 
 
-def _falcon(fields: Fields, name: str) -> Layer:
+def _falcon(fields: Fields, name: str) -> LayerStates:
     """One KV head, or all: transformers repeats those of the new architecture for every head."""
     count = fields.whole(fields.named("num_attention_heads"))
     single = fields.get("multi_query") is not False
@@ -105,7 +105,7 @@ def _falcon(fields: Fields, name: str) -> Layer:
     return (State(MHA(count, head_dim(fields))),)
 
 
-def _gpt_bigcode(fields: Fields, name: str) -> Layer:
+def _gpt_bigcode(fields: Fields, name: str) -> LayerStates:
     """One KV head unless multi_query is false."""
     count = fields.whole(fields.named("num_attention_heads"))
     fields.ignore(HEADS)
@@ -113,19 +113,19 @@ def _gpt_bigcode(fields: Fields, name: str) -> Layer:
     return (State(MHA(1 if single else count, head_dim(fields))),)
 
 
-def _dbrx(fields: Fields, name: str) -> Layer:
+def _dbrx(fields: Fields, name: str) -> LayerStates:
     """KV heads are in attn_config."""
     fields.ignore(HEADS)
     count = fields.inner("attn_config").whole("kv_n_heads")
     return (State(MHA(count, head_dim(fields))),)
 
 
-def _jetmoe(fields: Fields, name: str) -> Layer:
+def _jetmoe(fields: Fields, name: str) -> LayerStates:
     """The dim of a head is kv_channels."""
     return (State(MHA(fields.whole(HEADS), fields.whole("kv_channels"))),)
 
 
-def _mpt(fields: Fields, name: str) -> Layer:
+def _mpt(fields: Fields, name: str) -> LayerStates:
     """Queries are not grouped."""
     if fields.has("attn_config"):
         inner = fields.inner("attn_config")
@@ -134,13 +134,13 @@ def _mpt(fields: Fields, name: str) -> Layer:
     return grouped(fields, name)
 
 
-def _gpt_neo(fields: Fields, name: str) -> Layer:
+def _gpt_neo(fields: Fields, name: str) -> LayerStates:
     """Local layers keep all tokens: transformers masks those that are too far."""
     fields.ignore("attention_types", "attention_layers", "window_size")
     return grouped(fields, name)
 
 
-def _modernbert(fields: Fields, name: str) -> Layer:
+def _modernbert(fields: Fields, name: str) -> LayerStates:
     """A window of half of local_attention: an encoder sees the other half after a token."""
     fields.ignore("local_attention")
     if name == FULL or fields.has("sliding_window"):
@@ -148,7 +148,7 @@ def _modernbert(fields: Fields, name: str) -> Layer:
     return (State(heads(fields), fields.whole("local_attention", 4) // 2 - 1),)
 
 
-def _minimax_m3(fields: Fields, name: str) -> Layer:
+def _minimax_m3(fields: Fields, name: str) -> LayerStates:
     """Sparse layers have an indexer's key beside K and V."""
     fields.ignore("index_head_dim")
     attention = State(heads(fields))

@@ -9,20 +9,20 @@ from dataclasses import replace
 from kvpool.layout.formats import MLA, IndexKey, Ring, V4Latent
 from kvpool.models.config import Fields
 from kvpool.models.layer_types import FULL, INDEXED, SLIDING, always, listed, rotated_layers
-from kvpool.models.rules import HEAD_DIM, HEADS, Declaration, Family, Layer, indexed, latent
+from kvpool.models.rules import HEAD_DIM, HEADS, Declaration, Family, LayerStates, indexed, latent
 from kvpool.pools.typed import DSv4Pool
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
-def _dots3_note(fields: Fields, name: str) -> Layer:
+def _dots3_note(fields: Fields, name: str) -> LayerStates:
     """Window layers have rows of their own, which per_layer_config gives."""
     if name == SLIDING and not fields.has("per_layer_config"):
         raise fields.wrong("per_layer_config", "given, as transformers writes it")
     return latent(fields, name)
 
 
-def _glm4_moe_lite(fields: Fields, name: str) -> Layer:
+def _glm4_moe_lite(fields: Fields, name: str) -> LayerStates:
     """Another name of the rope key's dim is head_dim."""
     rope = fields.whole("qk_rope_head_dim")
     if fields.has(HEAD_DIM) and fields.get(HEAD_DIM) != rope:
@@ -30,7 +30,7 @@ def _glm4_moe_lite(fields: Fields, name: str) -> Layer:
     return latent(fields, name)
 
 
-def _mistral_large4(fields: Fields, layers: list[Layer]) -> list[Layer]:
+def _mistral_large4(fields: Fields, layers: list[LayerStates]) -> list[LayerStates]:
     """Layers that no_rope_layers lists as 0 have no rope key, and those whose kv_source_layers is
     another layer read that layer's latents: they keep an indexer's key, or nothing.
     """
@@ -41,7 +41,7 @@ def _mistral_large4(fields: Fields, layers: list[Layer]) -> list[Layer]:
         sources = fields.each("kv_source_layers", range(count), count)
     if any(source > n or sources[source] != source for n, source in enumerate(sources)):
         raise fields.wrong("kv_source_layers", "earlier layers that are their own source")
-    kept: list[Layer] = []
+    kept: list[LayerStates] = []
     for n, (row, *keys) in enumerate(indexed(fields, layers)):
         if isinstance(row.kind, MLA) and not rotated[n]:
             row = replace(row, kind=replace(row.kind, qk_rope_head_dim=0))
@@ -49,7 +49,7 @@ def _mistral_large4(fields: Fields, layers: list[Layer]) -> list[Layer]:
     return kept
 
 
-def _hy_v4(fields: Fields, layers: list[Layer]) -> list[Layer]:
+def _hy_v4(fields: Fields, layers: list[LayerStates]) -> list[LayerStates]:
     """Without indexer_types: full on the first layer, and on every fourth from the second."""
     if fields.has("indexer_types"):
         return indexed(fields, layers)
@@ -136,8 +136,8 @@ def _compressed(fields: Fields, ratios: tuple[int, ...]) -> Declaration:
 
 
 def _rated(fields: Fields) -> tuple[int, ...]:
-    given = fields.inner("compress_rates")
-    rates = {SLIDING: 0, **{name: given.whole(name, 2) for name in (SPARSE, HEAVY)}}
+    compress_rates = fields.inner("compress_rates")
+    rates = {SLIDING: 0, **{name: compress_rates.whole(name, 2) for name in (SPARSE, HEAVY)}}
     if rates[SPARSE] == rates[HEAVY]:
         raise fields.wrong("compress_rates", f"two rates that differ for {SPARSE} and {HEAVY}")
     names = fields.each("layer_types", tuple(rates), fields.num_layers)

@@ -15,7 +15,7 @@ from kvpool.models.rules import (
     HEADS,
     ONLY_HEADS,
     Family,
-    Layer,
+    LayerStates,
     grouped,
     heads,
     indexed,
@@ -26,16 +26,18 @@ from kvpool.models.rules import (
 from kvpool.pools.states import State
 
 CONV, HYBRID, HYBRID_SLIDING, NOTHING = "conv", "hybrid", "hybrid_sliding", ("moe", "mlp")
-Attention = Callable[[Fields, str], Layer]
+AttentionReader = Callable[[Fields, str], LayerStates]
 MAMBA_UNREAD = ("mamba_proj_bias", "mamba_chunk_size", "chunk_size", "use_mamba_kernels")
 
 
-def beside(linear: Callable[[Fields], LinearState], attention: Attention = grouped) -> Attention:
+def beside(
+    linear: Callable[[Fields], LinearState], attention: AttentionReader = grouped
+) -> AttentionReader:
     """The linear state on layers of types linear_attention and conv, the attention on others, both
     on those of type hybrid, and nothing on moe and mlp.
     """
 
-    def layer(fields: Fields, name: str) -> Layer:
+    def layer(fields: Fields, name: str) -> LayerStates:
         state = (State(linear(fields)),)
         fields.ignore(HEADS, HEAD_DIM)  # also where no layer has attention
         if name in NOTHING:
@@ -76,7 +78,7 @@ def _bailing(fields: Fields) -> LinearState:
     return formats.kda(count, dim, fields.whole("short_conv_kernel_size", 2))
 
 
-def _unrotated(fields: Fields, name: str) -> Layer:
+def _unrotated(fields: Fields, name: str) -> LayerStates:
     """Kimi-Linear does not rotate its rope key."""
     return (State(replace(latent_row(fields), rope_pairs=False)),)
 
@@ -91,7 +93,7 @@ def _kda_layers(fields: Fields, count: int) -> Sequence[str]:
     return [LINEAR if n in kinds[0] else FULL for n in numbers]
 
 
-def _glm5_next(fields: Fields, name: str) -> Layer:
+def _glm5_next(fields: Fields, name: str) -> LayerStates:
     """A latent without a rope key, and what an indexer pools: the keys of index_kpool tokens."""
     fields.ignore("index_kpool", "index_kpool_always_select_tail")
     row = latent_row(fields, rope=range(1))
@@ -142,7 +144,7 @@ def _zamba(fields: Fields) -> LinearState:
     return LinearState(sections, taps, fields.whole(count), (sections[0][2], size))
 
 
-def _inkling(fields: Fields, name: str) -> Layer:
+def _inkling(fields: Fields, name: str) -> LayerStates:
     """Attention, and float32 convolutions of its keys, its values, its output and the MLP's."""
     own_fields = fields
     if name == HYBRID_SLIDING:
@@ -195,7 +197,7 @@ def _nemotron_types(fields: Fields, count: int) -> Sequence[str]:
     return [letters[letter] for letter in pattern]
 
 
-def _zamba2_attention(fields: Fields, name: str) -> Layer:
+def _zamba2_attention(fields: Fields, name: str) -> LayerStates:
     """The shared attention works on the hidden states beside the embeddings: twice as wide."""
     fields.ignore("hybrid_layer_ids", "kv_channels", "num_query_groups", "attention_hidden_size")
     count = fields.whole(HEADS if fields.needed(HEADS) else "num_attention_heads")
@@ -206,7 +208,7 @@ def _lightning(fields: Fields) -> LinearState:
     return formats.lightning(fields.whole("num_attention_heads"), heads(fields).head_dim)
 
 
-def _zaya(fields: Fields, name: str) -> Layer:
+def _zaya(fields: Fields, name: str) -> LayerStates:
     """Compressed convolutional attention: K and V, and what their convolutions take."""
     kv, count = heads(fields), fields.whole("num_attention_heads")
     kernels = fields.whole("cca_time0"), fields.whole("cca_time1")

@@ -17,7 +17,7 @@ from kvpool.models.config import MAX_VALUE, Fields
 from kvpool.models.layer_types import CHUNKED, FULL, INDEXED, SLIDING, Types, all_full, types_of
 from kvpool.pools.states import LayeredPool, State, UnionPool
 
-Layer = tuple[State, ...]
+LayerStates = tuple[State, ...]
 HEADS, HEAD_DIM = "num_key_value_heads", "head_dim"
 Needs = frozenset[str]
 BOTH = frozenset((HEADS, HEAD_DIM))
@@ -66,7 +66,7 @@ class Declaration:
     def __str__(self) -> str:
         """The model and its pool, then a line for all layers that keep the same."""
         others = dict(self.arguments)
-        layers: dict[Layer, list[int]] = {}
+        layers: dict[LayerStates, list[int]] = {}
         for layer, states in others.pop("states", {}).items():
             layers.setdefault(states, []).append(layer)
         rows = [f"{self.model} ({self.owner}): {self.pool.__name__}, {len(self.layers)} layers"]
@@ -90,7 +90,7 @@ class Declaration:
         return {**{name: getattr(self, name) for name in names}, **self.arguments, **common}
 
 
-def layered(layers: Sequence[Layer], first: int = 0) -> Declaration:
+def layered(layers: Sequence[LayerStates], first: int = 0) -> Declaration:
     """The pool of these layers, numbered from `first`."""
     states = {n: layer for n, layer in enumerate(layers, first) if layer}
     kinds = frozenset(type(state.kind) for layer in layers for state in layer)
@@ -143,7 +143,7 @@ def refuse_ignored(fields: Fields, ignored: Needs) -> None:
             raise fields.wrong(name, f"{had} (models of this type do not read it)")
 
 
-def window_state(fields: Fields, name: str, kind: MHA | MLA) -> Layer:
+def window_state(fields: Fields, name: str, kind: MHA | MLA) -> LayerStates:
     """The state of a layer of type `name`: a window counts the current token too."""
     if name == FULL:
         return (State(kind),)
@@ -151,12 +151,12 @@ def window_state(fields: Fields, name: str, kind: MHA | MLA) -> Layer:
     return (State(kind, fields.whole(size, 2) - 1),)
 
 
-def grouped(fields: Fields, name: str) -> Layer:
+def grouped(fields: Fields, name: str) -> LayerStates:
     """Multi-head or grouped-query attention."""
     return window_state(fields, name, heads(fields))
 
 
-def latent(fields: Fields, name: str) -> Layer:
+def latent(fields: Fields, name: str) -> LayerStates:
     """A latent and a rope key, and with `indexed_attention` an indexer's key."""
     row = latent_row(fields)
     if name != INDEXED:
@@ -172,7 +172,7 @@ def latent_row(fields: Fields, rope: range = range(1, MAX_VALUE + 1)) -> MLA:
     return MLA(fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim", rope[0], rope[-1]))
 
 
-def indexed(fields: Fields, layers: list[Layer]) -> list[Layer]:
+def indexed(fields: Fields, layers: list[LayerStates]) -> list[LayerStates]:
     """Index keys on all layers, or on those of indexer_types "full": the others reuse the indices
     of the last full layer and have no keys.
     """
@@ -215,11 +215,11 @@ class Family:
     given. `draft`: the type of the draft's layers, where they are known.
     """
 
-    attention: Callable[[Fields, str], Layer]
+    attention: Callable[[Fields, str], LayerStates]
     types: Types = all_full
     names: tuple[str, ...] = (FULL, SLIDING)
     layers: Callable[[Fields], int] = lambda fields: fields.num_layers
-    also: Callable[[Fields, list[Layer]], list[Layer]] = lambda _, layers: layers
+    also: Callable[[Fields, list[LayerStates]], list[LayerStates]] = lambda _, layers: layers
     needs: Needs = frozenset()
     ignores: Needs = frozenset()
     draft: str = ""

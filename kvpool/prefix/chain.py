@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Key = bytes
+PrefixKey = bytes
 KEY_BYTES = 32
 
 Tokens = npt.NDArray[np.int32]
@@ -50,11 +50,11 @@ def token_ids(tokens: npt.ArrayLike) -> Tokens:
     return numbers.astype(np.int32)
 
 
-def _key(data: bytes) -> Key:
+def _key(data: bytes) -> PrefixKey:
     return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
 
 
-def _media_key(before: Key, spans: list[bytes], tokens: bytes) -> Key:
+def _media_key(before: PrefixKey, spans: list[bytes], tokens: bytes) -> PrefixKey:
     # a hash of its own, in which spans are counted: no tokens are what spans and tokens are
     data = b"".join([before, struct.pack("<q", len(spans)), *spans, tokens])
     return hashlib.blake2b(data, digest_size=KEY_BYTES, person=b"media").digest()
@@ -101,7 +101,7 @@ class Chain:
         return self.num_tokens // self.page
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[PrefixKey]:
         """The keys `[pages]` of the prefixes that end with each page."""
         return self._keys[1 : self.pages + 1]
 
@@ -122,8 +122,8 @@ class Chain:
             del self._keys[start // self.page + 1 :]
         hashed, step = (len(self._keys) - 1) * self.page, 4 * self.page
         fresh = self._tokens[hashed : self.pages * self.page].astype("<i4").tobytes()
-        for at in range(0, len(fresh), step):
-            before, more = self._keys[-1], fresh[at : at + step]
+        for offset in range(0, len(fresh), step):
+            before, more = self._keys[-1], fresh[offset : offset + step]
             spans = self._spans.get(len(self._keys) - 1)
             self._keys.append(
                 _key(before + more) if spans is None else _media_key(before, spans, more)

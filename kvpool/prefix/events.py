@@ -55,7 +55,7 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class _Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+class _EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     ts: float
     events: Sequence[Event]
     data_parallel_rank: int | None = None
@@ -79,4 +79,4 @@ def extra_keys(chain: Chain, items: range, tokens: int) -> list[ExtraKeys | None
 
 def encode(events: Sequence[Event], data_parallel_rank: int | None = None) -> bytes:
     """A batch of events as msgpack, with the time of now."""
-    return msgspec.msgpack.encode(_Batch(time.time(), events, data_parallel_rank))
+    return msgspec.msgpack.encode(_EventBatch(time.time(), events, data_parallel_rank))

@@ -86,7 +86,9 @@ class PoolMemory(DeviceMemory):
         self._firsts = np.cumsum(sizes) - sizes  # index of each tensor's first byte
         parts = zip((self._lows - start).tolist(), sizes.tolist())
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        tensors = [empty.new_empty(0).set_(storage, at, (size,), (1,)) for at, size in parts]
+        tensors = [
+            empty.new_empty(0).set_(storage, offset, (size,), (1,)) for offset, size in parts
+        ]
         super().__init__(pool.device, *tensors)
 
     def number(self, pointers: Ints) -> Ints:

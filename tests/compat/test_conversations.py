@@ -82,8 +82,8 @@ class Replay:
         if self.side == "decode":  # what it reads has the digests that prefill gave
             return self.digests.pop(0)
         digester = Digester()
-        steps = digests(self.placed, effect.address, effect.pieces, effect.each)
-        digester.add(effect.key, steps)
+        steps = digests(self.placed, effect.table, effect.pieces, effect.each)
+        digester.enqueue(effect.key, steps)
         while (answer := digester.step()) is None:
             pass
         assert answer[1] is not None, answer
@@ -107,7 +107,7 @@ def answered(number: int) -> tuple[list[bytes], PrefillMachine]:
                 room, start, stop, last, aux, layers = values
                 chunk = events.OfferChunk(
                     room=room,
-                    address=table(stop, 1),
+                    table=table(stop, 1),
                     tokens=range(start, stop),
                     last=last,
                     aux=aux,
@@ -156,7 +156,7 @@ def asked(number: int, attempts: list[str], monkeypatch) -> tuple[list[bytes], D
                 room, tokens, start, *traced = values
                 request = events.RequestRoom(
                     room=room,
-                    address=table(tokens, 2),
+                    table=table(tokens, 2),
                     start=start,
                     link=links[-1],
                     # also to a release that knows of no traces, which is not told of this one

@@ -8,7 +8,7 @@ from contextlib import closing
 from disagg.store.chunks import KINDS
 from disagg.store.floors.base import Floor, open_floor
 from disagg.store.upkeep.inventory import object_name, taken
-from kvpool.prefix.chain import Chain, Key, token_ids
+from kvpool.prefix.chain import Chain, PrefixKey, token_ids
 from tests.engines.process import EngineFailed
 
 CHUNK = 256
@@ -19,7 +19,7 @@ def whole_chunks(length: int) -> int:
     return (length - 1) // CHUNK * CHUNK
 
 
-def chunk_keys(prompt: list[int], tenant: str = "") -> list[Key]:
+def chunk_keys(prompt: list[int], tenant: str = "") -> list[PrefixKey]:
     """Keys of the chunks that are found."""
     chain = Chain(CHUNK, tenant)
     chain.append(token_ids(prompt[: whole_chunks(len(prompt))]))
@@ -39,7 +39,7 @@ def until_stored(
             time.sleep(0.05)
 
 
-def _is_lacking(floor: Floor, prompts: list[list[Key]]) -> list[bool]:
+def _is_lacking(floor: Floor, prompts: list[list[PrefixKey]]) -> list[bool]:
     """For each chunk of prompts, by key, whether an object of it is not there. Objects are complete
     if one geometry's are: one of each part that has the kind. Recurrent state ends with a prompt's
     last chunk.

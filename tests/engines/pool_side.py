@@ -13,7 +13,7 @@ from disagg.store import Store
 from kvpool import Allocator, PrefixCache
 from kvpool.allocation.request import Request
 from kvpool.integrations.transformers import PoolCache
-from kvpool.prefix.chain import Key
+from kvpool.prefix.chain import PrefixKey
 from tests.engines.chunks import CHUNK, chunk_keys
 from tests.engines.pair import saved
 from tests.engines.stored import Answer
@@ -53,7 +53,7 @@ class PoolSide:
         self._allocator.free(request)
         return Answer(answer, cached)
 
-    def _save(self, side: str, request: Request, keys: list[Key]) -> None:
+    def _save(self, side: str, request: Request, keys: list[PrefixKey]) -> None:
         """What the model's attention reads of chunks: K and V, `[position, head, dim]`."""
         where = self._allocator.locations(request)["kv"][: len(keys) * CHUNK]
         pool = self._model.pool

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from disagg.store.lookup import REFRESH_SECONDS
-from kvpool.prefix.chain import Key
+from kvpool.prefix.chain import PrefixKey
 from tests.engines.chunks import chunk_keys, until_stored, whole_chunks
 from tests.engines.pair import compare
 from tests.engines.process import EngineFailed
@@ -152,7 +152,7 @@ def _compare(
 
 
 def _until_saved(
-    side: Side, what: str, prompts: list[list[Key]], seconds: float = 30.0
+    side: Side, what: str, prompts: list[list[PrefixKey]], seconds: float = 30.0
 ) -> list[Path]:
     """Files of prompts' last chunks, of all ranks, once the oracles have saved them."""
     until = time.monotonic() + seconds

@@ -138,13 +138,13 @@ def test_leases_that_end_during_reads_fail_rooms_and_none_succeeds_wrongly(monke
 
 
 def test_a_room_that_never_ends_is_found(monkeypatch):
-    known = EndedRooms.add
+    known = EndedRooms.note_ended
 
     def all_but_one(self, name, failure):
         if name != 5:
             known(self, name, failure)
 
-    monkeypatch.setattr(EndedRooms, "add", all_but_one)
+    monkeypatch.setattr(EndedRooms, "note_ended", all_but_one)
     with pytest.raises(RuntimeError, match="no room has ended"):
         Fleet(SMALL).run()
 
@@ -162,7 +162,7 @@ def test_the_command_prints_the_figures(capsys):
 
 
 def test_the_command_says_what_is_broken(monkeypatch, capsys):
-    once = EndedRooms.take
-    monkeypatch.setattr(EndedRooms, "take", lambda self: once(self) * 2)
+    once = EndedRooms.take_ended
+    monkeypatch.setattr(EndedRooms, "take_ended", lambda self: once(self) * 2)
     assert main(["--prefill", "2", "--decode", "2", "--rooms", "5"]) == 1
     assert "has ended twice" in capsys.readouterr().err

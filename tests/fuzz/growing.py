@@ -117,7 +117,7 @@ def get_chunk(data: bytes) -> None:
         decode = DecodeMachine(machines.hello(OWN, "d"), OWN, 1, now=0.0)
         decode.handle(ConnectLink(link := Link(("x",))), 0.0)
         decode.handle(Received(0, machines.hello(OWN, "g1")), 0.0)
-        decode.handle(RequestRoom(room="r", address=samples.address(OWN), start=0, link=link), 0.0)
+        decode.handle(RequestRoom(room="r", table=samples.address(OWN), start=0, link=link), 0.0)
         attempt = decode.rooms.by_name["r"].attempt
         decode.handle(Received(0, msgspec.structs.replace(message, attempt=attempt)), 0.0)
 
@@ -142,7 +142,7 @@ def ask_for_digests(data: bytes) -> None:
     layout, address = long_room()
     prefill = PrefillMachine(machines.hello(layout, "g1"), layout, now=0.0)
     prefill.handle(Received(b"d", machines.hello(layout, "d")), 0.0)
-    chunk = OfferChunk(room="r", address=address, tokens=range(TOKENS), last=True)
+    chunk = OfferChunk(room="r", table=address, tokens=range(TOKENS), last=True)
     prefill.handle(chunk, 0.0)
     attempt = {"generation": "g1", "room": "r", "attempt": "a"}
     request = messages.ReadRequest(**attempt, start=0, num_tokens=TOKENS, readers=1)
@@ -152,7 +152,7 @@ def ask_for_digests(data: bytes) -> None:
         for effect in prefill.handle(Received(b"d", message), 0.0):
             if isinstance(effect, ComputeDigest):
                 with suppress(ValueError):
-                    list(digests(layout, effect.address, effect.pieces, effect.each))
+                    list(digests(layout, effect.table, effect.pieces, effect.each))
 
 
 def pieces() -> list[Any]:

@@ -325,7 +325,7 @@ def _honest(choices: Choices, peer: PoolLayout, asked: Any) -> Any:
 def _bind(read: Read) -> None:
     """Binds a read as the reader does, and checks the batch."""
     try:
-        batch = read.bind()
+        batch = read.bound_runs()
     except ValueError:
         return
     source = read.plan.sources[read.rank.source]

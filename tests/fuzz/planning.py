@@ -53,7 +53,7 @@ def run(data: bytes) -> str:
             ready = codec.decode(data)
             if not isinstance(ready, messages.ChunkReady):
                 continue
-            address = ready.address()
+            address = ready.block_table()
             meant = {"tokens": range(ready.start, ready.stop)}
             if some := ready.layers:
                 meant |= {"layers": some.layers, "owner": some.owner}

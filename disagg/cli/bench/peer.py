@@ -72,9 +72,9 @@ class BenchContext:
         self._other.close()
 
 
-def served(other: OtherProcess, method: str, *arguments: Any) -> Any:
+def served(peer: OtherProcess, method: str, *arguments: Any) -> Any:
     """What a method of the peer returns. Raises Inapplicable if it refuses."""
-    answer, refusal = other.call("refusable", method, *arguments)
+    answer, refusal = peer.call("refusable", method, *arguments)
     if refusal is not None:
         raise Inapplicable(refusal)
     return answer

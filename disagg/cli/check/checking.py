@@ -20,7 +20,7 @@ from disagg.protocol.peers.link import Link
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 from kvpool.device import DeviceUnavailable
 
-Source = Callable[[], AbstractContextManager[Sequence[str]]]
+PrefillOpener = Callable[[], AbstractContextManager[Sequence[str]]]
 """A block in which prefill's part of a check serves, with its addresses."""
 
 LOOK = 0.1
@@ -38,7 +38,7 @@ class Check:
 
     fit: Fit
     settings: Settings
-    source: Source | None
+    source: PrefillOpener | None
     nbytes: int
     timeout: float
     device: str | None

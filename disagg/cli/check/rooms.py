@@ -48,7 +48,7 @@ class Moved:
         """Bytes a second."""
         return self.bytes / self.seconds if self.seconds else 0.0
 
-    def add(self, metrics: RoomMetrics, tokens: int) -> None:
+    def count_room(self, metrics: RoomMetrics, tokens: int) -> None:
         """Counts a room that has succeeded."""
         ready = min(read.ready for read in metrics.reads)
         self.seconds += max(read.ended for read in metrics.reads) - ready
@@ -105,9 +105,9 @@ class CheckRooms:
             self.endpoint.abort(room, "the time of the check is over.")
             return None
         self.endpoint.forget(room)
-        moved.add(metrics, tokens)
+        moved.count_room(metrics, tokens)
         alone = Moved()
-        alone.add(metrics, tokens)
+        alone.count_room(metrics, tokens)
         return alone
 
     def _tokens(self, nbytes: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from disagg.cli.check.checking import UNABLE, Check, Source
+from disagg.cli.check.checking import UNABLE, Check, PrefillOpener
 from disagg.cli.check.offer import CheckOffers, addresses_of
 from disagg.cli.check.served import place_here, served
 from disagg.cli.check.transport import UsedTransport, transport_of, watched_ucx
@@ -107,7 +107,7 @@ def compare(prefill: str, decode: str, place: str | None, terms: Terms) -> None:
 
 def _source(
     prefill: str, contract: Contract, place: str | None, settings: Settings, terms: Terms
-) -> Source | None:
+) -> PrefillOpener | None:
     """Prefill's part of the check: the one that `--from` names, or one of this check's own if
     prefill is on this host.
     """

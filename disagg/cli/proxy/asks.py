@@ -70,21 +70,21 @@ def bootstrap(host: str, port: int, room: int) -> Body:
     return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room}
 
 
-def sglang_prefill(body: Body, where: Body) -> Body:
+def sglang_prefill(body: Body, place: Body) -> Body:
     """Its answer is not passed on, so it is not streamed."""
     asked = {key: value for key, value in body.items() if key != "stream_options"}
-    return asked | where | {"stream": False}
+    return asked | place | {"stream": False}
 
 
-def sglang_prefill_of_tokens(ids: Sequence[int], where: Body) -> Body:
+def sglang_prefill_of_tokens(ids: Sequence[int], place: Body) -> Body:
     """For a vLLM decode, which computes the prompt's last token itself (`POST /generate`)."""
     sampling = {"max_new_tokens": 1, "temperature": 0}
-    return {"input_ids": [*ids[:-1]], "sampling_params": sampling, **where}
+    return {"input_ids": [*ids[:-1]], "sampling_params": sampling, **place}
 
 
-def sglang_decode_of_vllm(path: str, body: Body, ids: Sequence[int], where: Body) -> Body:
+def sglang_decode_of_vllm(path: str, body: Body, ids: Sequence[int], place: Body) -> Body:
     """With the tokens that vLLM has computed, in place of what SGLang's tokenizer would make."""
-    return body | where | ({"input_ids": [*ids]} if path == CHAT else {"prompt": [*ids]})
+    return body | place | ({"input_ids": [*ids]} if path == CHAT else {"prompt": [*ids]})
 
 
 def prompt_tokens(answer: Mapping[str, Any]) -> list[int]:
@@ -109,7 +109,11 @@ def check_between_engines(path: str, body: Body, *, samples: bool) -> None:
     prompt = body.get("prompt")
     if path != CHAT and isinstance(prompt, list) and not is_tokens(prompt):
         raise NotHandedOver("one prompt a request: a text, or a list of token ids.")
-    contents = [one.get("content") for one in body.get("messages") or () if isinstance(one, dict)]
+    contents = [
+        message.get("content")
+        for message in body.get("messages") or ()
+        if isinstance(message, dict)
+    ]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
         raise NotHandedOver("text only: the engines prepare pictures and sound each in their way.")

@@ -94,10 +94,10 @@ class Exchange:
         return first
 
     async def _sglang(self) -> Answer:
-        where = asks.bootstrap(self.prefill.host, self.prefill.bootstrap_port, new_room())
-        asked = asks.sglang_prefill(self.body, where)
+        place = asks.bootstrap(self.prefill.host, self.prefill.bootstrap_port, new_room())
+        asked = asks.sglang_prefill(self.body, place)
         prefill = self._ask("prefill", self.prefill, self.path, asked)
-        return await self._both(prefill, self.body | where)
+        return await self._both(prefill, self.body | place)
 
     async def _vllm_to_sglang(self) -> Answer:
         room = new_room()
@@ -109,8 +109,8 @@ class Exchange:
             raise NotHandedOver(f"{self.prefill.url} did not answer as KvpoolConnector's prefill.")
         addresses = self.prefill.addresses
         host, port = await asyncio.to_thread(self.bootstraps.place, self.decode, addresses)
-        where = asks.bootstrap(host, port, room)
-        return await self._decode(asks.sglang_decode_of_vllm(self.path, self.body, ids, where))
+        place = asks.bootstrap(host, port, room)
+        return await self._decode(asks.sglang_decode_of_vllm(self.path, self.body, ids, place))
 
     async def _sglang_to_vllm(self) -> Answer:
         ids = self.body.get("prompt") or []
@@ -123,8 +123,8 @@ class Exchange:
         if len(ids) < 2:
             return await self._decode(self.body)
         room, ranks = new_room(), await self.prefill.sglang_ranks(self.session)
-        where = asks.bootstrap(self.prefill.host, self.prefill.bootstrap_port, room)
-        asked = asks.sglang_prefill_of_tokens(ids, where)
+        place = asks.bootstrap(self.prefill.host, self.prefill.bootstrap_port, room)
+        asked = asks.sglang_prefill_of_tokens(ids, place)
         prefill = self._ask("prefill", self.prefill, "/generate", asked)
         return await self._both(prefill, asks.vllm_decode_of_sglang(self.body, room, ids, ranks))
 

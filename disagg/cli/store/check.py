@@ -101,6 +101,6 @@ def _print(url: str, counts: Counter[str], nbytes: int, problems: list[ObjectVer
     for verdict in problems:
         why = one_line(verdict.why, 500)
         typer.echo(f"{verdict.state}: {verdict.name}: {why}".removesuffix(": "))
-    found = ", ".join(f"{counts[state]:,} {state}" for state in STATES if counts[state])
+    words = ", ".join(f"{counts[state]:,} {state}" for state in STATES if counts[state])
     objects = counted(sum(counts.values()), "object")
-    typer.echo(f"{url}: {objects}, {human(nbytes)}: {found or 'nothing is there'}.")
+    typer.echo(f"{url}: {objects}, {human(nbytes)}: {words or 'nothing is there'}.")

@@ -67,16 +67,16 @@ def bar(total: int) -> Iterator[Callable[[str, int], None]]:
 
 def full_namespace(inventory: Inventory, name: str) -> str:
     """The namespace whose digits begin so. Raises typer.BadParameter."""
-    matches = [known for known in inventory.namespaces if known.startswith(name)]
+    matches = [namespace for namespace in inventory.namespaces if namespace.startswith(name)]
     if len(matches) == 1:
         return matches[0]
     if matches:
-        several = ", ".join(known[:16] for known in matches)
+        several = ", ".join(namespace[:16] for namespace in matches)
         raise typer.BadParameter(
             f"{name}: several namespaces begin so: {several}. Give more digits."
         )
-    known = ", ".join(known[:12] for known in inventory.namespaces) or "none"
-    raise typer.BadParameter(f"{name}: no namespace of this store begins so; it has {known}.")
+    names = ", ".join(namespace[:12] for namespace in inventory.namespaces) or "none"
+    raise typer.BadParameter(f"{name}: no namespace of this store begins so; it has {names}.")
 
 
 def when(seconds: float | None) -> str:

@@ -122,13 +122,13 @@ def _stored(text: str) -> Configuration:
             "store ls lists them."
         )
     with opened(match["url"] + (match["options"] or "")) as floor:
-        held, number = find(floor, match["what"])
+        namespace, number = find(floor, match["what"])
     if number is None:
-        if not held.geometries:
+        if not namespace.geometries:
             raise ValueError(f"{text}: its catalogue has no geometry that can be read.")
-        number = next(iter(held.geometries))
-    name = f"{match['url']}/{held.namespace[:12]}/{number}"
-    return of_geometry(name, held.geometries[number])
+        number = next(iter(namespace.geometries))
+    name = f"{match['url']}/{namespace.namespace[:12]}/{number}"
+    return of_geometry(name, namespace.geometries[number])
 
 
 def _planned(text: str, split: RankSplit, chunk_tokens: int) -> Configuration:
@@ -142,9 +142,9 @@ def _planned(text: str, split: RankSplit, chunk_tokens: int) -> Configuration:
     ranks = [
         (f"rank {number}" if several else "", rank.layout) for number, rank in enumerate(side.ranks)
     ]
-    said = {} if side.files else _conventions(text)
+    conventions = {} if side.files else _conventions(text)
     words = f"{text}, {len(ranks)} ranks" if several else text
-    return of_ranks(words, ranks, said, chunk_tokens)
+    return of_ranks(words, ranks, conventions, chunk_tokens)
 
 
 def _conventions(config: str) -> dict[str, Convention]:
@@ -161,7 +161,7 @@ def _as_dict(
 ) -> dict[str, Any]:
     from disagg.store.upkeep.compare import needs
 
-    about = [
+    descriptions = [
         {
             "name": side.name,
             "namespace": side.namespace,
@@ -180,8 +180,8 @@ def _as_dict(
         for way, reasons in ways
     )
     return {
-        "a": about[0],
-        "b": about[1],
+        "a": descriptions[0],
+        "b": descriptions[1],
         "namespace": [asdict(row) for row in comparison.namespaces],
         "conventions": [asdict(row) for row in comparison.conventions],
         "a_to_b": forth,
@@ -196,9 +196,9 @@ def _print(sides: tuple[Configuration, Configuration], comparison: StoreComparis
 
     console = Console()
     for letter, side in zip("AB", sides):
-        known = "" if side.complete else ", if it says no more than is known here"
+        proviso = "" if side.complete else ", if it says no more than is known here"
         typer.echo(f"{letter}: {side.name}")
-        typer.echo(f"   namespace {side.namespace}{known}")
+        typer.echo(f"   namespace {side.namespace}{proviso}")
         typer.echo(f"   a prefix needs: {' '.join(needs(side))}")
     typer.echo("")
     for title, rows in (

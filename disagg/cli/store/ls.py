@@ -70,7 +70,7 @@ def as_dict(inventory: Inventory) -> dict[str, Any]:
     """What `ls` prints with --json; its help says what the keys mean."""
     foreign = inventory.foreign
     return {
-        "namespaces": [held_dict(held) for held in inventory.namespaces.values()],
+        "namespaces": [namespace_dict(namespace) for namespace in inventory.namespaces.values()],
         "foreign": {
             "objects": foreign.objects,
             "bytes": foreign.nbytes,
@@ -79,19 +79,19 @@ def as_dict(inventory: Inventory) -> dict[str, Any]:
     }
 
 
-def held_dict(held: Held) -> dict[str, Any]:
+def namespace_dict(namespace: Held) -> dict[str, Any]:
     """A namespace as JSON."""
     geometries = []
-    for digest in held.digests():
-        geometry = held.geometry(digest)
+    for digest in namespace.digests():
+        geometry = namespace.geometry(digest)
         kinds = [
             {"kind": kind, **_amount(amount)}
-            for (of, kind), amount in held.amounts.items()
+            for (of, kind), amount in namespace.amounts.items()
             if of == digest
         ]
         geometries.append(
             {
-                "number": held.number(digest),
+                "number": namespace.number(digest),
                 "geometry": digest.hex(),
                 "ranks": geometry and len(geometry.parts),
                 "conventions": dict(geometry.conventions) if geometry else None,
@@ -99,13 +99,13 @@ def held_dict(held: Held) -> dict[str, Any]:
             }
         )
     return {
-        "namespace": held.namespace,
-        "text": held.text,
-        "chunk_tokens": held.chunk_tokens,
-        "chunks": len(held.keys),
-        **_amount(held.amount()),
+        "namespace": namespace.namespace,
+        "text": namespace.text,
+        "chunk_tokens": namespace.chunk_tokens,
+        "chunks": len(namespace.keys),
+        **_amount(namespace.amount()),
         "geometries": geometries,
-        "refused": [{"number": n, "reason": why} for n, why in held.refused.items()],
+        "refused": [{"number": n, "reason": why} for n, why in namespace.refused.items()],
     }
 
 
@@ -114,9 +114,9 @@ def _amount(amount: Amount) -> dict[str, Any]:
     return {"objects": amount.objects, "bytes": amount.nbytes, **times}
 
 
-def model_words(held: Held) -> str:
+def model_words(namespace: Held) -> str:
     """The model of a namespace, as its conventions say."""
-    text = held.text
+    text = namespace.text
     return "-" if text is None else str(text["model"] or "-")
 
 
@@ -138,12 +138,12 @@ def _print(url: str, inventory: Inventory) -> None:
     for name in ("objects", "bytes"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column(f"last {used_word(url)}")
-    for held in inventory.namespaces.values():
-        first = held.namespace[:12], escape(model_words(held)), f"{len(held.keys):,}"
+    for namespace in inventory.namespaces.values():
+        first = namespace.namespace[:12], escape(model_words(namespace)), f"{len(namespace.keys):,}"
         for (digest, kind), amount in sorted(
-            held.amounts.items(), key=lambda row: _order(held, row[0])
+            namespace.amounts.items(), key=lambda row: _order(namespace, row[0])
         ):
-            number = held.number(digest)
+            number = namespace.number(digest)
             geometry = "unknown" if number is None else str(number)
             amounts = f"{amount.objects:,}", human(amount.nbytes), when(amount.newest)
             table.add_row(*first, geometry, kind, *amounts)
@@ -153,9 +153,9 @@ def _print(url: str, inventory: Inventory) -> None:
         table.add_section()
     if inventory.namespaces:
         Console().print(table, crop=False)
-    for held in inventory.namespaces.values():
-        for number, why in held.refused.items():
-            name = f"{held.namespace[:12]} geometry {number}"
+    for namespace in inventory.namespaces.values():
+        for number, why in namespace.refused.items():
+            name = f"{namespace.namespace[:12]} geometry {number}"
             typer.echo(f"{name} cannot be read: {one_line(why, 500)}", err=True)
     if inventory.foreign.objects:
         names = ", ".join(inventory.foreign_names)
@@ -163,7 +163,7 @@ def _print(url: str, inventory: Inventory) -> None:
         typer.echo(f"foreign: {many}, {human(inventory.foreign.nbytes)}, such as {names}")
 
 
-def _order(held: Held, place: tuple[bytes, str]) -> tuple[int, int]:
+def _order(namespace: Held, place: tuple[bytes, str]) -> tuple[int, int]:
     from disagg.store.chunks import KINDS
 
-    return held.digests().index(place[0]), KINDS.index(place[1])
+    return namespace.digests().index(place[0]), KINDS.index(place[1])

@@ -49,7 +49,7 @@ def page(url: str, inventory: Inventory, forest: Forest) -> str:
         ],
         panels=[
             *([_amounts(inventory)] if inventory.namespaces else []),
-            *(panel for held in namespaces for panel in _trees(url, held, forest)),
+            *(panel for namespace in namespaces for panel in _trees(url, namespace, forest)),
         ],
         notes=notes,
     )
@@ -59,47 +59,47 @@ def page(url: str, inventory: Inventory, forest: Forest) -> str:
 def _amounts(inventory: Inventory) -> Panel:
     """Bytes of each geometry, by kind."""
     sizes = [
-        held.amount(digest).nbytes
-        for held in inventory.namespaces.values()
-        for digest in held.digests()
+        namespace.amount(digest).nbytes
+        for namespace in inventory.namespaces.values()
+        for digest in namespace.digests()
     ]
     most = max(sizes, default=0)
     unit = max(size for size in UNITS if size <= max(most, 1))
     axis = linear_axis(most / unit, lambda value: human(value * unit))
     rows: list[ChartRow | str] = []
-    for held in inventory.namespaces.values():
-        chunks = counted(len(held.keys), "chunk")
-        rows.append(f"{held.namespace[:12]} {model_words(held)}: {chunks}")
-        for digest in held.digests():
-            rows.append(_geometry_row(held, digest, unit))
+    for namespace in inventory.namespaces.values():
+        chunks = counted(len(namespace.keys), "chunk")
+        rows.append(f"{namespace.namespace[:12]} {model_words(namespace)}: {chunks}")
+        for digest in namespace.digests():
+            rows.append(_geometry_row(namespace, digest, unit))
     return Panel("bytes by namespace and geometry", axis, rows)
 
 
-def _geometry_row(held: Held, digest: bytes, unit: int) -> ChartRow:
-    geometry, number = held.geometry(digest), held.number(digest)
+def _geometry_row(namespace: Held, digest: bytes, unit: int) -> ChartRow:
+    geometry, number = namespace.geometry(digest), namespace.number(digest)
     name = f"geometry {digest.hex()[:16]}, which the catalogue does not have"
     if geometry is not None:
-        said = [f"{name}={value}" for name, value in geometry.conventions.items()]
+        conventions = [f"{name}={value}" for name, value in geometry.conventions.items()]
         ranks = counted(len(geometry.parts), "rank")
-        name = f"geometry {number}: {', '.join([ranks, *said[:4]])}"
+        name = f"geometry {number}: {', '.join([ranks, *conventions[:4]])}"
     marks, start = [], 0.0
     for kind in KINDS:
-        amount = held.amount(digest, kind)
+        amount = namespace.amount(digest, kind)
         if amount.objects:
             end = start + amount.nbytes / unit
             words = f"{kind}: {counted(amount.objects, 'object')}, {human(amount.nbytes)}"
             marks.append(Mark("bar", start, end, PAINT[kind], words))
             start = end
-    total = held.amount(digest)
+    total = namespace.amount(digest)
     return ChartRow(name, f"{counted(total.objects, 'object')}, {human(total.nbytes)}", marks)
 
 
-def _trees(url: str, held: Held, forest: Forest) -> Iterator[Panel]:
+def _trees(url: str, namespace: Held, forest: Forest) -> Iterator[Panel]:
     """The trees of a namespace, the largest first."""
-    roots = [root for root in forest.roots if root.namespace == held.namespace]
+    roots = [root for root in forest.roots if root.namespace == namespace.namespace]
     if not roots:
         return
-    tokens = held.chunk_tokens or 1
+    tokens = namespace.chunk_tokens or 1
     trees = sorted(([*runs(root)] for root in roots), key=_tree_bytes, reverse=True)
     every = [run for tree in trees for run in tree]
     last = max(run.first + len(run.chunks) for run in every)
@@ -110,8 +110,8 @@ def _trees(url: str, held: Held, forest: Forest) -> Iterator[Panel]:
     if every[MOST_RUNS:]:
         rest = sum(len(run.chunks) for run in every[MOST_RUNS:])
         rows.append(f"and {len(every) - MOST_RUNS:,} more rows, of {counted(rest, 'chunk')}")
-    unit = "tokens" if held.chunk_tokens else "chunks"
-    words = f"prefixes of {held.namespace[:12]} {model_words(held)}, in {unit}"
+    unit = "tokens" if namespace.chunk_tokens else "chunks"
+    words = f"prefixes of {namespace.namespace[:12]} {model_words(namespace)}, in {unit}"
     yield Panel(f"{words}: {counted(len(roots), 'tree')}", axis, rows)
 
 

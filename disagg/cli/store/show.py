@@ -73,34 +73,34 @@ def find(floor: Floor, what: str) -> tuple[Held, int | None]:
     if rest and not (number.isascii() and number.isdigit() and len(number) < 3):
         raise typer.BadParameter(f"{what}: a geometry has a number from 0 to 63, got {number!r}.")
     inventory = take(floor, name if len(name) == 32 else "")
-    held = inventory.namespaces[full_namespace(inventory, name)]
+    namespace = inventory.namespaces[full_namespace(inventory, name)]
     if not rest:
-        return held, None
-    if int(number) in held.refused:
-        raise ValueError(f"it cannot be read: {held.refused[int(number)]}")
-    if int(number) not in held.geometries:
-        known = ", ".join(map(str, held.geometries)) or "none"
-        raise typer.BadParameter(f"{what}: the catalogue has {known}.")
-    return held, int(number)
+        return namespace, None
+    if int(number) in namespace.refused:
+        raise ValueError(f"it cannot be read: {namespace.refused[int(number)]}")
+    if int(number) not in namespace.geometries:
+        numbers = ", ".join(map(str, namespace.geometries)) or "none"
+        raise typer.BadParameter(f"{what}: the catalogue has {numbers}.")
+    return namespace, int(number)
 
 
 def _namespace_or_geometry(floor: Floor, what: str, as_json: bool) -> None:
-    from disagg.cli.store.ls import held_dict
+    from disagg.cli.store.ls import namespace_dict
 
-    held, number = find(floor, what)
+    namespace, number = find(floor, what)
     if number is not None:
-        geometry = held.geometries[number]
+        geometry = namespace.geometries[number]
         if as_json:
-            typer.echo(json.dumps(_geometry_dict(held, number, geometry)))
+            typer.echo(json.dumps(_geometry_dict(namespace, number, geometry)))
         else:
-            _print_geometry(held, number, geometry)
+            _print_geometry(namespace, number, geometry)
     elif as_json:
-        typer.echo(json.dumps(held_dict(held)))
+        typer.echo(json.dumps(namespace_dict(namespace)))
     else:
-        _print_namespace(held)
+        _print_namespace(namespace)
 
 
-def _geometry_dict(held: Held, number: int, geometry: Geometry) -> dict[str, Any]:
+def _geometry_dict(namespace: Held, number: int, geometry: Geometry) -> dict[str, Any]:
     parts = [
         {
             kind: {
@@ -113,7 +113,7 @@ def _geometry_dict(held: Held, number: int, geometry: Geometry) -> dict[str, Any
         for part in geometry.parts
     ]
     return {
-        "namespace": held.namespace,
+        "namespace": namespace.namespace,
         "number": number,
         "geometry": geometry.digest.hex(),
         "chunk_tokens": geometry.chunk_tokens,
@@ -122,7 +122,7 @@ def _geometry_dict(held: Held, number: int, geometry: Geometry) -> dict[str, Any
     }
 
 
-def _print_namespace(held: Held) -> None:
+def _print_namespace(namespace: Held) -> None:
     from rich.console import Console
     from rich.markup import escape
 
@@ -131,10 +131,10 @@ def _print_namespace(held: Held) -> None:
     from kvpool.layout.units import human
     from kvpool.render.table import FittedTable
 
-    amount = held.amount()
-    chunks, objects = counted(len(held.keys), "chunk"), counted(amount.objects, "object")
-    typer.echo(f"namespace {held.namespace}: {chunks}, {objects}, {human(amount.nbytes)}")
-    text = held.text or {}
+    amount = namespace.amount()
+    chunks, objects = counted(len(namespace.keys), "chunk"), counted(amount.objects, "object")
+    typer.echo(f"namespace {namespace.namespace}: {chunks}, {objects}, {human(amount.nbytes)}")
+    text = namespace.text or {}
     for name, value in text.items():
         if name != "state":
             typer.echo(f"  {name}: {'not said' if value is None else value}")
@@ -144,23 +144,23 @@ def _print_namespace(held: Held) -> None:
     for name in ("ranks", "bytes a chunk", "objects"):
         table.add_column(name, justify="right")
     table.add_column("conventions beside the namespace's")
-    for digest in held.digests():
-        geometry, number = held.geometry(digest), held.number(digest)
+    for digest in namespace.digests():
+        geometry, number = namespace.geometry(digest), namespace.number(digest)
         named = digest.hex()[:16] if number is None else f"{number}: {digest.hex()[:16]}"
-        said = dict(geometry.conventions) if geometry else {}
-        words = ", ".join(f"{k}={v}" for k, v in said.items() if k not in text) or "-"
-        for kind in sorted({what for of, what in held.amounts if of == digest}):
+        conventions = dict(geometry.conventions) if geometry else {}
+        words = ", ".join(f"{k}={v}" for k, v in conventions.items() if k not in text) or "-"
+        for kind in sorted({what for of, what in namespace.amounts if of == digest}):
             parts = [part[kind] for part in geometry.parts if kind in part] if geometry else []
             sizes = human(sum(part.nbytes for part in parts)) if parts else "unknown"
-            count = f"{held.amount(digest, kind).objects:,}"
+            count = f"{namespace.amount(digest, kind).objects:,}"
             table.add_row(named, kind, str(len(parts) or "-"), sizes, count, escape(words))
             named = words = ""
     Console().print(table, crop=False)
-    for number, why in held.refused.items():
+    for number, why in namespace.refused.items():
         typer.echo(f"geometry {number} cannot be read: {one_line(why, 500)}", err=True)
 
 
-def _print_geometry(held: Held, number: int, geometry: Geometry) -> None:
+def _print_geometry(namespace: Held, number: int, geometry: Geometry) -> None:
     from rich.console import Console
 
     from kvpool.layout.units import human
@@ -168,8 +168,8 @@ def _print_geometry(held: Held, number: int, geometry: Geometry) -> None:
 
     ranks = counted(len(geometry.parts), "rank")
     typer.echo(
-        f"namespace {held.namespace}, geometry {number}: {geometry.digest.hex()}, {ranks}, chunks "
-        f"of {geometry.chunk_tokens:,} tokens"
+        f"namespace {namespace.namespace}, geometry {number}: {geometry.digest.hex()}, {ranks}, "
+        f"chunks of {geometry.chunk_tokens:,} tokens"
     )
     for name, value in geometry.conventions.items():
         typer.echo(f"  {name}: {value}")
@@ -180,24 +180,24 @@ def _print_geometry(held: Held, number: int, geometry: Geometry) -> None:
             Console().print(layout_table(chunk.layout, title), "", crop=False)
 
 
-def _object(floor: Floor, name: str, said: StoredName, as_json: bool) -> None:
+def _object(floor: Floor, name: str, stored: StoredName, as_json: bool) -> None:
     """Raises ValueError for what cannot be read."""
     from disagg.store.objects import START_BYTES, Damaged, decode_start
     from disagg.store.upkeep.inventory import take
 
     with floor.read(name, [(0, START_BYTES)]) as (data,):
         start = decode_start(data)
-    if start.identity.name(said.namespace) != name:
-        raise Damaged(f"its head is of {start.identity.name(said.namespace)}.")
-    held = take(floor, said.namespace).namespaces[said.namespace]
-    geometry, number = held.geometry(said.geometry), held.number(said.geometry)
+    if start.identity.name(stored.namespace) != name:
+        raise Damaged(f"its head is of {start.identity.name(stored.namespace)}.")
+    namespace = take(floor, stored.namespace).namespaces[stored.namespace]
+    geometry, number = namespace.geometry(stored.geometry), namespace.number(stored.geometry)
     if geometry is None:
-        raise ValueError(f"the catalogue has no geometry {said.geometry.hex()[:16]}.")
-    if said.part >= len(geometry.parts) or said.kind not in geometry.parts[said.part]:
-        raise ValueError(f"geometry {number} has no part {said.part} of kind {said.kind}.")
+        raise ValueError(f"the catalogue has no geometry {stored.geometry.hex()[:16]}.")
+    if stored.part >= len(geometry.parts) or stored.kind not in geometry.parts[stored.part]:
+        raise ValueError(f"geometry {number} has no part {stored.part} of kind {stored.kind}.")
     fields = _object_dict(name, start, geometry)
     if as_json:
-        layout = json.loads(geometry.parts[said.part][said.kind].layout.to_json())
+        layout = json.loads(geometry.parts[stored.part][stored.kind].layout.to_json())
         typer.echo(json.dumps({**fields, "number": number, "layout": layout}))
     else:
         _print_object(fields, number, geometry)

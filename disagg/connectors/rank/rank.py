@@ -150,7 +150,7 @@ class Rank:
         self,
         request: str,
         room: Room,
-        address: RequestAddress,
+        table: RequestAddress,
         tokens: range,
         *,
         last: bool,
@@ -170,7 +170,7 @@ class Rank:
         owner, number = layer or ("target", 0)
         only = None if layer is None else range(number, number + 1)
         prefill.send(
-            room, address, tokens=tokens, last=last, aux=aux, after=after, owner=owner, layers=only
+            room, table, tokens=tokens, last=last, aux=aux, after=after, owner=owner, layers=only
         )
 
     def not_sent(self, request: str, room: Room, why: Exception) -> None:
@@ -187,7 +187,7 @@ class Rank:
         self,
         request: str,
         room: Room,
-        address: RequestAddress,
+        table: RequestAddress,
         *,
         start: int,
         peers: tuple[str, ...],
@@ -196,7 +196,7 @@ class Rank:
     ) -> None:
         """Asks `peers` for positions from `start` on, and `aux`. ValueError: see `not_received`."""
         link = self.links.to(peers)
-        self.decode.receive(room, address, start=start, link=link, aux=aux, traceparent=traceparent)
+        self.decode.receive(room, table, start=start, link=link, aux=aux, traceparent=traceparent)
         self._receiving[room] = _Receiving(request, link)
 
     def not_received(self, request: str, why: Exception) -> None:
@@ -245,7 +245,7 @@ class Rank:
         room that ends before its request is computed is told when the engine has finished that too.
         """
         self.turn()
-        if telling := [each for each in self._endpoints if each.has_ended or self._has_rooms(each)]:
+        if telling := [end for end in self._endpoints if end.has_ended or self._has_rooms(end)]:
             with deferred_signals:  # what a handler raises comes when the lists are in ours
                 for endpoint in telling:
                     self._ended.extend((endpoint, ended) for ended in endpoint.ended())

@@ -38,7 +38,7 @@ LOGGED = {
 """Counters that the log has, as it names them."""
 
 
-class _Source(NamedTuple):
+class _SeriesSource(NamedTuple):
     """What is asked for the series of a table."""
 
     table: Sequence[Series[Any]]
@@ -50,7 +50,7 @@ class Stats:
 
     def __init__(self, rank: int | str = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank, self._clock, self._lock = str(rank), clock, threading.Lock()
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, _SeriesSource] = {}
         """By the value of the label that names them."""
         self._counted: dict[str, float] = {}
         self._gauges: Numbers = {}
@@ -58,10 +58,10 @@ class Stats:
         self._due = -math.inf
 
     def watch_endpoint(self, side: str, snapshot: Callable[[], Snapshot]) -> None:
-        self._watch(side, _Source(ENDPOINT, snapshot))
+        self._watch(side, _SeriesSource(ENDPOINT, snapshot))
 
     def watch_store(self, stats: Callable[[], StoreStats]) -> None:
-        self._watch("kv", _Source(STORE, stats))
+        self._watch("kv", _SeriesSource(STORE, stats))
 
     def received(self, metrics: RoomMetrics, failure: Failure | None) -> None:
         """A room of decode has ended."""
@@ -102,7 +102,7 @@ class Stats:
                 taken |= gauges
         return taken or None
 
-    def _watch(self, label: str, source: _Source) -> None:
+    def _watch(self, label: str, source: _SeriesSource) -> None:
         with self._lock:
             self._sources[label] = source
             # one that was made again counts from 0
@@ -126,8 +126,8 @@ def total(first: Numbers, second: Numbers) -> Numbers:
     """The numbers of two ranks, or of two intervals, together."""
     together = first | second
     for key in first.keys() & second.keys():
-        one, other = first[key], second[key]
-        together[key] = one | other if isinstance(one, dict) else one + other
+        left, right = first[key], second[key]
+        together[key] = left | right if isinstance(left, dict) else left + right
     return together
 
 

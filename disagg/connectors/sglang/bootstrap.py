@@ -28,7 +28,7 @@ class BootstrapServer(ThreadingHTTPServer):
     """
 
     def __init__(self, host: str, port: int, addresses: Sequence[str]) -> None:
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), _BootstrapHandler)
         ranks = [dict(zip(("rank_ip", "rank_port"), split(text))) for text in addresses]
         self.answers: dict[str, dict[str, Any]] = {str(n): rank for n, rank in enumerate(ranks)}
         """By rank; for `UNKNOWN`, all of prefill."""
@@ -40,7 +40,7 @@ class BootstrapServer(ThreadingHTTPServer):
         }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _BootstrapHandler(BaseHTTPRequestHandler):
     server: BootstrapServer
 
     def do_GET(self) -> None:

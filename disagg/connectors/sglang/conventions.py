@@ -32,7 +32,9 @@ def index_keys(modules: Sequence[Any]) -> str | None:
     interleaved rope (GLM-5).
     """
     indexers = [module for module in modules if hasattr(module, "use_dsa_indexer_fusion")]
-    if any(one.use_dsa_indexer_fusion or one.use_aiter_fused_fp8_writer for one in indexers):
+    if any(
+        indexer.use_dsa_indexer_fusion or indexer.use_aiter_fused_fp8_writer for indexer in indexers
+    ):
         return "plain"
     turns = indexers or any(getattr(module, "is_in_indexer", False) for module in modules)
     return "hadamard" if turns else None

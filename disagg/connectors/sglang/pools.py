@@ -100,12 +100,12 @@ def engine_layout(
         for holder in (pools.tokens, pools.requests):
             pool = getattr(holder, "mamba_pool", None)
             # a draft of a hybrid names its target's slots, in which it keeps nothing
-            if pool is not None and not any(pool is known for known in slots):
+            if pool is not None and not any(pool is slot_pool for slot_pool in slots):
                 slots.append(pool)
                 tensors += read_pool(pool, pools.ranks, owner)
         if owner == "draft":
             numbers = {
-                n: layers + at for at, n in enumerate(sorted({t.number for _, t in tensors}))
+                n: layers + index for index, n in enumerate(sorted({t.number for _, t in tensors}))
             }
             tensors = [(space, replace(t, number=numbers[t.number])) for space, t in tensors]
             layers += len(numbers)

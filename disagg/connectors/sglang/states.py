@@ -205,9 +205,9 @@ def read_swa(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:
         window = Space("swa", entries_per_item=pool.page_size, window=layers.ranks.window)
         swa = replace(swa, space=window)
     for part, slides, holders in (pool.full_kv_pool, False, full), (pool.swa_kv_pool, True, swa):
-        places = {at: n for n, (at, is_swa) in pool.layers_mapping.items() if is_swa == slides}
+        places = {i: n for n, (i, is_swa) in pool.layers_mapping.items() if is_swa == slides}
         if places:
-            yield from read(part, replace(holders, numbers=[places[at] for at in sorted(places)]))
+            yield from read(part, replace(holders, numbers=[places[i] for i in sorted(places)]))
 
 
 def read_hybrid(pool: Any, layers: LayerSet) -> Iterator[PlacedTensor]:

@@ -89,12 +89,12 @@ class KvpoolSender(CommonKVSender):
             return
         with mgr.lock:
             try:
-                address = mgr.layout.address(stop, self._pages, state_indices)
+                table = mgr.layout.address(stop, self._pages, state_indices)
                 aux = None
                 if last and mgr.tells:
                     aux = read_row(mgr.metadata, self.aux_index, drafts=mgr.drafts)
                 tokens = range(start, stop)
-                mgr.rank.send(str(room), room, address, tokens, last=last, aux=aux, after=after)
+                mgr.rank.send(str(room), room, table, tokens, last=last, aux=aux, after=after)
                 mgr.update_status(room, KVPoll.Transferring)
             except Exception as error:  # of one request: the engine serves others
                 mgr.rank.not_sent(str(room), room, error)
@@ -158,12 +158,12 @@ class KvpoolReceiver(CommonKVReceiver):
         first, aux = start // mgr.kv_args.page_size, (FIRST_TOKEN,)
         try:
             request = self._request()
-            address = mgr.layout.address(tokens_of(request), kv_indices, state_indices, first)
+            table = mgr.layout.address(tokens_of(request), kv_indices, state_indices, first)
             mgr.known[self.bootstrap_addr].add(peers := self._peers())
             mgr.rank.receive(
                 str(room),
                 room,
-                address,
+                table,
                 start=start,
                 peers=peers,
                 aux=aux,

@@ -106,11 +106,11 @@ class KvpoolRadixCache(UnifiedRadixCache):
         if req is None or req.cache_request_handle != request:
             return
         tokens = array("q", matched_prefix_tokens or ())
-        known = len(tokens)
+        matched = len(tokens)
         tokens.extend(new_input_tokens)
         count = min(len(tokens), keyed_tokens(req))
         count = count // self.store.chunk_tokens * self.store.chunk_tokens
-        if count <= known:
+        if count <= matched:
             return
         del tokens[count:]
         key = RadixKey(tokens, extra_key, cache_salt=cache_salt)
@@ -188,8 +188,8 @@ class KvpoolRadixCache(UnifiedRadixCache):
 
     def swa_protected_size(self) -> int:
         windows = (p.positions.stop - p.window_start for p in self._places())
-        found = sum(windows) if self.supports_swa() else 0
-        return found + int(super().swa_protected_size())
+        slots = sum(windows) if self.supports_swa() else 0
+        return slots + int(super().swa_protected_size())
 
     def mamba_protected_size(self) -> int:
         states = sum(place.state is not None for place in self._places())
@@ -209,8 +209,8 @@ class KvpoolRadixCache(UnifiedRadixCache):
     def _begin(self, flow: Flow) -> None:
         """Begins to read what the store has and the tree has not, if there are slots."""
         prompt, total = flow.context, flow.tokens or 0
-        found = super().match_prefix(MatchPrefixParams(key=prompt.first(total)))
-        start = found.device_prefix_len
+        prefix = super().match_prefix(MatchPrefixParams(key=prompt.first(total)))
+        start = prefix.device_prefix_len
         self._stored[flow.name.rid] = total
         if total <= start or not self._slots.fits(total):
             self._end(flow)
@@ -218,7 +218,9 @@ class KvpoolRadixCache(UnifiedRadixCache):
         reading, count = self._in_flight(), total - start
         if reading and (reading + count) * IN_FLIGHT > self.token_to_kv_pool_allocator.size:
             return
-        place = self._slots.allocate(found.last_device_node, range(start, total), evict=flow.wanted)
+        place = self._slots.allocate(
+            prefix.last_device_node, range(start, total), evict=flow.wanted
+        )
         if place is not None:
             self.flows.read(flow, place, self._fence())
         elif flow.wanted:
@@ -265,8 +267,8 @@ class KvpoolRadixCache(UnifiedRadixCache):
         whole = ended == req.kv.kv_committed_len == up_to
         tokens = req.full_untruncated_fill_ids[: ended // chunk * chunk]
         keys = self.store.keys(tokens, salt_of(req.cache_salt, req.extra_key))
-        address = self._slots.held(req, ended, state=whole)
-        self.store.write(keys, address, range(first, ended))
+        table = self._slots.held(req, ended, state=whole)
+        self.store.write(keys, table, range(first, ended))
         self._stored[rid] = ended // chunk * chunk
 
     def _tell(self) -> None:

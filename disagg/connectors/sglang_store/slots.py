@@ -57,11 +57,11 @@ class Slots:
             first = (positions.stop - self._cache.sliding_window_size) // self._page * self._page
             window_start = max(window_start, first)
         lock = self._cache.lock(anchor)  # before others give way
-        found = self._take(count, positions.stop - window_start, evict)
-        if found is None:
+        slots = self._take(count, positions.stop - window_start, evict)
+        if slots is None:
             self._cache.unlock(lock)
             return None
-        tokens, state = found
+        tokens, state = slots
         return HeldSlots(
             positions=positions,
             tokens=tokens,

@@ -41,11 +41,11 @@ def make_cache(ctx: Any) -> KvpoolRadixCache:
     layout, rank = rank_layout(ctx), get_parallel().attn_tp_rank
     runner = ctx.tp_worker.model_runner
     loaded = ctx.server_args.load_format != "dummy"
-    said = engine_conventions(ctx.model_config, [*runner.model.modules()], loaded)
-    said |= scale_conventions(layout.layout, rank_scales([runner]))
+    conventions = engine_conventions(ctx.model_config, [*runner.model.modules()], loaded)
+    conventions |= scale_conventions(layout.layout, rank_scales([runner]))
     if loaded and (weights := digest(ctx.model_config)):
-        said["weights"] = weights
-    opening = Opening.of([(data, said) for data in all_layouts(ctx, layout.layout)])
+        conventions["weights"] = weights
+    opening = Opening.of([(data, conventions) for data in all_layouts(ctx, layout.layout)])
     store = opening.store(settings, rank, layout.layout)
     cache: KvpoolRadixCache = create_unified_radix_cache(ctx, cache_class=KvpoolRadixCache)
     on_host = all(buffer.on_host for buffer in layout.layout.buffers)
@@ -118,8 +118,8 @@ def rank_layout(ctx: Any) -> SglangLayout:
         ranks,
         state_types=[
             name
-            for name, there in (("swa", ctx.is_hybrid_swa), ("mamba", ctx.is_hybrid_ssm))
-            if there
+            for name, is_hybrid in (("swa", ctx.is_hybrid_swa), ("mamba", ctx.is_hybrid_ssm))
+            if is_hybrid
         ],
         total_layers=ctx.model_config.num_hidden_layers,
         requests=params.req_to_token_pool,

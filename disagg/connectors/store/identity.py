@@ -56,8 +56,8 @@ class Adapters:
             return None
         with self._lock:
             if folder in self._digests:
-                known, digest = self._digests[folder]
-                return digest if known == signature else None
+                earlier, digest = self._digests[folder]
+                return digest if earlier == signature else None
             if folder not in self._started:
                 self._started.add(folder)
                 threading.Thread(

@@ -112,8 +112,8 @@ def _update(total: Any, value: Any) -> None:
                 _update(total, value[name])
         case list() | tuple():
             total.update(struct.pack("<cq", b"l", len(value)))
-            for one in value:
-                _update(total, one)
+            for item in value:
+                _update(total, item)
         case _:
             raise TypeError(f"{type(value).__name__} has no digest.")
 

@@ -21,18 +21,19 @@ from kvpool.prefix.chain import Chain, Media, Tokens, token_ids
 
 
 @dataclass(slots=True, kw_only=True)
-class _Request:
-    """`tokens` is the engine's own list, which grows. `most` of them have keys. The first `stored`
-    chunks need not be written; `found` tokens were found, with the state at their end. Of one with
-    `reads` False nothing is read. While `asked` is there, a lookup may be adding to the chain.
+class _StoredRequest:
+    """`token_ids` is the engine's own list, which grows. `most` of them have keys. The first
+    `stored` chunks need not be written; `hit_tokens` were found, with the state at their end. Of
+    one with `reads` False nothing is read. While `asked` is there, a lookup may be adding to the
+    chain.
     """
 
-    tokens: Sequence[int]
+    token_ids: Sequence[int]
     chain: Chain
     most: int
     reads: bool
     stored: int = 0
-    found: int = 0
+    hit_tokens: int = 0
     asked: ChunkKeys | None = None
     job: int | None = None
     hit: Hit | None = None
@@ -53,8 +54,8 @@ class StoreScheduler:
         self._unit = math.lcm(self._chunk, unit)
         self._store: Store | None = None
         self._step = StoreStep()
-        self._requests: dict[str, _Request] = {}
-        self._asked: dict[int, _Request] = {}
+        self._requests: dict[str, _StoredRequest] = {}
+        self._asked: dict[int, _StoredRequest] = {}
         self._reading: set[str] = set()
         self._written: set[str] = set()
         """Requests whose blocks may not be copied yet."""
@@ -78,7 +79,7 @@ class StoreScheduler:
     def arrived(
         self,
         name: str,
-        tokens: Sequence[int],
+        token_ids: Sequence[int],
         salt: str,
         *,
         media: Media = (),
@@ -88,8 +89,8 @@ class StoreScheduler:
         """A new request, of which the first `most` tokens, with `media` among them, can be keyed.
         Those of which nothing can be are not told of.
         """
-        request = _Request(
-            tokens=tokens,
+        request = _StoredRequest(
+            token_ids=token_ids,
             chain=Chain(self._chunk, salt, media),
             most=1 << 62 if most is None else most,
             reads=reads,
@@ -154,8 +155,12 @@ class StoreScheduler:
         request = self._requests.get(name)
         if request is None or self._store is None:
             return
-        due = min(stop, len(request.tokens), request.most) // self._chunk
-        ends = {n: at for n, at in (states or {}).items() if self._ends_chunk(n, request, due)}
+        due = min(stop, len(request.token_ids), request.most) // self._chunk
+        ends = {
+            n: group_blocks
+            for n, group_blocks in (states or {}).items()
+            if self._ends_chunk(n, request, due)
+        }
         ends.pop(stop, None)  # it lies where the block table says
         first = min([request.stored, *(n // self._chunk - 1 for n in ends)])
         if due <= first:
@@ -183,7 +188,7 @@ class StoreScheduler:
             self._reading.remove(name)
             request = self._requests.get(name)
             if request is not None and name in failed:
-                request.reads, request.stored, request.found = False, 0, 0
+                request.reads, request.stored, request.hit_tokens = False, 0, 0
 
     def finished(self, name: str) -> None:
         """A request has ended, perhaps before its read."""
@@ -204,18 +209,18 @@ class StoreScheduler:
             self._store.close()
             self._store = None
 
-    def _ends_chunk(self, tokens: int, request: _Request, due: int) -> bool:
+    def _ends_chunk(self, tokens: int, request: _StoredRequest, due: int) -> bool:
         whole = tokens % self._chunk == 0 and 0 < tokens <= due * self._chunk
-        return whole and tokens != request.found
+        return whole and tokens != request.hit_tokens
 
-    def _findable(self, request: _Request) -> int:
+    def _findable(self, request: _StoredRequest) -> int:
         """How many tokens a lookup may find at most."""
         if not request.reads:
             return 0
-        most = min(len(request.tokens) - self._recomputes, request.most)
+        most = min(len(request.token_ids) - self._recomputes, request.most)
         return max(0, most // self._unit * self._unit)
 
-    def _ask(self, store: Store, request: _Request) -> None:
+    def _ask(self, store: Store, request: _StoredRequest) -> None:
         count = self._findable(request) // self._chunk
         if not count:
             request.hit = Hit(0)
@@ -224,29 +229,29 @@ class StoreScheduler:
         request.job = store.ask(request.asked, step=self._unit)
         self._asked[request.job] = request
 
-    def _later_keys(self, request: _Request, count: int) -> ChunkKeys:
+    def _later_keys(self, request: _StoredRequest, count: int) -> ChunkKeys:
         """Keys that the lookup's thread makes, where there are none yet."""
         chain = self._chain_of(request)
         if count <= chain.pages:
             return ChunkKeys(chain.keys[:count])
         return ChunkKeys.when_needed(count, partial(grown, chain, self._lacking(request, count)))
 
-    def _keys(self, request: _Request, count: int) -> tuple[bytes, ...]:
+    def _keys(self, request: _StoredRequest, count: int) -> tuple[bytes, ...]:
         chain = self._chain_of(request)
         if chain.pages < count:
             chain.append(self._lacking(request, count))
         return tuple(chain.keys[:count])
 
-    def _chain_of(self, request: _Request) -> Chain:
+    def _chain_of(self, request: _StoredRequest) -> Chain:
         """A request's chain, to which no lookup adds any more."""
         if request.asked is not None:
             request.asked.settle()
             request.asked = None
         return request.chain
 
-    def _lacking(self, request: _Request, count: int) -> Tokens:
+    def _lacking(self, request: _StoredRequest, count: int) -> Tokens:
         """Those tokens of the first `count` chunks that the chain does not have."""
-        return token_ids(request.tokens[request.chain.num_tokens : count * self._chunk])
+        return token_ids(request.token_ids[request.chain.num_tokens : count * self._chunk])
 
     def _take_ended(self, store: Store) -> None:
         for ended in store.ended():
@@ -254,5 +259,5 @@ class StoreScheduler:
             request = self._asked.pop(ended.job, None)
             if request is not None:
                 request.job, request.hit = None, ended.hit
-                request.found = ended.hit.tokens
-                request.stored = max(request.stored, request.found // self._chunk)
+                request.hit_tokens = ended.hit.tokens
+                request.stored = max(request.stored, request.hit_tokens // self._chunk)

@@ -33,8 +33,8 @@ class Opening:
         layers. Raises ValueError where two say something else of the same.
         """
         conventions: dict[str, Convention] = {}
-        for _, said in ranks:
-            for name, value in said.items():
+        for _, rank_conventions in ranks:
+            for name, value in rank_conventions.items():
                 if conventions.setdefault(name, value) != value:
                     raise ValueError(
                         f"{name}: {conventions[name]!r} on one rank, {value!r} on another. Start "

@@ -112,9 +112,9 @@ class StoreWorker:
     def _read(self, read: StoreRead) -> None:
         if self._store is None:
             raise ValueError("the store is off on this rank.")
-        address = block_table(self._groups, read.blocks, read.stop)
+        table = block_table(self._groups, read.blocks, read.stop)
         positions = range(read.start, read.stop)
-        job = self._store.read(ChunkKeys(read.keys), address, positions, hit=read.hit)
+        job = self._store.read(ChunkKeys(read.keys), table, positions, hit=read.hit)
         self._reads[job] = read.request
 
     def _write(self, write: StoreWrite) -> None:
@@ -125,8 +125,8 @@ class StoreWorker:
         keys = ChunkKeys(before + write.keys)
         chunk = self._settings.chunk_tokens
         stop = len(keys.keys) * chunk
-        address = block_table(self._groups, write.blocks, write.computed)
-        self._store.write(keys, address, range(write.first * chunk, stop), held=True)
+        table = block_table(self._groups, write.blocks, write.computed)
+        self._store.write(keys, table, range(write.first * chunk, stop), held=True)
         for tokens, blocks in write.states.items():
             state = RequestAddress(tokens, dict(self._states(blocks)))
             self._store.write(keys, state, range(tokens - chunk, tokens))

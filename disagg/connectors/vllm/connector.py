@@ -185,9 +185,13 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         layout = engine_layout(config, self._kv_cache_config, kv_caches)
         modules = config.compilation_config.static_forward_context
         scales = module_scales(modules, layout.layers)
-        said = engine_conventions(config) | scale_conventions(layout.layout, scales)
+        conventions = engine_conventions(config) | scale_conventions(layout.layout, scales)
         parallel = config.parallel_config
-        options: dict[str, Any] = {"readers": parallel.world_size, "conventions": said, "log": log}
+        options: dict[str, Any] = {
+            "readers": parallel.world_size,
+            "conventions": conventions,
+            "log": log,
+        }
         # of a dense model each replica is an engine of its own, which knows its index
         number = parallel.data_parallel_index * parallel.world_size + parallel.rank
         rank = Rank(self._settings, layout.layout, **self._roles, **options, number=number)
@@ -198,7 +202,7 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 blocks = self._kv_cache_config.num_blocks
                 cleared.append([view.view(blocks, -1, *view.shape[1:]) for view in views])
         store = stored_blocks(self._settings, layout.layout, layout.groups, parallel.rank)
-        self._said = dict(self._settings.options(said)["conventions"])
+        self._said = dict(self._settings.options(conventions)["conventions"])
         self._worker = ConnectorWorker(rank, layout.groups, layout.layers, cleared, store)
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
@@ -241,8 +245,8 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def shutdown(self) -> None:
         half = getattr(self, "_worker", None) or self._scheduler.store
-        for each in filter(None, (half, getattr(self, "_contract", None))):
-            each.close()
+        for part in filter(None, (half, getattr(self, "_contract", None))):
+            part.close()
 
     # both
 
@@ -283,14 +287,14 @@ def _keep_windows_private(config: Any, kv_cache_config: Any, store: bool) -> str
 
 def engine_conventions(config: Any) -> dict[str, Convention]:
     """Of the model and, by names that begin with `draft.`, of the model that drafts."""
-    said = _conventions(config, config.model_config)
+    conventions = _conventions(config, config.model_config)
     speculative = config.speculative_config
     if speculative is not None and speculative.uses_draft_kv_cache():
         draft = _conventions(config, speculative.draft_model_config)
         # of several modules, each runs for a token of its own: fewer leave the others' state empty
         draft["lookahead"] = config.num_prefill_lookahead_tokens
-        said |= {f"draft.{name}": value for name, value in draft.items()}
-    return said
+        conventions |= {f"draft.{name}": value for name, value in draft.items()}
+    return conventions
 
 
 def _conventions(config: Any, model: Any) -> dict[str, Convention]:

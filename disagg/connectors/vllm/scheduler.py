@@ -38,7 +38,7 @@ KEPT_ROOMS = 10_000
 
 
 @dataclass(slots=True, kw_only=True)
-class _Sending:
+class _OfferedPrompt:
     """A request of prefill: `stop` positions, before token `following`, of which `sent` went.
     `samples`: that token is the one that prefill samples.
     """
@@ -78,7 +78,7 @@ class ConnectorScheduler:
     store: StoredRequests | None = None
     _addresses: tuple[str, ...] = ()
     _step: Step = field(default_factory=Step)
-    _sending: dict[str, _Sending] = field(default_factory=dict)
+    _sending: dict[str, _OfferedPrompt] = field(default_factory=dict)
     _wanted: dict[str, Source] = field(default_factory=dict)
     _receiving: set[str] = field(default_factory=set)
     _named: Latest[Room, None] = field(default_factory=lambda: Latest(KEPT_ROOMS))
@@ -134,7 +134,7 @@ class ConnectorScheduler:
             self._named[room] = None
         stop = request.num_prompt_tokens - (0 if whole else self.recomputes)
         following = ids[stop] if ids and stop >= 0 and not whole else None
-        self._sending[name] = _Sending(
+        self._sending[name] = _OfferedPrompt(
             request=request, room=room, stop=stop, following=following, samples=whole
         )
         if stop < 1:
@@ -170,7 +170,7 @@ class ConnectorScheduler:
                     blocks = output.kv_connector_block_state.resolve_block_ids(name)
                     self._send(sending, blocks, stop)
 
-    def _send(self, sending: _Sending, blocks: Any, stop: int) -> None:
+    def _send(self, sending: _OfferedPrompt, blocks: Any, stop: int) -> None:
         last = stop == sending.stop
         send = SendTask(
             request=sending.request.request_id,

@@ -45,8 +45,8 @@ def encoder(config: Any) -> str | None:
         if unknown:
             log.warning("of a prompt, what is before its first picture is stored only: %s.", why)
             return None
-    said = {name: getattr(options, name, None) for name in PRUNING}
-    return json.dumps([_encoders(model.hf_config.to_dict()), said], sort_keys=True, default=str)
+    pruning = {name: getattr(options, name, None) for name in PRUNING}
+    return json.dumps([_encoders(model.hf_config.to_dict()), pruning], sort_keys=True, default=str)
 
 
 def _encoders(fields: Mapping[Any, Any]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def media(request: Any, encoder: str | None) -> tuple[list[Medium], int]:
     """Those of a request, in order, up to the first of which it is not known what it is; and how
     many tokens are before that one.
     """
-    known: list[Medium] = []
+    known_media: list[Medium] = []
     for feature in sorted(request.mm_features, key=lambda one: one.mm_position.offset):
         place, lora = feature.mm_position, request.lora_request
         adapted = None if lora is None else f"{lora.lora_name}:{feature.mm_hash}"
@@ -72,12 +72,12 @@ def media(request: Any, encoder: str | None) -> tuple[list[Medium], int]:
             or feature.identifier not in (feature.mm_hash, adapted)
             or not _is_whole(feature.data, place.length)
         ):
-            return known, place.offset
+            return known_media, place.offset
         # an adapter may change encoders too (enable_tower_connector_lora)
         name = encoder, feature.modality, feature.mm_hash, feature.identifier == adapted
         positions = range(place.offset, place.offset + place.length)
-        known.append(Medium(positions, (*name, place.is_embed), feature.data))
-    return known, maxsize
+        known_media.append(Medium(positions, (*name, place.is_embed), feature.data))
+    return known_media, maxsize
 
 
 def _is_whole(item: Any, length: int) -> bool:

@@ -50,9 +50,9 @@ class StoredRequests:
         if identity is None:
             return
         self._requests[request.request_id] = request
-        known, most = media(request, self._encoder)
-        if known:
-            self._waiting[request.request_id] = identity, self._digests.spans(known, most)
+        known_media, most = media(request, self._encoder)
+        if known_media:
+            self._waiting[request.request_id] = identity, self._digests.spans(known_media, most)
         else:
             self._begin(request, identity, (), most)
 

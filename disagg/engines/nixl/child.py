@@ -66,15 +66,15 @@ class Child:
         memory = next((slab.memory for slab in slabs if not slab.on_host), None)
         if memory is not None:
             raise TransferError(f"memory on {memory}: a child serves the host's. Leave child out.")
-        found = [segment for slab in slabs for segment in self._files.find(slab)]
-        private = next((segment for segment in found if segment.file == PRIVATE), None)
+        segments = [segment for slab in slabs for segment in self._files.find(slab)]
+        private = next((segment for segment in segments if segment.file == PRIVATE), None)
         if private is not None:
             self._files.close()
             raise TransferError(
                 f"{private.nbytes} bytes at {private.base:#x} are private memory of this process, "
                 "which no other can serve. Allocate the pool on kvpool's CPU device."
             )
-        self._places = sorted({(s.base - s.offset, self._files.handles[s.file]) for s in found})
+        self._places = sorted({(s.base - s.offset, self._files.handles[s.file]) for s in segments})
         self.metadata = b""
         try:
             self.start()

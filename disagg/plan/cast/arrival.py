@@ -103,12 +103,12 @@ class Arrival:
 
     def words(self, owner: str, roles: Collection[str]) -> str:
         """What is made of roles that travel alike."""
-        said = {
+        sentences = {
             f"{rows.arrival.format} to {rows.dest.format}, {error_of(rows)}": None
             for (whose, _, role), rows in self.conversions.items()
             if whose == owner and role in roles
         }
-        return "; ".join(said)
+        return "; ".join(sentences)
 
 
 def arrival_of(
@@ -124,29 +124,29 @@ def arrival_of(
     wanted = rows_in(dest)
     conversions: dict[Key, tuple[Rows, Rows, str]] = {}
     for key, rows in wanted.items():
-        given = offered.get(key)
+        source = offered.get(key)
         allowed = roles if isinstance(roles, bool) else key[2] in roles
-        if given is None or given.format == rows.format or not allowed:
+        if source is None or source.format == rows.format or not allowed:
             continue
-        axis = _row_axis(given, rows)
+        axis = _row_axis(source, rows)
         if axis is not None:
-            conversions[key] = given, rows, axis
+            conversions[key] = source, rows, axis
     return _arrival(dest, conversions) if conversions else None
 
 
-def _arrival(dest: PoolLayout, found: Mapping[Key, tuple[Rows, Rows, str]]) -> Arrival:
+def _arrival(dest: PoolLayout, pairs: Mapping[Key, tuple[Rows, Rows, str]]) -> Arrival:
     regions: list[Region] = []
     buffers: list[Buffer] = []
     conversions: dict[Key, Conversion] = {}
-    for key, (given, rows, axis) in found.items():
+    for key, (source, rows, axis) in pairs.items():
         space = dest.space_of(rows.region)
         arrived: list[Region] = []
-        for part in (given.region, given.scale):
+        for part in (source.region, source.scale):
             if part is not None:
                 width = part.width
-                if part is given.region:
+                if part is source.region:
                     # elements that lie along an axis there are together in a cell here
-                    width = (given.cell if axis else rows.cell) * ITEMSIZE[part.dtype]
+                    width = (source.cell if axis else rows.cell) * ITEMSIZE[part.dtype]
                 number = len(buffers) + 1
                 region, buffer = _place(
                     part, rows.region, axis=axis, width=width, space=space, number=number
@@ -154,8 +154,8 @@ def _arrival(dest: PoolLayout, found: Mapping[Key, tuple[Rows, Rows, str]]) -> A
                 arrived.append(region)
                 buffers.append(buffer)
         regions += arrived
-        scale = arrived[1] if given.scale is not None else None
-        conversions[key] = Conversion(Rows(arrived[0], scale, given.format), rows, axis)
+        scale = arrived[1] if source.scale is not None else None
+        conversions[key] = Conversion(Rows(arrived[0], scale, source.format), rows, axis)
     converted = {r.key for c in conversions.values() for r in (c.dest.region, c.dest.scale) if r}
     used = {buffer.space for buffer in buffers}
     spaces = tuple(_of_pieces(space) for space in dest.spaces if space.name in used)
@@ -182,21 +182,21 @@ def _place(
     return replace(part, buffer=buffer.name, offset=0, axes=axes, width=width), buffer
 
 
-def _row_axis(given: Rows, wanted: Rows) -> str | None:
+def _row_axis(source: Rows, wanted: Rows) -> str | None:
     """The destination's axis that runs along rows, or an empty name where its cells do; None if the
     two do not hold the same rows, or rows of which a rank has a part.
     """
-    theirs = {axis.name: axis for axis in given.region.inner_axes}
+    theirs = {axis.name: axis for axis in source.region.inner_axes}
     ours = {axis.name: axis for axis in wanted.region.inner_axes}
     extra, lacking = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
-    if not extra and not lacking and given.cell == wanted.cell:
+    if not extra and not lacking and source.cell == wanted.cell:
         return ""
-    if len(lacking) == 1 and not extra and given.cell == 1 and given.scale is None:
+    if len(lacking) == 1 and not extra and source.cell == 1 and source.scale is None:
         axis = theirs[lacking.pop()]
         return "" if axis.size == axis.total == wanted.cell else None
     if len(extra) == 1 and not lacking and wanted.cell == 1 and wanted.scale is None:
         axis = ours[extra.pop()]
-        if axis.size == axis.total == given.cell:
+        if axis.size == axis.total == source.cell:
             return axis.name
     return None
 

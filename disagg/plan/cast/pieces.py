@@ -138,9 +138,9 @@ def placed(cast: Cast, source: int, piece: CastPiece, count: Count) -> list[Plac
             alike[which] = others._replace(keys=(*others.keys, *keys))
             continue
         numbers = np.arange(needed.start, needed.stop, dtype=np.int64)
-        split = tuple({held: None for held in (part.held, space.held) if held != EVERY})
-        for held in split:
-            numbers = numbers[numbers // held.size % held.ranks == held.rank]
+        split = tuple({i: None for i in (part.held, space.held) if i != EVERY})
+        for interleave in split:
+            numbers = numbers[numbers // interleave.size % interleave.ranks == interleave.rank]
         if numbers.size:
             alike[which] = Placed(
                 keys=tuple(keys),

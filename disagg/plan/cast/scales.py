@@ -30,14 +30,14 @@ def scale_problems(
         name = scale_name(owner, layer, role)
         if name is not None and (_plain(rows.arrival) or _plain(rows.dest)):
             names[name] = None
-    sides = [*(("prefill", said) for said in sources), ("decode", dest)]
+    sides = [*(("prefill", conventions) for conventions in sources), ("decode", dest)]
     return list(
         dict.fromkeys(
-            f"{name}: {said[name]!r} on {side}, and rows are converted as if it were 1. Give both "
-            "sides one format, or use a checkpoint without scales of whole layers."
+            f"{name}: {conventions[name]!r} on {side}, and rows are converted as if it were 1. "
+            "Give both sides one format, or use a checkpoint without scales of whole layers."
             for name in names
-            for side, said in sides
-            if said.get(name, 1.0) != 1.0
+            for side, conventions in sides
+            if conventions.get(name, 1.0) != 1.0
         )
     )
 

@@ -117,7 +117,7 @@ class Read(Struct, frozen=True, eq=False, kw_only=True):
     arrived: ArrivedDigests | None = None
     """Takes the digests of what arrives and is not kept."""
 
-    def bind(self) -> CopyBatch:
+    def bound_runs(self) -> CopyBatch:
         """Its runs. Raises as TransferPlan.bind; block tables were checked where they came in."""
         return self.plan.bind(
             self.rank.source,

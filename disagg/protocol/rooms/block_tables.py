@@ -38,7 +38,7 @@ class BlockTables:
     def check(
         self,
         room: Room,
-        address: RequestAddress,
+        table: RequestAddress,
         tokens: range,
         *,
         last: bool = True,
@@ -52,21 +52,21 @@ class BlockTables:
         tokens and with a window of 8 may end after 20, and then needs those of positions 12 to 19.
         """
         who = f"room {room!r}"
-        if clash := id_clash(self._layout, address):
+        if clash := id_clash(self._layout, table):
             raise RoomError(f"{who}: {clash}")
         for lookup, needed in self._lookups:
             space = lookup.space
-            if space.id_list not in address.spans and not (needed and (last or space.grows)):
+            if space.id_list not in table.spans and not (needed and (last or space.grows)):
                 continue
             if at_most and space.window is not None and not space.per_request:
                 continue
-            entries = space.held.part(space.needed_entries(tokens, address.num_tokens))
+            entries = space.held.part(space.needed_entries(tokens, table.num_tokens))
             size = space.entries_per_item
             try:
                 if entries and space.per_request:
-                    lookup.id(address, 0)
+                    lookup.id(table, 0)
                 elif entries:
-                    lookup.part(address, entries.start // size, (entries.stop - 1) // size + 1)
+                    lookup.part(table, entries.start // size, (entries.stop - 1) // size + 1)
             except ValueError as error:
                 raise RoomError(f"{who}: {error}") from None
 
@@ -98,13 +98,13 @@ class WrittenItems:
         ]
         self._rooms: dict[Room, dict[str, Ints]] = {}
 
-    def claim(self, room: Room, address: RequestAddress, start: int, at_most: bool = False) -> None:
+    def claim(self, room: Room, table: RequestAddress, start: int, at_most: bool = False) -> None:
         """Takes what a room writes, or with `at_most` may write, that lacks positions from `start`
         on. Raises RoomError, and changes nothing, if another room has any of it, or if `start` lies
         inside a packed page. No block is listed for two lists of its pool.
         """
-        self._check_start(room, address.num_tokens, start, at_most)
-        wanted = {name: self._written(name, address, start) for name in self._taken}
+        self._check_start(room, table.num_tokens, start, at_most)
+        wanted = {name: self._written(name, table, start) for name in self._taken}
         for name, ids in wanted.items():
             if self._taken[name][ids].any():
                 self._refuse(room, name, ids)
@@ -117,11 +117,11 @@ class WrittenItems:
         for name, ids in self._rooms.pop(room).items():
             self._taken[name][ids] = False
 
-    def _written(self, name: str, address: RequestAddress, start: int) -> Ints:
+    def _written(self, name: str, table: RequestAddress, start: int) -> Ints:
         """Ids of one list, or their blocks: of pages those from the item of position `start` on, of
         slots and rings all. Reserved ones, and those outside, are left out: reads refuse them.
         """
-        span, spaces = address.spans.get(name), self._spaces[name]
+        span, spaces = table.spans.get(name), self._spaces[name]
         if span is None:
             return np.empty(0, dtype=np.int64)
         ids = span.ids
@@ -131,7 +131,7 @@ class WrittenItems:
                 space.held.below(start // space.tokens_per_entry) // space.entries_per_item
                 for space in spaces
             )
-            ids = ids[max(0, first - span.first_item) :] if start < address.num_tokens else ids[:0]
+            ids = ids[max(0, first - span.first_item) :] if start < table.num_tokens else ids[:0]
         size = self._per_block[name]
         blocks = ids // size if size > 1 else ids
         reserved, stop = min(space.reserved for space in spaces) // size, self._taken[name].size

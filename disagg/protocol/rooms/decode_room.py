@@ -30,12 +30,12 @@ class ReadProgress:
 @dataclass(eq=False, slots=True, kw_only=True)
 class DecodeRoom(PhasedRoom):
     """One request that decode has asked for. With `declined`, nothing of it is read; with
-    `at_most`, `address` has room for more tokens than it may have, until prefill says how many.
+    `at_most`, `table` has room for more tokens than it may have, until prefill says how many.
     """
 
     side: ClassVar[Side] = "decode"
     link: Link
-    address: RequestAddress
+    table: RequestAddress
     start: int
     attempt: str
     touched: float
@@ -100,7 +100,7 @@ class DecodeRoom(PhasedRoom):
             "peer": ", ".join(self.link.addresses),
             "generation": ", ".join(generations),
             "start": self.start,
-            "tokens": self.address.num_tokens,
+            "tokens": self.table.num_tokens,
         }
 
     def asked_ranks(self) -> Iterator[tuple[PrefillRank, str]]:
@@ -126,7 +126,7 @@ class DecodeRoom(PhasedRoom):
         plan = self.link.plan
         if plan is None or self.phase in (Phase.HANDSHAKE, Phase.SUCCESS, Phase.FAILED):
             return self.phase is Phase.SUCCESS
-        total, ranks = self.address.num_tokens, plan.contributors(range(layer, layer + 1), owner)
+        total, ranks = self.table.num_tokens, plan.contributors(range(layer, layer + 1), owner)
         for offered in (self.offered[n] for n in ranks):
             # with `at_most`, windows and states come after the last chunk
             if not offered.reaches(total, owner, layer) or (self.at_most and not offered.closed):
@@ -145,15 +145,15 @@ class DecodeRoom(PhasedRoom):
         return f"{reason} send it from every rank."
 
     def new_reads(
-        self, source: int, ready: ChunkReady, address: RequestAddress, now: float
+        self, source: int, ready: ChunkReady, table: RequestAddress, now: float
     ) -> list[Read]:
-        """What is to be read of a chunk, which lies at `address` on its rank."""
+        """What is to be read of a chunk, which lies at `table` on its rank."""
         plan, rank, some = self.link.plan, self.link.ranks[source], ready.layers
         if self.declined or plan is None or rank.hello is None:
             return []
         tokens = range(max(ready.start, self.start), max(ready.stop, self.start))
         # slots and rings come with the last position, also where decode has all the pages
-        ends = ready.stop == self.address.num_tokens and ready.start < max(ready.stop, 1)
+        ends = ready.stop == self.table.num_tokens and ready.start < max(ready.stop, 1)
         wanted: list[tuple[range, LayerRange | None, Count]] = []
         layers, owner = (some.layers, some.owner) if some else (None, "")
         if plan.contributes(source, layers, owner):
@@ -172,8 +172,8 @@ class DecodeRoom(PhasedRoom):
                 plan=plan,
                 tokens=positions,
                 layers=layers,
-                source_address=address,
-                dest_address=self.address,
+                source_address=table,
+                dest_address=self.table,
                 count=count,
                 ready=now,
                 arrived=self.arrived.get(source),
@@ -183,7 +183,7 @@ class DecodeRoom(PhasedRoom):
         self.reads.update((read, ReadProgress()) for read in reads)
         return reads
 
-    def take(self, source: int, ready: ChunkReady) -> RequestAddress | None:
+    def note_chunk(self, source: int, ready: ChunkReady) -> RequestAddress | None:
         """Notes a chunk that a rank offers: its block table there, or None if nothing of it is new.
         Raises ValueError for a chunk that cannot be one.
         """
@@ -197,10 +197,10 @@ class DecodeRoom(PhasedRoom):
             raise ValueError(problem)
         if not self.declined and (problem := self._misfit(ready)):
             raise ValueError(problem)
-        address = ready.address(*self.latest.pop(source, (None, None)))
+        table = ready.block_table(*self.latest.pop(source, (None, None)))
         aux = unpack_aux(ready.aux)
         plan = self.link.plan
-        if plan and (problem := id_clash(plan.sources[source], address)):
+        if plan and (problem := id_clash(plan.sources[source], table)):
             raise ValueError(problem)
         if aux and not last:
             raise ValueError("aux values travel with the last chunk.")
@@ -214,16 +214,16 @@ class DecodeRoom(PhasedRoom):
             raise ValueError(f"ranks send different values of aux {', '.join(sorted(clash))}.")
         self.seen.add(chunk)
         if not last:
-            self.latest[source] = ready, address
-        offered.take(tokens, some, last)
+            self.latest[source] = ready, table
+        offered.note_chunk(tokens, some, last)
         if last and (self.at_most or self.declined):
-            self.address = replace(self.address, num_tokens=ready.stop)
+            self.table = replace(self.table, num_tokens=ready.stop)
         self.aux.update(aux)
-        return address
+        return table
 
     def _misfit(self, ready: ChunkReady) -> str | None:
         """Why the request cannot have as many tokens as a chunk says."""
-        computed, total, last = ready.stop, self.address.num_tokens, ready.last
+        computed, total, last = ready.stop, self.table.num_tokens, ready.last
         if computed <= total and (not last or computed == total):
             return None
         if not self.at_most:

@@ -38,19 +38,19 @@ class DecodeRooms(Rooms[DecodeRoom]):
         # of a room that has failed, a read may still write to its pages
         return not self.open and not any(room.reading for room in self.by_name.values())
 
-    def add(self, room: DecodeRoom) -> None:
+    def open_room(self, room: DecodeRoom) -> None:
         """Opens a room. Raises RoomError if its name is taken, if it lacks positions that it does
         not have, if its block table cannot be right (BlockTables), or if another writes its items.
         """
-        name, total = room.name, room.address.num_tokens
+        name, total = room.name, room.table.num_tokens
         if name in self.by_name:
             raise RoomError(f"room {name!r} exists already. Forget it first.")
         if not 0 <= room.start <= total:
             raise RoomError(f"room {name!r}: start {room.start} of {total} tokens.")
         if not room.declined:
             tokens = range(room.start, total)
-            self._block_tables.check(name, room.address, tokens, at_most=room.at_most)
-        self._written.claim(name, room.address, room.start, room.at_most)
+            self._block_tables.check(name, room.table, tokens, at_most=room.at_most)
+        self._written.claim(name, room.table, room.start, room.at_most)
         self.by_name[name] = self.open[name] = room
 
     def current(self, name: Room, attempt: str) -> DecodeRoom | None:
@@ -116,8 +116,8 @@ class DecodeRooms(Rooms[DecodeRoom]):
 
     def leases(self) -> Leases:
         return Leases(
-            leased=count_items(room.address for room in self.open.values()),
-            quarantined=count_items(room.address for room in self._quarantine()),
+            leased=count_items(room.table for room in self.open.values()),
+            quarantined=count_items(room.table for room in self._quarantine()),
         )
 
     def quarantined(self) -> int:
@@ -131,4 +131,4 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def _free(self, room: DecodeRoom) -> None:
         if not room.reading:
             self._written.release(room.name)
-            self.ended.add(room.name, room.failure)
+            self.ended.note_ended(room.name, room.failure)

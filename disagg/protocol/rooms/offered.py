@@ -123,7 +123,7 @@ class Offered:
                 )
         return None
 
-    def take(self, tokens: range, layers: LayerRange | None, last: bool) -> None:
+    def note_chunk(self, tokens: range, layers: LayerRange | None, last: bool) -> None:
         """Notes what has no problem."""
         left = self._left_of(tokens, layers)
         if layers is None:

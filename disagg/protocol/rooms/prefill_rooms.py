@@ -58,7 +58,7 @@ class PrefillRoom(PhasedRoom):
     side: ClassVar[Side] = "prefill"
     offered: Offered
     chunks: list[ChunkReady] = field(default_factory=list)
-    addresses: list[RequestAddress] = field(default_factory=list)
+    tables: list[RequestAddress] = field(default_factory=list)
     """Block tables, one of each chunk."""
     unpublished: list[Event | None] = field(default_factory=list)
     """Device events of the latest chunks, of which readers may not know yet."""
@@ -118,7 +118,7 @@ class PrefillRoom(PhasedRoom):
 
     def chunk_problem(self, chunk: OfferChunk) -> str | None:
         """Why positions and layers cannot be offered next."""
-        end, tokens, last = chunk.address.num_tokens, chunk.tokens, chunk.last
+        end, tokens, last = chunk.table.num_tokens, chunk.tokens, chunk.last
         if tokens.step != 1:
             return f"tokens={tokens}: a range of positions."
         if chunk.layers is not None and not self.offered.holds(chunk.layers):
@@ -177,7 +177,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         self.open.pop(room.name, None)
         for names in (self.unsent, self.unpublished, self.read):
             names.discard(room.name)
-        self.ended.add(room.name, room.failure)
+        self.ended.note_ended(room.name, room.failure)
         if not room.chunks:
             self._failed_unsent.append(room)
             if len(self._failed_unsent) > MAX_FAILED_UNSENT:
@@ -214,5 +214,5 @@ class PrefillRooms(Rooms[PrefillRoom]):
         return notice.tell(generation, request.readers)
 
     def leases(self) -> Leases:
-        tables = (room.addresses[-1] for room in self.open.values() if room.addresses)
+        tables = (room.tables[-1] for room in self.open.values() if room.tables)
         return Leases(count_items(tables))

@@ -148,7 +148,7 @@ class Connection:
                 self.problem = ENDED
         return scratch.view[:count]
 
-    def take(self, data: memoryview) -> list[bytes]:
+    def take_messages(self, data: memoryview) -> list[bytes]:
         """The messages that are complete with `data`, at most MESSAGES_A_TURN. Raises ValueError
         for a length that no message has, when all messages before it were taken.
         """
@@ -232,7 +232,7 @@ class Watch:
         self._connections: dict[int, Connection] = {}
         self._wake: int | None = None
 
-    def add(self, connection: Connection, stream: socket.socket) -> None:
+    def add_stream(self, connection: Connection, stream: socket.socket) -> None:
         """Gives a connection its stream."""
         connection.stream = stream
         connection.mask = IN if connection.up or connection.session else OUT
@@ -286,7 +286,7 @@ class Watch:
         elif timeout > 0:
             time.sleep(timeout)  # epoll waits for whole milliseconds
 
-    def end(self, *, shared: bool = False) -> None:
+    def close_all(self, *, shared: bool = False) -> None:
         """Closes everything; in a forked child (`shared`) this process's copies only."""
         for connection in list(self._connections.values()):
             if shared and connection.stream is not None:
@@ -314,8 +314,12 @@ class Watch:
         """Where too many are open, the oldest of a peer that has dialled in and not said a word."""
         if len(self._connections) <= self._most:
             return None
-        strangers = (each for each in self._connections.values() if each.dial is None)
-        silent = (each for each in strangers if not (each.leaving or each.heard))
+        strangers = (
+            connection for connection in self._connections.values() if connection.dial is None
+        )
+        silent = (
+            connection for connection in strangers if not (connection.leaving or connection.heard)
+        )
         return next(silent, newest), f"{self._most} connections are open already."
 
     def too_much_unread(self) -> Excess | None:

@@ -72,7 +72,7 @@ class Lifecycle:
             stream.close()
             return
         del self._due[connection]
-        self._watch.add(connection, stream)
+        self._watch.add_stream(connection, stream)
 
     def reached(self, connection: Connection) -> str | None:
         """The stream that was dialled is connected, or has failed to."""

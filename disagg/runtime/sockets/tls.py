@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from disagg.host.trusted_files import ANY, WRITE, open_folder, read_file, read_in_folder
 from disagg.log import log
+from disagg.protocol.status import Side
 from kvpool.layout.sentences import one_line
 
-Side = Literal["prefill", "decode"]
 USAGES: Mapping[Side, str] = {"prefill": "serverAuth", "decode": "clientAuth"}
 """The extended key usage of each side's certificate: prefill listens, decode dials."""
 MAX_LISTED = 200

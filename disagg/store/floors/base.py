@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from disagg.store.floors.url import parse_url
 
-Buffer = Any
+BytesLike = Any
 """What has bytes: bytes, memoryview, a contiguous array. Python has no type for it below 3.12."""
 Bytes = npt.NDArray[np.uint8]
-Span = tuple[int, int]
+ByteRange = tuple[int, int]
 """First byte, and the byte behind the last."""
 
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.=-]{0,199}"
@@ -61,16 +61,16 @@ class Floor(Protocol):
     failed because the floor did not answer may still be done when it is back.
     """
 
-    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+    def create(self, name: str, parts: Sequence[BytesLike]) -> bool:
         """The parts, one behind the other, as an object: all of it becomes visible, or nothing.
         False if that name is there, or is being created by another. An object has one byte or more.
         """
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+    def put(self, name: str, parts: Sequence[BytesLike]) -> None:
         """As `create`, in place of what is there."""
 
     def read(
-        self, name: str, ranges: Sequence[Span]
+        self, name: str, ranges: Sequence[ByteRange]
     ) -> AbstractContextManager[Sequence[memoryview]]:
         """A buffer for each range, valid within the context. Raises NotThere and BeyondEnd.
 
@@ -149,7 +149,7 @@ def prefix_of(prefix: str) -> str:
     return stripped
 
 
-def byte_views(parts: Sequence[Buffer]) -> list[Bytes]:
+def byte_views(parts: Sequence[BytesLike]) -> list[Bytes]:
     """Parts as flat bytes, without a copy. Raises ValueError if there are none."""
     views = [np.frombuffer(part, np.uint8) for part in parts if memoryview(part).nbytes]
     if not views:
@@ -164,7 +164,7 @@ class Spans:
     and its first byte and the one behind its last within that.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[ByteRange, ...]
     places: tuple[tuple[int, int, int], ...]
 
     @property
@@ -172,9 +172,9 @@ class Spans:
         return sum(stop - start for start, stop in self.spans)
 
 
-def spans_of(ranges: Sequence[Span]) -> Spans:
+def spans_of(ranges: Sequence[ByteRange]) -> Spans:
     """Joins ranges. Raises ValueError for what is no range."""
-    spans: list[Span] = []
+    spans: list[ByteRange] = []
     places: list[tuple[int, int, int]] = []
     for start, stop in ranges:
         if not 0 <= start <= stop:

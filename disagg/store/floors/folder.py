@@ -14,10 +14,10 @@ from typing import Any
 
 from disagg.store.floors.base import (
     BeyondEnd,
+    ByteRange,
     Bytes,
     FloorError,
     NotThere,
-    Span,
     Spans,
     check_names,
     cut,
@@ -46,7 +46,7 @@ class FolderFloor(ObjectFloor):
         self._staging = LentStaging(STAGING_BYTES)
 
     def read(
-        self, name: str, ranges: Sequence[Span]
+        self, name: str, ranges: Sequence[ByteRange]
     ) -> AbstractContextManager[Sequence[memoryview]]:
         check_names([name])
         spans = spans_of(ranges)
@@ -57,10 +57,10 @@ class FolderFloor(ObjectFloor):
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         self._check_open("exists")
-        there = [os.path.isfile(self._path(name)) for name in names]
-        if names and not any(there):
+        present = [os.path.isfile(self._path(name)) for name in names]
+        if names and not any(present):
             self._check_folder("exists")
-        return there
+        return present
 
     def sweep(self, age: float) -> int:
         count, oldest = 0, time.time() - age

@@ -26,13 +26,13 @@ import numpy as np
 
 from disagg.store.floors.base import (
     BeyondEnd,
-    Buffer,
+    ByteRange,
     Bytes,
+    BytesLike,
     FloorError,
     FloorFull,
     Listed,
     NotThere,
-    Span,
     Spans,
     byte_views,
     check_names,
@@ -74,7 +74,7 @@ class MooncakeFloor:
         self._writing: set[str] = set()
         self._unrevoked: set[str] = set()
 
-    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+    def create(self, name: str, parts: Sequence[BytesLike]) -> bool:
         check_names([name])
         views = byte_views(parts)
         with self._lock:
@@ -88,7 +88,7 @@ class MooncakeFloor:
             with self._lock:
                 self._writing.discard(name)
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+    def put(self, name: str, parts: Sequence[BytesLike]) -> None:
         check_names([name])
         views = byte_views(parts)
         size = sum(view.size for view in views)
@@ -103,7 +103,7 @@ class MooncakeFloor:
                 raise self._failure(f"put {name}", code)
 
     def read(
-        self, name: str, ranges: Sequence[Span]
+        self, name: str, ranges: Sequence[ByteRange]
     ) -> AbstractContextManager[Sequence[memoryview]]:
         check_names([name])
         spans = spans_of(ranges)
@@ -194,10 +194,10 @@ class MooncakeFloor:
         `create` of that name does it again: until then Mooncake's client refuses to begin.
         """
         (code,) = client.batch_put_session_revoke([name])
-        known = code not in (0, INVALID)  # INVALID: this client has no such session
+        failed = code not in (0, INVALID)  # INVALID: this client has no such session
         with self._lock:
-            (self._unrevoked.add if known else self._unrevoked.discard)(name)
-        return not known
+            (self._unrevoked.add if failed else self._unrevoked.discard)(name)
+        return not failed
 
     @contextmanager
     def _read(self, name: str, spans: Spans) -> Iterator[Sequence[memoryview]]:

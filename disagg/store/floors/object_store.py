@@ -21,11 +21,11 @@ import numpy as np
 
 from disagg.store.floors.base import (
     BeyondEnd,
-    Buffer,
+    ByteRange,
+    BytesLike,
     FloorError,
     Listed,
     NotThere,
-    Span,
     byte_views,
     check_names,
     cut,
@@ -65,14 +65,14 @@ class ObjectFloor:
         self._closed = False
         self._has_bucket = url.scheme in ("memory", "file")
 
-    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+    def create(self, name: str, parts: Sequence[BytesLike]) -> bool:
         return self._write(name, parts, "create")
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+    def put(self, name: str, parts: Sequence[BytesLike]) -> None:
         self._write(name, parts, "overwrite")
 
     def read(
-        self, name: str, ranges: Sequence[Span]
+        self, name: str, ranges: Sequence[ByteRange]
     ) -> AbstractContextManager[Sequence[memoryview]]:
         check_names([name])
         spans = spans_of(ranges)
@@ -92,17 +92,17 @@ class ObjectFloor:
     def exists(self, names: Sequence[str]) -> list[bool]:
         check_names(names)
         if self._url.scheme == "memory" or len(names) < 2:
-            there = [*map(self._is_there, names)]
+            present = [*map(self._is_there, names)]
         else:
             with self._lock:
                 self._check_open("exists")
                 if self._threads is None:
                     self._threads = ThreadPoolExecutor(ASKED_AT_ONCE, "Floor")
                 answers = self._threads.map(self._is_there, names)
-            there = [*answers]
-        if not self._has_bucket and not any(there):
+            present = [*answers]
+        if not self._has_bucket and not any(present):
             self._check_bucket()
-        return there
+        return present
 
     def list(self, prefix: str) -> Iterator[Listed]:
         folder = prefix_of(prefix)
@@ -134,7 +134,7 @@ class ObjectFloor:
         if threads is not None:
             threads.shutdown()
 
-    def _write(self, name: str, parts: Sequence[Buffer], mode: str) -> bool:
+    def _write(self, name: str, parts: Sequence[BytesLike], mode: str) -> bool:
         check_names([name])
         # obstore takes flat bytes only; many parts are one upload, not one of several requests
         views = [view.data for view in byte_views(parts)]
@@ -171,16 +171,16 @@ class ObjectFloor:
     def _asked(self, what: str, call: Callable[[], T]) -> T:
         """What obstore answers; its errors as the floor's."""
         self._check_open(what)
-        known = _exceptions()
+        exceptions = _exceptions()
         try:
             return call()
         except FileNotFoundError as error:
             if no_bucket(error):
                 raise floor_error(self._url, what, error, self._seconds) from error
             raise NotThere(f"{self._url}: {what}: there is no such object.") from error
-        except known.AlreadyExistsError:
+        except exceptions.AlreadyExistsError:
             raise
-        except (known.BaseError, OSError, ValueError) as error:
+        except (exceptions.BaseError, OSError, ValueError) as error:
             raise floor_error(self._url, what, error, self._seconds) from error
 
     def _check_open(self, what: str) -> None:
@@ -235,11 +235,11 @@ def _store_of(url: FloorURL) -> Any:
             return store.GCSStore(url.place, **common)
         return store.AzureStore(url.place, **common)
     except Exception as error:  # obstore has no type for what a variable says wrong
-        known = floor_error(url, "open", error, seconds)
-        raise FloorError(f"{known} {CREDENTIALS[url.scheme]}") from error
+        reason = floor_error(url, "open", error, seconds)
+        raise FloorError(f"{reason} {CREDENTIALS[url.scheme]}") from error
 
 
-class _Memory:
+class _MemoryStore:
     """An object that a weak reference can have, of this process's memory."""
 
     def __init__(self) -> None:
@@ -251,16 +251,16 @@ class _Memory:
         return getattr(self.store, name)
 
 
-_memories: WeakValueDictionary[str, _Memory] = WeakValueDictionary()
+_memories: WeakValueDictionary[str, _MemoryStore] = WeakValueDictionary()
 _memories_lock = threading.Lock()
 
 
-def _memory(name: str) -> _Memory:
+def _memory(name: str) -> _MemoryStore:
     """All floors of one name share it, as long as one of them is there."""
     with _memories_lock:
         memory = _memories.get(name)
         if memory is None:
-            memory = _memories[name] = _Memory()
+            memory = _memories[name] = _MemoryStore()
         return memory
 
 

@@ -47,24 +47,24 @@ class LentStaging:
         return self.memory.size
 
     @contextmanager
-    def lent(self, nbytes: int, where: str) -> Iterator[LentPiece]:
+    def lent(self, nbytes: int, what: str) -> Iterator[LentPiece]:
         """A piece; if it is uncertain at the end, it rests before others have it. Raises FloorError
         where others keep the memory, and where there is not as much.
         """
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if size > self.nbytes:
             raise FloorError(
-                f"{where}: {nbytes:,} bytes at once, of {self.nbytes:,} of staging. Read less at "
+                f"{what}: {nbytes:,} bytes at once, of {self.nbytes:,} of staging. Read less at "
                 f"once, or open the store with staging={-(-size >> 20)}MiB or more."
             )
-        start = self._take(size, where)
+        start = self._take(size, what)
         piece = LentPiece(self.address + start, self.memory[start : start + nbytes])
         try:
             yield piece
         finally:
             self._give_back(start, start + size, QUARANTINE_SECONDS * piece.uncertain)
 
-    def _take(self, size: int, where: str) -> int:
+    def _take(self, size: int, what: str) -> int:
         until = time.monotonic() + WAIT_SECONDS
         with self._changed:
             while True:
@@ -79,7 +79,7 @@ class LentStaging:
                 if now >= until:
                     resting = sum(stop - start for _, start, stop in self._resting)
                     raise FloorError(
-                        f"{where}: no {size:,} bytes of staging became free in "
+                        f"{what}: no {size:,} bytes of staging became free in "
                         f"{WAIT_SECONDS:.0f} seconds; {resting:,} rest after transfers that failed."
                     )
                 # what rests comes back without a call that could tell

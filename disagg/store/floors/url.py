@@ -122,14 +122,14 @@ def parse_url(text: str) -> FloorURL:
 def _options(scheme: str, query: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, value in parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
-        known = OPTIONS[scheme]
-        if name not in known:
-            names = ", ".join(known) or "none"
-            raise ValueError(f"option {name!r}; known are {names}.{nearest(name, known)}")
+        parsers = OPTIONS[scheme]
+        if name not in parsers:
+            names = ", ".join(parsers) or "none"
+            raise ValueError(f"option {name!r}; known are {names}.{nearest(name, parsers)}")
         if name in options:
             raise ValueError(f"option {name!r} twice.")
         try:
-            options[name] = known[name](value)
+            options[name] = parsers[name](value)
         except ValueError as error:
             raise ValueError(f"option {name}={value!r}: {error}") from None
     return options

@@ -16,7 +16,7 @@ from disagg.store.chunks import ChunkLayout
 from kvpool.layout import PoolLayout, RequestAddress, Span
 from kvpool.layout.grid import Ints
 
-Side = Literal["src", "dst"]
+PoolEnd = Literal["src", "dst"]
 MOST_RUNS = 1 << 20
 """Of a chunk, for which they are kept: three numbers each."""
 
@@ -30,7 +30,7 @@ class ChunkBinder:
         self,
         plan: TransferPlan,
         part: ChunkLayout,
-        side: Side,
+        side: PoolEnd,
         *,
         lock: threading.Lock,
         source: int = 0,
@@ -40,7 +40,7 @@ class ChunkBinder:
         self._sought = False
         self._runs: _ChunkRuns | None = None
 
-    def bind(self, chunk: int, address: RequestAddress, first: int = 0) -> CopyBatch:
+    def bind_chunk(self, chunk: int, address: RequestAddress, first: int = 0) -> CopyBatch:
         """Runs of chunk number `chunk` of a request, from position `first` on if that lies in it.
         Raises as `TransferPlan.bind`.
         """
@@ -49,7 +49,7 @@ class ChunkBinder:
             if not self._sought:
                 with self._lock:
                     self._runs, self._sought = self._runs_of_a_chunk(), True
-            batch = None if self._runs is None else self._runs.of(chunk, address)
+            batch = None if self._runs is None else self._runs.of_chunk(chunk, address)
             if batch is not None:
                 return batch
         with self._lock:
@@ -68,11 +68,11 @@ class ChunkBinder:
         """
         pool = self._plan.sources[self._source] if self._side == "src" else self._plan.dest
         lists = _lists(pool, self._part.tokens)
-        number = np.arange(sum(each.count for each in lists.values()))
-        low = max((each.low for each in lists.values()), default=0)
+        number = np.arange(sum(id_list.count for id_list in lists.values()))
+        low = max((id_list.low for id_list in lists.values()), default=0)
         ids = low + 2 * number
         tables = ids, ids + 1, ids + 1 + number
-        if not lists or tables[-1][-1] >= min(each.stop for each in lists.values()):
+        if not lists or tables[-1][-1] >= min(id_list.stop for id_list in lists.values()):
             return None
         tokens = range(self._part.tokens)
         batches = [
@@ -85,12 +85,12 @@ class ChunkBinder:
         stride = own[1] - own[0]
         step = own[2] - own[1]
         item = step // np.maximum(stride, 1)
-        other = "dst" if self._side == "src" else "src"
-        columns = [(getattr(batch, other), batch.nbytes) for batch in batches]
+        opposite = "dst" if self._side == "src" else "src"
+        columns = [(getattr(batch, opposite), batch.nbytes) for batch in batches]
         if not (item * stride == step).all() or not all(
-            np.array_equal(one, another)
+            np.array_equal(first, another)
             for column in columns[1:]
-            for one, another in zip(columns[0], column)
+            for first, another in zip(columns[0], column)
         ):
             return None
         return _ChunkRuns(
@@ -99,7 +99,7 @@ class ChunkBinder:
             item=item,
             stride=stride,
             base=own[0] - ids[item] * stride,
-            other=columns[0][0].copy(),
+            opposite=columns[0][0].copy(),
             nbytes=columns[0][1],
         )
 
@@ -118,33 +118,33 @@ class _IdList:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkRuns:
     """Runs of any chunk: run r begins at `base[r] + id * stride[r]`, where `id` is that of the
-    chunk's item number `item[r]`, counted through all `lists`; on the other side at `other[r]`.
+    chunk's item number `item[r]`, counted through all `lists`; on the other side at `opposite[r]`.
     """
 
-    side: Side
+    side: PoolEnd
     lists: Mapping[str, _IdList]
     item: Ints
     stride: Ints
     base: Ints
-    other: Ints
+    opposite: Ints
     nbytes: Ints
 
-    def of(self, chunk: int, address: RequestAddress) -> CopyBatch | None:
+    def of_chunk(self, chunk: int, address: RequestAddress) -> CopyBatch | None:
         """None for a block table that lacks items of the chunk, or has ids that cannot be."""
         parts = []
-        for name, each in self.lists.items():
+        for name, id_list in self.lists.items():
             span = address.spans.get(name)
-            if span is None or span.low < each.low or span.high >= each.stop:
+            if span is None or span.low < id_list.low or span.high >= id_list.stop:
                 return None
-            first = chunk * each.count - span.first_item
-            if first < 0 or first + each.count > span.ids.size:
+            first = chunk * id_list.count - span.first_item
+            if first < 0 or first + id_list.count > span.ids.size:
                 return None
-            parts.append(span.ids[first : first + each.count])
+            parts.append(span.ids[first : first + id_list.count])
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
         own = ids.take(self.item)
         own *= self.stride
         own += self.base
-        src, dst = (own, self.other) if self.side == "src" else (self.other, own)
+        src, dst = (own, self.opposite) if self.side == "src" else (self.opposite, own)
         return CopyBatch(src, dst, self.nbytes)
 
 
@@ -157,19 +157,19 @@ def _lists(pool: PoolLayout, tokens: int) -> dict[str, _IdList]:
         space = pool.space_by_name[name]
         if not space.grows or space.wraps or space.interleave or tokens % space.item_span:
             return {}
-        each = _IdList(tokens // space.item_span, space.reserved, stop)
-        known = lists.setdefault(space.id_list, each)
-        if known.count != each.count:
+        id_list = _IdList(tokens // space.item_span, space.reserved, stop)
+        earlier = lists.setdefault(space.id_list, id_list)
+        if earlier.count != id_list.count:
             return {}
-        low, stop = max(known.low, each.low), min(known.stop, each.stop)
-        lists[space.id_list] = _IdList(each.count, low, stop)
+        low, stop = max(earlier.low, id_list.low), min(earlier.stop, id_list.stop)
+        lists[space.id_list] = _IdList(id_list.count, low, stop)
     return lists
 
 
 def _address(tokens: int, lists: Mapping[str, _IdList], ids: Ints) -> RequestAddress:
     """A request of one chunk, whose items are these, list by list."""
     spans, first = {}, 0
-    for name, each in lists.items():
-        spans[name] = Span(ids[first : first + each.count])
-        first += each.count
+    for name, id_list in lists.items():
+        spans[name] = Span(ids[first : first + id_list.count])
+        first += id_list.count
     return RequestAddress(tokens, spans)

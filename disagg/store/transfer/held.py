@@ -19,7 +19,7 @@ class HeldCopies:
         self._changed = threading.Condition()
         self._under_way = 0
 
-    def add(self, copy: Callable[[], object]) -> None:
+    def add_copy(self, copy: Callable[[], object]) -> None:
         """Any thread may ask. What `copy` raises is logged."""
         self._waiting.append(copy)
         self._workers.do(self._make_one)

@@ -53,11 +53,11 @@ class ObjectReader:
     def readable(self, geometry: Geometry) -> Readable:
         """How this rank reads a geometry. Raises ValueError."""
         with self._lock:
-            known = self._readable.get(geometry.digest)
-            if known is None:
-                known = readable(geometry, self._layout, self._conventions, cast=self._cast)
-                self._readable[geometry.digest] = known
-            return known
+            cached = self._readable.get(geometry.digest)
+            if cached is None:
+                cached = readable(geometry, self._layout, self._conventions, cast=self._cast)
+                self._readable[geometry.digest] = cached
+            return cached
 
     def read(self, job: ReadJob, kind: str, chunk: int, key: bytes, geometry: Geometry) -> int:
         """Reads what this rank needs of one chunk's objects of a kind; returns how many bytes were
@@ -71,7 +71,7 @@ class ObjectReader:
             layout = geometry.parts[part][kind]
             identity = ObjectId(kind, key, geometry.digest, part, chunk)
             name = identity.name(geometry.namespace)
-            batch = self._binder(way, kind, source).bind(chunk, job.address, job.tokens.start)
+            batch = self._binder(way, kind, source).bind_chunk(chunk, job.address, job.tokens.start)
             try:
                 if batch.runs:
                     fetched += self._fetch(job, name, identity, layout, batch)
@@ -132,7 +132,7 @@ class ObjectReader:
         edges = layout.blocks
         ranges = [(head + int(edges[b.start]), head + int(edges[b.stop])) for b in blocks]
         with self._floor.read(name, [(0, head), *ranges]) as data:
-            views = [memoryview(one).cast("B") for one in data]
+            views = [memoryview(block).cast("B") for block in data]
             digests = decode_head(views[0], identity, layout)
             check_blocks(list(zip(blocks, views[1:])), digests, layout)
             starts = np.array([int(edges[b.start]) for b in blocks], dtype=np.int64)
@@ -168,8 +168,8 @@ class ObjectReader:
     def _stage_runs(self, starts: Ints, views: Sequence[memoryview], batch: CopyBatch) -> None:
         """As `_scatter`, to offsets in the staging buffer."""
         staging, arrays = self._stage(), [np.frombuffer(view, dtype=np.uint8) for view in views]
-        src, there = _pointers(starts, arrays, batch.src), staging.bytes.ctypes.data
-        copy_runs(src, batch.dst + there, batch.nbytes)
+        src, base = _pointers(starts, arrays, batch.src), staging.bytes.ctypes.data
+        copy_runs(src, batch.dst + base, batch.nbytes)
         staging.push(int((batch.dst + batch.nbytes).max()))
 
     def _stage(self) -> Staging:

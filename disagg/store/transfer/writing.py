@@ -116,7 +116,7 @@ class ObjectWriter:
                 if self._known.is_there(name) or not self._has_room(part.nbytes):
                     continue
                 if held and kind in self._lasting:
-                    self._held.add(partial(self._write, name, identity, parent, part, address))
+                    self._held.add_copy(partial(self._write, name, identity, parent, part, address))
                     count += 1
                 else:
                     count += self._write(name, identity, parent, part, address)
@@ -184,7 +184,7 @@ class ObjectWriter:
 
     def _gather(self, identity: ObjectId, part: ChunkLayout, address: RequestAddress) -> Staging:
         source = RequestAddress((identity.chunk + 1) * part.tokens, address.spans)
-        batch = self._binders[identity.kind].bind(identity.chunk, source)
+        batch = self._binders[identity.kind].bind_chunk(identity.chunk, source)
         with self._lock:
             spare = self._spare.get(part.nbytes)
             staging = spare.pop() if spare else None

@@ -34,8 +34,8 @@ CHECKED_AT_ONCE = 4
 STRETCH_BYTES = 8 << 20
 """Of blocks that are read together; a larger block is read alone."""
 
-State = Literal["sound", "damaged", "cut", "foreign", "gone"]
-STATES: dict[State, str] = {
+ObjectState = Literal["sound", "damaged", "cut", "foreign", "gone"]
+STATES: dict[ObjectState, str] = {
     "sound": "what their writers wrote",
     "damaged": "not what their names or digests say",
     "cut": "shorter than they say",
@@ -49,7 +49,7 @@ class ObjectVerdict:
     """What a check of an object has found; `why` is empty for a sound one."""
 
     name: str
-    state: State
+    state: ObjectState
     nbytes: int
     why: str = ""
 
@@ -65,7 +65,7 @@ def check(floor: Floor, entry: Listed, namespaces: Mapping[str, Held]) -> Object
     `namespaces` have the geometries.
     """
 
-    def verdict(state: State, why: str = "") -> ObjectVerdict:
+    def verdict(state: ObjectState, why: str = "") -> ObjectVerdict:
         return ObjectVerdict(entry.name, state, entry.size, why)
 
     name, numbered = object_name(entry.name), geometry_name(entry.name)
@@ -82,8 +82,8 @@ def check(floor: Floor, entry: Listed, namespaces: Mapping[str, Held]) -> Object
         return verdict("damaged", "not the text of which its name is the digest.")
     if name is None:
         return verdict("foreign", "no name of a store's object.")
-    held = namespaces.get(name.namespace)
-    geometry = held.geometry(name.geometry) if held else None
+    namespace = namespaces.get(name.namespace)
+    geometry = namespace.geometry(name.geometry) if namespace else None
     if geometry is None:
         return verdict("foreign", f"the catalogue has no geometry {name.geometry.hex()[:16]}.")
     if name.part >= len(geometry.parts) or name.kind not in geometry.parts[name.part]:
@@ -115,12 +115,18 @@ def check_all(
             yield from threads.map(lambda entry: check(floor, entry, namespaces), batch)
 
 
-def _read(floor: Floor, name: str, said: StoredName, layout: ChunkLayout) -> None:
+def _read(floor: Floor, name: str, stored: StoredName, layout: ChunkLayout) -> None:
     """Reads a whole object. Raises Damaged, BeyondEnd and FloorError."""
     head = head_bytes(layout)
     with floor.read(name, [(0, head)]) as (data,):
         start = decode_start(data[:START_BYTES])
-        identity = ObjectId(said.kind, said.key, said.geometry, said.part, start.identity.chunk)
+        identity = ObjectId(
+            stored.kind,
+            stored.key,
+            stored.geometry,
+            stored.part,
+            start.identity.chunk,
+        )
         digests = decode_head(data, identity, layout)
         digests = digests.copy()  # the buffer is the floor's
     for blocks in _stretches(layout):

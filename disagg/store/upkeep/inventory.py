@@ -62,7 +62,7 @@ class Amount:
     oldest: float | None = None
     newest: float | None = None
 
-    def add(self, listed: Listed) -> None:
+    def count_object(self, listed: Listed) -> None:
         self.objects += 1
         self.nbytes += listed.size
         if listed.modified is not None:
@@ -117,8 +117,8 @@ class Held:
 
     def digests(self) -> list[bytes]:
         """Geometries in the catalogue's order, and those of objects that it does not have."""
-        known = [geometry.digest for geometry in self.geometries.values()]
-        return [*dict.fromkeys([*known, *(digest for digest, _ in self.amounts)])]
+        catalogued = [geometry.digest for geometry in self.geometries.values()]
+        return [*dict.fromkeys([*catalogued, *(digest for digest, _ in self.amounts)])]
 
 
 @dataclass
@@ -131,8 +131,8 @@ class Inventory:
 
     def amount(self) -> Amount:
         total = Amount()
-        for held in self.namespaces.values():
-            total.join(held.amount())
+        for namespace in self.namespaces.values():
+            total.join(namespace.amount())
         return total
 
 
@@ -147,31 +147,31 @@ def taken(floor: Floor, entries: Iterable[Listed]) -> Inventory:
     for entry in entries:
         name, numbered = object_name(entry.name), geometry_name(entry.name)
         if name is not None:
-            held = inventory.namespaces.setdefault(name.namespace, Held(name.namespace))
-            held.amounts.setdefault((name.geometry, name.kind), Amount()).add(entry)
-            held.keys.add(name.key)
+            namespace = inventory.namespaces.setdefault(name.namespace, Held(name.namespace))
+            namespace.amounts.setdefault((name.geometry, name.kind), Amount()).count_object(entry)
+            namespace.keys.add(name.key)
         elif numbered is not None:
-            held = inventory.namespaces.setdefault(numbered[0], Held(numbered[0]))
-            held.refused[numbered[1]] = "not read."
+            namespace = inventory.namespaces.setdefault(numbered[0], Held(numbered[0]))
+            namespace.refused[numbered[1]] = "not read."
         elif not is_member_name(entry.name):
-            inventory.foreign.add(entry)
+            inventory.foreign.count_object(entry)
             if len(inventory.foreign_names) < MOST_FOREIGN:
                 inventory.foreign_names.append(entry.name)
-    for held in inventory.namespaces.values():
-        read_catalogue(floor, held)
+    for namespace in inventory.namespaces.values():
+        read_catalogue(floor, namespace)
     return inventory
 
 
-def read_catalogue(floor: Floor, held: Held) -> None:
+def read_catalogue(floor: Floor, namespace: Held) -> None:
     """Reads the geometries whose numbers are known."""
-    numbers, held.refused = sorted(held.refused), {}
+    numbers, namespace.refused = sorted(namespace.refused), {}
     for number in numbers:
         try:
-            held.geometries[number] = read_geometry(floor, held.namespace, number)
+            namespace.geometries[number] = read_geometry(floor, namespace.namespace, number)
         except NotThere:
             continue
         except ValueError as error:
-            held.refused[number] = str(error)
+            namespace.refused[number] = str(error)
 
 
 def objects_of(entries: Iterable[Listed]) -> Iterator[tuple[Listed, StoredName]]:

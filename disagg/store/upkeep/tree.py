@@ -42,7 +42,7 @@ class Chunk:
     why: str = ""
     children: list[Chunk] = field(default_factory=list)
 
-    def add(self, entry: Listed, kind: str) -> None:
+    def add_object(self, entry: Listed, kind: str) -> None:
         self.names.append(entry.name)
         self.kinds.add(kind)
         self.nbytes += entry.size
@@ -68,7 +68,7 @@ def chunks_of(entries: Iterable[Listed]) -> list[Chunk]:
     for entry, name in objects_of(entries):
         place = name.namespace, name.key
         chunk = chunks.setdefault(place, Chunk(name.namespace, name.key))
-        chunk.add(entry, name.kind)
+        chunk.add_object(entry, name.kind)
     return list(chunks.values())
 
 
@@ -92,16 +92,16 @@ def linked(chunks: Sequence[Chunk]) -> Forest:
     """Chunks whose heads were read, as trees. Heads come from strangers: a chunk follows another
     only if their numbers do too, so that there is no circle.
     """
-    known = sorted((c for c in chunks if c.number is not None), key=lambda c: c.number or 0)
-    by_key = {(chunk.namespace, chunk.key): chunk for chunk in known}
+    numbered = sorted((c for c in chunks if c.number is not None), key=lambda c: c.number or 0)
+    by_key = {(chunk.namespace, chunk.key): chunk for chunk in numbered}
     roots: list[Chunk] = []
-    for chunk in known:
+    for chunk in numbered:
         before = by_key.get((chunk.namespace, chunk.parent or NO_PARENT))
         if before is not None and (before.number or 0) + 1 == chunk.number:
             before.children.append(chunk)
         else:
             roots.append(chunk)
-    return Forest(tuple(known), tuple(roots), tuple(c for c in chunks if c.number is None))
+    return Forest(tuple(numbered), tuple(roots), tuple(c for c in chunks if c.number is None))
 
 
 @dataclass(frozen=True, slots=True)

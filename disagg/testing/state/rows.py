@@ -90,9 +90,9 @@ def _states(folder: Path, side: str, request: str, kind: str) -> dict[int, Saved
     for file in sorted(files, key=lambda path: [*map(int, path.name.split(".")[2:4])]):
         with np.load(file) as arrays:
             told = json.loads(arrays["told"].tobytes())
-            held = {key: arrays[key] for key in told["parts"]}
-        ranks.setdefault(told["tokens"], []).append((told, held))
-    return {tokens: _joined(tokens, held) for tokens, held in ranks.items()}
+            parts = {key: arrays[key] for key in told["parts"]}
+        ranks.setdefault(told["tokens"], []).append((told, parts))
+    return {tokens: _joined(tokens, saved) for tokens, saved in ranks.items()}
 
 
 def _joined(tokens: int, ranks: list[tuple[Any, dict[str, Array]]]) -> SavedState:
@@ -108,34 +108,34 @@ def _joined(tokens: int, ranks: list[tuple[Any, dict[str, Array]]]) -> SavedStat
             array=arrays[0] if shared else np.concatenate(arrays, 1),
             copies=tuple(arrays[1:]) if shared else (),
         )
-    unread = tuple(each for told, _ in ranks for each in told["unread"])
+    unread = tuple(part for told, _ in ranks for part in told["unread"])
     return SavedState(tokens=tokens, parts=parts, unread=unread)
 
 
 def _differences(ours: SavedState, theirs: SavedState) -> list[str]:
     """A sentence for each part of decode's that is not prefill's."""
     owners = {part.owner for part in theirs.parts.values()}
-    found = []
+    sentences = []
     for key, part in ours.parts.items():
         if part.owner not in owners:
             continue  # a draft that prefill lacks: decode's begins from nothing
-        other = theirs.parts.get(key)
-        if other is None:
-            found.append(f"{key}: prefill has no such part")
-        elif part.dtype != other.dtype:
-            found.append(f"{key}: {other.dtype} on prefill, {part.dtype} on decode")
-        elif text := _difference(part, other):
-            found.append(f"{key}, {text}")
-    return found
+        prefill = theirs.parts.get(key)
+        if prefill is None:
+            sentences.append(f"{key}: prefill has no such part")
+        elif part.dtype != prefill.dtype:
+            sentences.append(f"{key}: {prefill.dtype} on prefill, {part.dtype} on decode")
+        elif text := _difference(part, prefill):
+            sentences.append(f"{key}, {text}")
+    return sentences
 
 
-def _difference(part: SavedPart, other: SavedPart) -> str:
-    start = max(part.start, other.start)
+def _difference(part: SavedPart, prefill: SavedPart) -> str:
+    start = max(part.start, prefill.start)
     stop = part.start + len(part.array)
-    if other.start > part.start + 1 or other.start + len(other.array) < stop:
-        end = other.start + len(other.array)
-        return f"decode has tokens {part.start} to {stop}, prefill {other.start} to {end}"
-    theirs = other.array[start - other.start : stop - other.start]
+    if prefill.start > part.start + 1 or prefill.start + len(prefill.array) < stop:
+        end = prefill.start + len(prefill.array)
+        return f"decode has tokens {part.start} to {stop}, prefill {prefill.start} to {end}"
+    theirs = prefill.array[start - prefill.start : stop - prefill.start]
     for array in (part.array, *part.copies):
         mine, right = _same_heads(array[start - part.start :], theirs)
         if mine.shape != right.shape:
@@ -148,16 +148,17 @@ def _difference(part: SavedPart, other: SavedPart) -> str:
     return ""
 
 
-def _same_heads(one: Array, other: Array) -> tuple[Array, Array]:
+def _same_heads(first: Array, second: Array) -> tuple[Array, Array]:
     """Where there are more ranks than heads, several ranks hold a head."""
-    few, many = sorted((one.shape[1], other.shape[1]))
+    few, many = sorted((first.shape[1], second.shape[1]))
     if few and few != many and many % few == 0:
         times = many // few
         wide = [
-            np.repeat(each, times, 1) if each.shape[1] == few else each for each in (one, other)
+            np.repeat(array, times, 1) if array.shape[1] == few else array
+            for array in (first, second)
         ]
         return wide[0], wide[1]
-    return one, other
+    return first, second
 
 
 def _value(row: Array, byte: int, dtype: str) -> str:

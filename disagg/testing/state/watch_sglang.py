@@ -32,14 +32,14 @@ def register() -> None:
 
     if not FOLDER or SIDE not in ("prefill", "decode"):
         return
-    where = "sglang.srt.disaggregation"
+    module = "sglang.srt.disaggregation"
     HookRegistry.register(
-        f"{where}.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        f"{module}.prefill.SchedulerDisaggregationPrefillMixin.send_kv_chunk",
         saw_send,
         HookType.AROUND,
     )
     HookRegistry.register(
-        f"{where}.decode.DecodeTransferQueue._commit_transfer_to_req", saw_commit, HookType.AROUND
+        f"{module}.decode.DecodeTransferQueue._commit_transfer_to_req", saw_commit, HookType.AROUND
     )
     Path(FOLDER, f"{SIDE}.watched").touch()
 
@@ -93,11 +93,11 @@ def save(scheduler: Any, req: Any, queue: Any) -> None:
     """
     from sglang.srt.runtime_context import get_parallel
 
-    found = REQUEST.search(str(req.rid))
-    if not found:
+    match = REQUEST.search(str(req.rid))
+    if not match:
         return
     tokens = len(req.origin_input_ids)
-    at = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
+    slots = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens].long()
     arrays: dict[str, Any] = {}
     facts: dict[str, Any] = {}
     unread: list[str] = []
@@ -110,14 +110,14 @@ def save(scheduler: Any, req: Any, queue: Any) -> None:
             continue
         for layer, part, join, tensor in parts(pool):
             key = f"{owner} {layer} {part}"
-            rows = tensor[at].contiguous()
+            rows = tensor[slots].contiguous()
             facts[key] = {"owner": owner, "layer": layer, "part": part, "join": join, "start": 0}
             facts[key]["dtype"] = str(rows.dtype)[6:]
             arrays[key] = rows.reshape(*rows.shape[:2], -1).view(torch.uint8).cpu().numpy()
     told = {"tokens": tokens, "parts": facts, "unread": unread}
     parallel = get_parallel()
     ranks = f"{parallel.pp_rank}.{parallel.attn_tp_rank}"
-    place = Path(FOLDER) / f"{SIDE}.{found[0]}.{ranks}.{tokens}.rows.npz"
+    place = Path(FOLDER) / f"{SIDE}.{match[0]}.{ranks}.{tokens}.rows.npz"
     with place.with_suffix(".new").open("wb") as file:
         np.savez(file, told=np.frombuffer(json.dumps(told).encode(), np.uint8), **arrays)
     place.with_suffix(".new").rename(place)

@@ -65,7 +65,7 @@ def register() -> None:
 
         def initialize(wrapper: Any, configs: Any) -> None:
             runner = wrapper.worker.model_runner
-            watch = _Watch(runner) if all(hasattr(runner, name) for name in SEEN) else None
+            watch = _RunnerWatch(runner) if all(hasattr(runner, name) for name in SEEN) else None
             original(wrapper, configs)
             if watch is not None:
                 watch.begin()
@@ -95,7 +95,7 @@ def _split_prompts() -> None:
     Scheduler.schedule = schedule
 
 
-class _Watch:
+class _RunnerWatch:
     """Of one worker: sees its runner's steps.
 
     A decode's state is read around the first step of a request: recurrent state before it, as the
@@ -196,11 +196,11 @@ class _Watch:
                     unread.append(f"{layer}: {type(problem).__name__}: {problem}")
         if not (arrays or unread):
             return
-        found = REQUEST.search(name)
-        assert found
+        match = REQUEST.search(name)
+        assert match
         tp, pp = get_tp_group().rank_in_group, get_pp_group().rank_in_group
         told = {"tokens": tokens, "parts": facts, "unread": unread}
-        place = Path(FOLDER) / f"{SIDE}.{found[0]}.{pp}.{tp}.{tokens}.{kind}.npz"
+        place = Path(FOLDER) / f"{SIDE}.{match[0]}.{pp}.{tp}.{tokens}.{kind}.npz"
         with place.with_suffix(".new").open("wb") as file:
             np.savez(file, told=np.frombuffer(json.dumps(told).encode(), np.uint8), **arrays)
         place.with_suffix(".new").rename(place)
@@ -212,10 +212,12 @@ class _Watch:
             # prefill's next position is decode's, or one behind
             start = max(0, tokens - (window if SIDE == "prefill" else window - 1))
         blocks = torch.tensor(list(ids))
-        at = torch.arange(start, tokens)
-        at = at[blocks[at // size] != 0]  # vLLM's null block stands for what is freed
-        block, step = blocks[at // size], at % size
-        first = int(at[0]) if len(at) else tokens
+        positions = torch.arange(start, tokens)
+        positions = positions[
+            blocks[positions // size] != 0
+        ]  # vLLM's null block stands for what is freed
+        block, step = blocks[positions // size], positions % size
+        first = int(positions[0]) if len(positions) else tokens
         named = {**self.name(layer), "start": first}
         if view.ndim != 4 or view.shape[2] != size:
             raise Unreadable(f"a view {tuple(view.shape)} for blocks of {size}")
@@ -273,7 +275,7 @@ class _Watch:
 
     def backend(self, layer: str) -> str:
         """The name of a layer's attention backend."""
-        groups = [group for each in self.runner.attn_groups for group in each]
+        groups = [group for layer_groups in self.runner.attn_groups for group in layer_groups]
         groups += getattr(getattr(self.runner, "drafter", None), "draft_attn_groups", [])
         return next((g.backend.get_name() for g in groups if layer in g.layer_names), "CPU_ATTN")
 

@@ -47,7 +47,7 @@ class Side:
         return Snapshot(totals=self.totals.copy(), **first | self.numbers)
 
     def end(self, rank, metrics, failure=None):
-        self.totals.add(metrics, failure)
+        self.totals.count_ended(metrics, failure)
         rank.received(metrics, failure)
 
 

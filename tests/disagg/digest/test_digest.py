@@ -450,8 +450,8 @@ def test_whatever_goes_wrong_in_one_digest_the_next_is_made():
         raise MemoryError("the device is gone")
         yield
 
-    digester.add("first", gone())
-    digester.add("second", digests(*job))
+    digester.enqueue("first", gone())
+    digester.enqueue("second", digests(*job))
     assert digester.step() == ("first", None, "the device is gone")
     while (ended := digester.step()) is None:
         assert digester.busy

@@ -116,7 +116,7 @@ class Pair:
 
     def request(self, name="r", table=None, start=0, **options) -> None:
         table = table or self.table
-        request = RequestRoom(room=name, address=table, start=start, link=self.link, **options)
+        request = RequestRoom(room=name, table=table, start=start, link=self.link, **options)
         self.tell(self.decode, request)
 
     def ask(self, *args, **options) -> None:
@@ -130,7 +130,7 @@ class Pair:
     def offer(
         self, tokens=range(30), last=True, aux=None, after=None, name="r", layers=None
     ) -> None:
-        chunk = {"address": self.table, "tokens": tokens, "last": last, "after": after}
+        chunk = {"table": self.table, "tokens": tokens, "last": last, "after": after}
         layers = layer_range(layers, "target")
         self.tell(self.prefill, OfferChunk(room=name, aux=aux or {}, layers=layers, **chunk))
 

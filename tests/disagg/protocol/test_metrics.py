@@ -91,10 +91,10 @@ ended = st.lists(st.tuples(rooms, st.one_of(st.none(), failures)), max_size=8)
 def test_totals_are_sums_over_rooms_and_a_copy_is_of_its_moment(first, more):
     totals = Totals()
     for room in first:
-        totals.add(*room)
+        totals.count_ended(*room)
     copy = totals.copy()
     for room in more:
-        totals.add(*room)
+        totals.count_ended(*room)
     for counted, given_rooms in ((copy, first), (totals, first + more)):
         failed = [(failure.side, failure.kind) for _, failure in given_rooms if failure]
         assert counted.rooms == {"success": len(given_rooms) - len(failed), "failed": len(failed)}
@@ -152,8 +152,8 @@ def busy():
             ("draft", "k"): RoleMetrics(1, 96),
         },
     )
-    totals.add(done)
-    totals.add(RoomMetrics(total_seconds=2.0), Failure("prefill", "gone", "lost"))
+    totals.count_ended(done)
+    totals.count_ended(RoomMetrics(total_seconds=2.0), Failure("prefill", "gone", "lost"))
     leases = Leases({"kv": 12, "swa": 2}, {"kv": 1})
     return Snapshot(
         totals=totals,

@@ -145,7 +145,7 @@ def test_decode_keeps_the_latest_declined_rooms_only():
         assert pair.polls(name) == (GOOD, GOOD)
         pair.forget(pair.prefill, name=name)
     assert [*pair.decode.rooms.by_name] == [*range(20, MAX_DECLINED + 20)]
-    assert len(pair.decode.ended.take()) == MAX_DECLINED <= MAX_FAILED_UNSENT
+    assert len(pair.decode.ended.take_ended()) == MAX_DECLINED <= MAX_FAILED_UNSENT
     assert not pair.prefill.rooms.by_name
 
 

@@ -58,11 +58,11 @@ def test_a_failed_room_is_in_decodes_list_once_no_read_may_write_to_it():
     pair.pump()
     pair.abort(pair.decode)
     assert pair.decode.poll("r") is KVPoll.Failed and pair.decode.rooms.known("r").reading
-    assert pair.decode.ended.take() == []
+    assert pair.decode.ended.take_ended() == []
     pair.read()
-    ((room, state, failure),) = pair.decode.ended.take()
+    ((room, state, failure),) = pair.decode.ended.take_ended()
     assert (room, state, failure.reason) == ("r", KVPoll.Failed, "gave up")
-    assert not pair.decode.rooms.known("r").reading and pair.decode.ended.take() == []
+    assert not pair.decode.rooms.known("r").reading and pair.decode.ended.take_ended() == []
 
 
 def test_rooms_come_in_the_order_in_which_they_ended(engine):
@@ -105,8 +105,8 @@ def test_what_is_kept_for_who_never_asks_is_what_rooms_are_kept():
         pair.abort(pair.decode, name=name)
         pair.pump()
         pair.forget(pair.decode, name=name)
-    assert pair.decode.ended.take() == []
-    assert [each.room for each in pair.prefill.ended.take()] == [*pair.prefill.rooms.by_name]
+    assert pair.decode.ended.take_ended() == []
+    assert [each.room for each in pair.prefill.ended.take_ended()] == [*pair.prefill.rooms.by_name]
     assert len(pair.prefill.rooms.by_name) == MAX_FAILED_UNSENT
 
 

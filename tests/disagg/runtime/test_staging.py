@@ -291,15 +291,15 @@ def scattered(count):
 def test_buffers_that_are_lost_are_not_waited_for():
     stage = staging_buffers(MHAPool(**LAYERS, **MHA).layout, Joining(), MIN_STAGING)
     batch = scattered(64)
-    taken = [stage.take() for _ in range(NUM_BUFFERS)]
-    assert len({*taken}) == NUM_BUFFERS and stage.take() is None
+    taken = [stage.take_buffer() for _ in range(NUM_BUFFERS)]
+    assert len({*taken}) == NUM_BUFFERS and stage.take_buffer() is None
     stage.give(taken.pop())
     stage.mark_lost(NUM_BUFFERS - 1)
-    assert stage.take() is not None and stage.take() is None
+    assert stage.take_buffer() is not None and stage.take_buffer() is None
     (part,) = stage.parts(batch, memory_without(), Joining())
     assert part.scatter is not None and part.read.runs == 1
     stage.mark_lost(1)
     with pytest.raises(TransferError, match="all staging memory is held by peers"):
-        stage.take()
+        stage.take_buffer()
     (part,) = stage.parts(batch, memory_without(), Joining())
     assert part.scatter is None and part.read.runs == 64

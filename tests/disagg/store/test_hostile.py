@@ -123,7 +123,7 @@ def test_a_catalogue_skips_what_is_no_geometry(source, cut):
         assert [*catalogue.geometries] == [GEOMETRY.digest]
         read = changed[: len(entry)] == entry  # what goes on behind it is not looked at
         assert read == (0 not in catalogue.refused)
-        catalogue.add(GEOMETRY)
+        catalogue.publish(GEOMETRY)
         assert len([*floor.list(NAMESPACE)]) == 2
 
 
