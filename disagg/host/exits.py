@@ -62,7 +62,7 @@ def _close(owner: Droppable) -> None:
     try:
         owner.drop()
     except Exception:
-        log.exception("%s: it could not be closed", type(owner).__name__)
+        log.exception("%s could not be closed", type(owner).__name__)
 
 
 atexit.register(_close_all)

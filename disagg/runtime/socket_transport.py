@@ -173,8 +173,8 @@ class SocketTransport:
         elif address not in self._exposed:
             self._exposed.add(address)
             log.warning(
-                "%s: control messages without keys (insecure=True): who reaches this address can "
-                "read them and pose as a peer.",
+                "%s: control messages without keys (insecure=True): anyone who reaches this "
+                "address can read them and pose as a peer.",
                 address,
             )
 

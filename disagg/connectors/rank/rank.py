@@ -299,7 +299,7 @@ class Rank:
             yield
         except Exception as error:
             traceback = not isinstance(error, EXPECTED)
-            self._log.warning("room %r: %s: %s", room, effect, error, exc_info=traceback)
+            self._log.warning("error in room %r, %s: %s", room, effect, error, exc_info=traceback)
 
     def _take_ended(self) -> None:
         """Notes and forgets rooms that have ended. Each stays in the list until that is done, so

@@ -171,7 +171,7 @@ class KvpoolManager(CommonKVManager):
             answer.raise_for_status()
             info = PrefillServerInfo(**answer.json())
         except (requests.RequestException, TypeError, ValueError) as error:
-            log.error("prefill at %s: %s", bootstrap_addr, error)
+            log.error("the ranks of prefill at %s are unknown: %s", bootstrap_addr, error)
             return False
         info.target_tp_rank, info.target_cp_ranks = 0, [0]
         info.target_tp_ranks = list(range(info.attn_tp_size))

@@ -152,7 +152,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
         super().release_aborted_request(request)
 
     def clear_storage_backend(self) -> bool:
-        log.warning("the store is others' too, and was not cleared: use `kvpool store gc`.")
+        log.warning("the store was not cleared, as others use it too: use `kvpool store gc`.")
         return False
 
     def release_host_resources(self) -> None:
@@ -167,7 +167,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
             try:
                 self._write(req, up_to)
             except Exception:  # the engine serves on
-                log.exception("%s is not written to the store", req.rid)
+                log.exception("request %s is not written to the store", req.rid)
         super().checkpoint(req, up_to=up_to, **kwargs)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:

@@ -196,7 +196,7 @@ class StoreScheduler:
     def stop(self, why: str) -> None:
         """From now on nothing is read or written."""
         if self._store is not None:
-            log.warning("the store is off until this engine is started again: %s", why)
+            log.warning("the store is off until the engine starts again: %s", why)
             self.close()
 
     def close(self) -> None:

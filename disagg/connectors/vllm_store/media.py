@@ -43,7 +43,7 @@ def encoder(config: Any) -> str | None:
          "mm_processor_cache_type shm: use lru"),
     ):  # fmt: skip
         if unknown:
-            log.warning("of a prompt, what is before its first picture is stored only: %s.", why)
+            log.warning("only state before a prompt's first picture is stored: %s.", why)
             return None
     said = {name: getattr(options, name, None) for name in PRUNING}
     return json.dumps([_encoders(model.hf_config.to_dict()), said], sort_keys=True, default=str)

@@ -239,7 +239,7 @@ class OfferServer:
         connection.close()
         if problem is not None and problem not in self._denied:
             self._denied.add(problem)
-            log.warning("engine local: %s, and was refused; this is said once.", problem)
+            log.warning("engine local refused a peer (logged once): %s.", problem)
 
     def _problem(self, connection: socket.socket) -> str | None:
         """Why a peer is offered nothing."""

@@ -296,7 +296,7 @@ class DecodePeers:
         link.plan, link.plan_seconds = plan, self.plans.seconds - before
         if alone := {name for hello in hellos for name in hello.conventions.keys() ^ own.keys()}:
             names = ", ".join(sorted(alone))
-            log.info("%s: not compared is what only one side says: %s", link.ranks[0], names)
+            log.info("%s: not compared, as only one side gives it: %s", link.ranks[0], names)
         every = dict.fromkeys(range(len(layouts)), self._readers)
         link.asks = every if self._group is None else plan.asks
         link.layers = {source: layers_by_owner(layouts[source]) for source in link.asks}
