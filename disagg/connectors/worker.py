@@ -43,7 +43,7 @@ class ConnectorWorker:
     _begun: bool = False
     """Whether the engine has told of any layer in this forward pass."""
     _left: dict[str, LayerId] = field(default_factory=dict)
-    """Of which it has not told, by name. Several may be of one layer."""
+    """Not yet reported, by name. Several may be of one layer."""
     _loading: dict[str, ReceiveTask] = field(default_factory=dict)
     """By request, what is waited for layer by layer in this step."""
     _invalid: set[int] = field(default_factory=set)
@@ -129,7 +129,7 @@ class ConnectorWorker:
             self.store.close()
 
     def invalid_blocks(self) -> set[int]:
-        """Blocks, since the last call, of which the state did not come."""
+        """Blocks, since the last call, whose state did not come."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 

@@ -1,6 +1,6 @@
-"""Unix sockets between processes of one host: their paths, and who is at the other end. They lie in
-a folder that only this user can open. A process holds a lock file there while it lives, so that
-another one removes what a killed process has left.
+"""Unix sockets between processes of one host: their paths, and the process at the other end. They
+are in a folder that only this user can open. A process holds a lock file there while it lives, so
+that another one removes what a killed process has left.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _claim(folder: Path) -> Path:
     flags = os.O_RDWR | os.O_CLOEXEC
     for lock in folder.glob("*.lock"):
         with suppress(OSError), os.fdopen(os.open(lock, flags | os.O_NOFOLLOW), "rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it: its process ended
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not held: its process ended
             for path in folder.glob(f"{lock.stem}.*"):
                 path.unlink(missing_ok=True)
     while True:

@@ -36,7 +36,7 @@ class Count(Enum):
     KNOWN = "known"
     """All of `tokens`: the destination's block table says how many tokens the request has."""
     UNKNOWN = "unknown"
-    """Of `tokens` what moves whatever the number is: full entries of spaces without a window, and
+    """The part of `tokens` that moves for any number: full entries of spaces without a window, and
     full items of packed regions. The block table's number is the most that it can be.
     """
     LEARNED = "learned"
@@ -264,7 +264,7 @@ def _bound_few(few: Sequence[tuple[_Group, StretchRuns]], table: Ints) -> tuple[
 def moved_now(
     source: Space, space: Space, packed: bool, tokens: range, count: Count
 ) -> range | None:
-    """The positions of `tokens` of which something moves now, from one space to another."""
+    """The positions of `tokens` that move, at least in part, from one space to another now."""
     if count is Count.KNOWN:
         return tokens
     unknown, grows = count is Count.UNKNOWN, source.grows and space.grows

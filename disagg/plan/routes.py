@@ -1,6 +1,6 @@
 """From the parts that are to be moved to routes. Buffers whose items lie side by side are one
 record, so that the layers of page placement fuse as adjacent heads do; pairs of records that are
-alike have the same runs, whatever their layers and ranks, and these are found once.
+alike have the same runs in any layer and rank, and these are found once.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class ComputeDigest(Struct, frozen=True):
 
 
 class RoomEnded(Struct, frozen=True):
-    """A room has ended: who waits for that may go on, and its `span` is recorded."""
+    """A room has ended: callers that wait for it may go on, and its `span` is recorded."""
 
     room: Room
     span: RoomSpan | None = None

@@ -123,7 +123,7 @@ class Disconnect(Struct, frozen=True, tag="disconnect", forbid_unknown_fields=Tr
 
 
 class DropRoom(Struct, frozen=True, tag="drop_room", forbid_unknown_fields=True):
-    """A room has failed on decode before prefill was asked for it: nobody will read its pages. It
+    """A room has failed on decode before prefill was asked for it: no reader needs its pages. It
     may come from a decode that prefill does not serve, as that is refused.
     """
 

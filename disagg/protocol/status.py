@@ -219,7 +219,7 @@ class EndedRooms(dict[Room, Ended]):
         return taken
 
     def give_back(self, taken: list[Ended]) -> None:
-        """Undoes a `take` of which the caller has seen nothing."""
+        """Undoes a `take` whose result the caller has not seen."""
         later = self.take()
         self.update({ended.room: ended for ended in (*taken, *later)})
 

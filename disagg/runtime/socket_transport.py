@@ -75,7 +75,7 @@ class SocketTransport:
         return listener.address
 
     def connect(self, peer: int, address: str | None) -> None:
-        # while nobody answers, it dials again and again
+        # until a peer answers, it dials again and again
         parsed = None
         if address is not None:
             try:

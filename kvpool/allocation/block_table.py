@@ -82,7 +82,7 @@ class BlockTable:
         return -(-tokens // self.space.tokens_per_item)
 
     def first_whole(self, received: int) -> int:
-        """The number of the first item of which nothing is missing that later tokens may need:
+        """The number of the first item that has all that later tokens may need:
         entries that were dead at `received` tokens never came. Of a page's ring, what is alive at
         its end.
         """
@@ -148,8 +148,8 @@ class BlockTable:
         return source, fresh[: source.size]
 
     def fork(self, row: int, child: int, end: Ints, copied: int) -> tuple[Ints, Ints]:
-        """Gives a new request the items of the first `end` `[1]` tokens of another, of which the
-        last `copied` are new ones; returns the ids to copy from and to.
+        """Gives a new request the items of the first `end` `[1]` tokens of another; the last
+        `copied` items are new ones; returns the ids to copy from and to.
         """
         first, stop = int(self.first(end)[0]), int(self.stop(end)[0])
         shared, source = np.split(self.ids[row, first:stop], [stop - first - copied])

@@ -50,8 +50,8 @@ def need_int(value: int, low: int, subject: str, high: int = MAX_INT) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A dimension of which this rank holds steps `start` to `start + size` of `total`, `stride`
-    bytes apart. `total` 0 means `size`: not sharded.
+    """A dimension; this rank holds steps `start` to `start + size` of `total`, `stride` bytes
+    apart. `total` 0 means `size`: not sharded.
     """
 
     name: str
@@ -84,8 +84,8 @@ class Region:
 
     Axes are sorted: entry, head, then by name. Their order has no meaning; their strides do.
 
-    With `packing`, how an item lies inside is known by that name only: there is no entry axis,
-    whatever the space, and its bytes move whole, between regions of the same packing.
+    With `packing`, how an item lies inside is known by that name only: there is no entry axis
+    in any space, and its bytes move whole, between regions of the same packing.
     """
 
     owner: str
@@ -167,7 +167,7 @@ class Buffer:
 
     `memory` is `cpu`, `cuda:0`, `npu:3`, or `meta` (no memory; `base` counts from 0). Bytes of an
     item that no region claims are foreign: a transfer neither reads nor writes them. With
-    `padding` the memory's owner says that nobody else uses them: they may travel along.
+    `padding` the memory's owner says that nothing else uses them: they may travel along.
     """
 
     name: str

@@ -66,7 +66,7 @@ class KvpoolManager(CommonKVManager):
         self.lock = threading.RLock()
         """Of what `turn` changes: it has a thread where SGLang polls no sender."""
         self.sending: set[int] = set()
-        """Rooms of which SGLang has not been told the end."""
+        """Rooms whose end SGLang has not been told."""
         self.reading: dict[int, int] = {}
         """Rows of the metadata, by room that was asked for and whose pages a read may touch."""
         self.stopped = False

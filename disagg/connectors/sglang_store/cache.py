@@ -46,8 +46,8 @@ class PromptKey(NamedTuple):
 
 
 class KvpoolRadixCache(UnifiedRadixCache):
-    """`--radix-cache-backend kvpool`. Tokens of which the tree's key does not say all that their
-    state depends on pass by the store: behind pictures, with adapters, embeddings, sessions, beams.
+    """`--radix-cache-backend kvpool`. Tokens whose state depends on more than the tree's key pass
+    by the store: behind pictures, with adapters, embeddings, sessions, beams.
     """
 
     opened = False  # the parent's constructor calls `reset`

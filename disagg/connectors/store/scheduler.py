@@ -42,8 +42,8 @@ class StoreScheduler:
     """Decides; `step()` takes what was decided since the last time.
 
     The last `recomputes` tokens of a request are computed here. Hits are multiples of `unit`
-    tokens: where an engine finds prefixes in its own cache by whole blocks, a block of which a part
-    was read would serve other requests as a whole.
+    tokens: if an engine finds prefixes in its own cache by whole blocks, a block that was read
+    in part would serve other requests as a whole.
     """
 
     def __init__(self, settings: Settings, *, recomputes: int = 1, unit: int = 1) -> None:
@@ -85,8 +85,8 @@ class StoreScheduler:
         most: int | None = None,
         reads: bool = True,
     ) -> None:
-        """A new request, of which the first `most` tokens, with `media` among them, can be keyed.
-        Those of which nothing can be are not told of.
+        """A new request, whose first `most` tokens, with `media` among them, can be keyed. Requests
+        that cannot be keyed at all are not passed here.
         """
         request = _Request(
             tokens=tokens,

@@ -59,8 +59,8 @@ def _encoders(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def media(request: Any, encoder: str | None) -> tuple[list[Medium], int]:
-    """Those of a request, in order, up to the first of which it is not known what it is; and how
-    many tokens are before that one.
+    """Those of a request, in order, up to the first unknown one; and how many tokens are before
+    that one.
     """
     known: list[Medium] = []
     for feature in sorted(request.mm_features, key=lambda one: one.mm_position.offset):

@@ -38,7 +38,7 @@ _Inside = tuple[tuple[Region, ...], tuple[Space, ...]]
 
 
 class LinkFailed(NamedTuple):
-    """The rooms of a link fail; with `asked`, only those that were asked for: the others wait on.
+    """The rooms of a link fail; with `asked`, only rooms already requested.
     `except_rank` is the rank that knows, or that does not listen.
     """
 
@@ -49,7 +49,7 @@ class LinkFailed(NamedTuple):
 
 
 LinkChange = Link | LinkFailed
-"""A link of which every rank has answered, and whose rooms can be asked for now; or a failure."""
+"""A link whose ranks have all answered, so that its rooms can be asked for; or a failure."""
 
 OfAsked = messages.ChunkReady | messages.Digests | messages.ReleaseAck | messages.Abort
 """A message about a room, from a rank of the generation that is known."""

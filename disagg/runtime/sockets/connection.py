@@ -71,7 +71,7 @@ class Connection:
     more: bool = False
     """Whether `unread` may hold another whole message."""
     leaving: bool = False
-    """Whether it was given up: what was sent still leaves, what comes is nobody's."""
+    """Whether it was given up: what was sent still leaves, what arrives is dropped."""
     unread: bytearray = field(default_factory=bytearray)
     unsent: deque[bytes | memoryview] = field(default_factory=deque)
     opening: list[bytes] | None = None

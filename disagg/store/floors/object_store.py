@@ -163,7 +163,7 @@ class ObjectFloor:
         """
         try:
             next(self._store.list(chunk_size=1), None)
-        except Exception as error:  # of one who may not list, nothing is known
+        except Exception as error:  # without permission to list, nothing is known
             if no_bucket(error):
                 raise floor_error(self._url, "exists", error, self._seconds) from error
         self._has_bucket = True

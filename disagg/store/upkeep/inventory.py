@@ -123,7 +123,7 @@ class Held:
 
 @dataclass
 class Inventory:
-    """What a floor holds. `foreign` is what is not named as a store's, of which some names."""
+    """What a floor holds. `foreign` is what is not named as a store's, with some names."""
 
     namespaces: dict[str, Held] = field(default_factory=dict)
     foreign: Amount = field(default_factory=Amount)
