@@ -38,7 +38,7 @@ class Settings:
     tls: TLSFiles | None = None
     """In place of keys, paths of an organisation's own files: `ca`, `certificate` and `key`."""
     insecure: bool = False
-    """TCP without keys: messages can be read, and anybody may connect."""
+    """TCP without keys: messages can be read, and any process may connect."""
     lease: float | None = 300.0
     """Seconds for which blocks wait for a decode engine."""
     offer_timeout: float | None = 60.0
@@ -76,7 +76,7 @@ class Settings:
     store: str | None = None
     """The URL of a store of state (docs/store.md)."""
     chunk_tokens: int = 256
-    """Tokens of its chunks: the same for all who share it."""
+    """Tokens of its chunks: the same for all engines that share it."""
     store_timeout: float = 10.0
     """Seconds after which what the store has not given is computed."""
     store_room: int | str | None = None

@@ -28,9 +28,9 @@ step would ask again at once, with its processes busy in the meantime on cores t
 @dataclass(eq=False)
 class ConnectorWorker:
     """Does what a scheduler step asks of a rank. `groups` are the engine's cache groups, `layers`
-    all that have state here by the engine's names. `cleared`: by group, tensors `[block, ...]` of
-    which no block may keep what it held before, where the engine leaves that to who fills it.
-    `store`: of an engine that has one.
+    all that have state here by the engine's names. `cleared`: by group, tensors `[block, ...]`
+    whose blocks may keep nothing of their past, if the engine leaves that to the code that fills
+    them. `store`: of an engine that has one.
     """
 
     rank: Rank

@@ -40,7 +40,7 @@ _guard = threading.Lock()
 
 
 def peer_credentials(connection: socket.socket) -> Credentials:
-    """Who made the other end: of a connection that was dialled, who listens."""
+    """The process that made the other end: of a dialled connection, the listener."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(data)
     return Credentials(pid, uid)

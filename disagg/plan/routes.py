@@ -178,7 +178,7 @@ class Records:
 
 
 def _padding(records: Records, record: Sequence[Buffer]) -> tuple[Ints, Ints]:
-    """Declared padding of a record's item; what else is in no region is somebody else's."""
+    """Declared padding of a record's item; other bytes outside regions are foreign."""
     gaps: list[tuple[Ints, Ints]] = [(none := np.empty(0, dtype=np.int64), none)]
     for buffer in record:
         inside = records.inside.get(buffer.name, ())

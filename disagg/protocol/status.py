@@ -177,7 +177,7 @@ class PhasedRoom(ABC):
     @property
     @abstractmethod
     def needs_caller(self) -> bool:
-        """Whether it is in vain if its caller does nothing any more."""
+        """Whether it cannot succeed if its caller does nothing more."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:

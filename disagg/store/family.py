@@ -1,5 +1,5 @@
-"""The namespaces of a family: those that differ in the formats of their state alone, so that who
-converts reads in all of them.
+"""The namespaces of a family: those that differ in the formats of their state alone, so that
+an engine that converts reads in all of them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A geometry is what the ranks of one engine write of a chunk: a part for each rank, by kind of
 object, with what the bytes mean beside their layout. Its digest is in the names of its objects. A
-namespace is what all who share have in common: nothing in it says how state lies in memory.
+namespace is what all sharing engines have in common: nothing in it says how state lies in memory.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def read_offer(file: int) -> Offer:
 
 
 class OfferServer:
-    """Passes an offer and its files to whoever dials `path`. Its thread sleeps until then; the
+    """Passes an offer and its files to peers that dial `path`. Its thread sleeps until then; the
     endpoint's loop has no part in it, so that both sides may be turned by one thread.
 
     An open connection shows the reader that this process lives.

@@ -56,7 +56,7 @@ OfAsked = messages.ChunkReady | messages.Digests | messages.ReleaseAck | message
 
 
 class DecodePeers:
-    """All links of one decode endpoint. Ranks are numbered over all links that ever were."""
+    """All links of one decode endpoint. Ranks are numbered over all links, closed ones too."""
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ class PrefillRoom(PhasedRoom):
 
     @property
     def patience(self) -> float:
-        """The longest time-out of those who have asked."""
+        """The longest time-out of the decodes that have asked."""
         timeouts = (request.timeout for request in self.requests.values())
         return max(math.inf if timeout is None else timeout for timeout in timeouts)
 

@@ -69,7 +69,7 @@ class Address:
 
 
 class DialledAddress:
-    """An address that is dialled until somebody answers: one place after the other."""
+    """An address that is dialled until a peer answers: one place after the other."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -96,7 +96,7 @@ class DialledAddress:
 
 class Listener:
     """A bound, non-blocking socket; `address` is where. Raises OSError or UnicodeError if it cannot
-    be bound, and ValueError if somebody else listens there, or for no address of this host.
+    be bound, and ValueError if another process listens there, or for no address of this host.
     """
 
     def __init__(self, address: ListenAddress) -> None:

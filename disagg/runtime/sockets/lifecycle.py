@@ -1,4 +1,4 @@
-"""Connections: dialled until somebody answers, encrypted a few steps a turn, and seen off."""
+"""Connections: dialled until a peer answers, encrypted a few steps a turn, and closed."""
 
 from __future__ import annotations
 

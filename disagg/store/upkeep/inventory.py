@@ -99,7 +99,7 @@ class Held:
 
     @property
     def text(self) -> dict[str, Any] | None:
-        """What all who share the namespace have in common."""
+        """What all engines of the namespace have in common."""
         geometry = next(iter(self.geometries.values()), None)
         return None if geometry is None else json.loads(namespace_of(geometry)[1])
 
