@@ -137,12 +137,13 @@ class ConformReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         settings: dict[tuple[str, ...], dict[str, list[str]]] = {}
         for row in self.rows:
             connector, *sides = row.cells()
-            connectors = settings.setdefault(tuple(sides), {}).setdefault(_noted(row, numbers), [])
+            results = settings.setdefault(tuple(sides), {})
+            connectors = results.setdefault(_noted(row, numbers), [])
             connectors.append(connector.removesuffix(f" over {TRANSPORTS[0]}"))
         lines = [f"| {' | '.join((*COLUMNS[1:], 'result'))} |", "|---|---|---|---|"]
-        for sides, results in settings.items():
+        for cells, results in settings.items():
             result = "; ".join(f"{', '.join(names)}: {words}" for words, names in results.items())
-            lines.append(f"| {' | '.join(map(_markdown, (*sides, result)))} |")
+            lines.append(f"| {' | '.join(map(_markdown, (*cells, result)))} |")
         head = DOCUMENT.format(
             suite=self.suite, date=self.date[:10], versions=self.versions(), counts=self.counts()
         )
