@@ -152,7 +152,7 @@ def _chunk(reads: Sequence[ReadTimes]) -> ChartRow:
 
 
 def _last_steps(metrics: RoomMetrics, many: bool) -> Iterator[ChartRow]:
-    """What comes after the last read, of a room that got so far."""
+    """What follows the last read, of a room that has come so far."""
     if metrics.done_seconds and metrics.verify_seconds:
         begun = max((read.ended for read in metrics.reads), default=0.0)
         yield _step("digests are compared", begun, metrics.done_seconds)

@@ -73,8 +73,8 @@ def constants(*parts: tuple[int, ...]) -> tuple[Any, ...]:
 
 def upload(columns: Sequence[Ints], device: torch.device, axis: int = 0) -> torch.Tensor:
     """Stacks int64 columns and copies them to `device` on the current stream, without waiting.
-    Raises RuntimeError during the capture of a CUDA graph: a replay would read host memory that is
-    freed by then.
+    Raises RuntimeError during the capture of a CUDA graph: a replay would read host memory that
+    has been freed.
     """
     on_gpu = device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():

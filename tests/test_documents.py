@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import importlib
 import re
-from typing import get_args
 
 import pytest
 
-from disagg.protocol.status import FailureKind
 from tests.document_programs import PAGES, READ, ROOT, programs
 from tests.lowest import PYPROJECT, tomllib
 
@@ -103,10 +101,3 @@ def test_documents_name_extras_that_are_there():
     for path in [PYPROJECT, ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for names in re.findall(r"kvpool\[([\w,-]+)\]", path.read_text()):
             assert {*names.split(",")} <= {*extras}, f"{path.name}: {names}"
-
-
-def test_the_operators_page_says_what_to_do_of_every_kind_of_failure():
-    page = (ROOT / "docs" / "operate.md").read_text()
-    failures = page.partition("\n## Failures\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \|[^|]+\|[^|]+\|$", failures, re.M)
-    assert rows == sorted(get_args(FailureKind))

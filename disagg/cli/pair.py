@@ -96,7 +96,7 @@ def read_contracts(prefill: str, decode: str) -> tuple[dict[str, Contract], list
 
 
 def print_outcome(contracts: Mapping[str, Contract], objections: Sequence[Objection]) -> None:
-    """Yes or no, of which engines, and every reason against."""
+    """Yes or no, the engines, and every reason against."""
     count = f"{len(objections)} reason{'s' if len(objections) > 1 else ''}"
     typer.echo(f"no, for {count}" if objections else "yes")
     for side, contract in contracts.items():

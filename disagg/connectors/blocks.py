@@ -45,7 +45,7 @@ class BlockGroup:
     def unfilled(self, blocks: Sequence[int], start: int, stop: int) -> list[int]:
         """Blocks that positions `start` to `stop` do not fill to their end."""
         first = stop // self.tokens
-        # what comes before `start` in a block is decode's own
+        # positions before `start` in a block are decode's own
         partial = first * self.tokens >= start
         return [block for block in blocks[first if partial else first + 1 :] if block]
 

@@ -49,9 +49,9 @@ class RankDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingEngine:
-    """The engine of which `package` is: its sides, and its number among engines that share one
-    setting (data parallelism). `size`: how many ranks it has, of which number `first` and those
-    after it are told of here.
+    """The engine of `package`: its sides, and its number among engines that share one
+    setting (data parallelism). `size`: how many ranks it has; number `first` and those
+    after it are described here.
     """
 
     package: str

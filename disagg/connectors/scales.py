@@ -33,7 +33,7 @@ class LayerScale:
 
 def scale_conventions(layout: PoolLayout, scales: Iterable[LayerScale]) -> dict[str, Convention]:
     """What the values of a rank are scaled by, layer by layer: of fp8 without scales in the pages,
-    and of NVFP4, whose scales are scaled. A layer of which no module says anything has 1.
+    and of NVFP4, whose scales are scaled. A layer without such a module has 1.
 
     Raises UnknownFormat for scales that are no one number a layer.
     """

@@ -38,7 +38,7 @@ class Settings:
     tls: TLSFiles | None = None
     """In place of keys, paths of an organisation's own files: `ca`, `certificate` and `key`."""
     insecure: bool = False
-    """TCP without keys: messages can be read, and anybody may connect."""
+    """TCP without keys: messages can be read, and any process may connect."""
     lease: float | None = 300.0
     """Seconds for which blocks wait for a decode engine."""
     offer_timeout: float | None = 60.0
@@ -58,7 +58,7 @@ class Settings:
     memory for it stays as it is, so that the acceptance of drafts begins low.
     """
     cast: bool | Collection[str] = False
-    """Whether decode converts what prefill has in another format, or roles of which it does: true,
+    """Whether decode converts what prefill has in another format, or the roles to convert: true,
     ["k", "v"] (docs/cast.md).
     """
     convert_to: str | None = None
@@ -72,11 +72,11 @@ class Settings:
     conventions: Mapping[str, Convention | None] = field(default_factory=dict)
     """Instead of what the engine knows of its model; null: not compared (docs/connectors.md)."""
     contract: str | None = None
-    """HOST:PORT where the engine says what it is, to anybody who asks (docs/contract.md)."""
+    """HOST:PORT where the engine serves its contract to any client (docs/contract.md)."""
     store: str | None = None
     """The URL of a store of state (docs/store.md)."""
     chunk_tokens: int = 256
-    """Tokens of its chunks: the same for all who share it."""
+    """Tokens of its chunks: the same for all engines that share it."""
     store_timeout: float = 10.0
     """Seconds after which what the store has not given is computed."""
     store_room: int | str | None = None

@@ -97,7 +97,7 @@ def prompt_digest(ids: Sequence[int]) -> str:
 def named_room(name: Any, ids: Sequence[int] | None) -> Room | None:
     """The room of a prompt where a proxy has named it to both sides; None if it has not. Two
     prompts of one name have two rooms: neither side reads or offers the other's. A number is the
-    room itself: SGLang's bootstrap_room, of which its engines know no prompt. Raises RoomError.
+    room itself: SGLang's bootstrap_room, whose prompt its engines do not know. Raises RoomError.
     """
     if isinstance(name, int) and not isinstance(name, bool):
         return room_name(name)

@@ -75,8 +75,8 @@ def dense_items(view: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
 
 
 def clear_items(tensors: Sequence[torch.Tensor], items: Sequence[int]) -> None:
-    """Sets items of tensors to 0. What a device is told has ended when it returns, whatever else is
-    under way there.
+    """Sets items of tensors to 0. A device's own work for it has ended when this returns; other
+    work there may go on.
     """
     if not tensors or not items:
         return
@@ -156,7 +156,7 @@ PlacedTensor = tuple[Space, LayerTensor]
 
 
 def tiled(space: Space, tokens: int) -> Space:
-    """A space of the same items, of which an entry is a tile of so many tokens."""
+    """A space of the same items, whose entries are tiles of so many tokens."""
     if tokens == 1:
         return space
     entries, rest = divmod(space.entries_per_item, tokens)

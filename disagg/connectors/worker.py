@@ -28,9 +28,9 @@ step would ask again at once, with its processes busy in the meantime on cores t
 @dataclass(eq=False)
 class ConnectorWorker:
     """Does what a scheduler step asks of a rank. `groups` are the engine's cache groups, `layers`
-    all that have state here by the engine's names. `cleared`: by group, tensors `[block, ...]` of
-    which no block may keep what it held before, where the engine leaves that to who fills it.
-    `store`: of an engine that has one.
+    all that have state here by the engine's names. `cleared`: by group, tensors `[block, ...]`
+    whose blocks may keep nothing of their past, if the engine leaves that to the code that fills
+    them. `store`: of an engine that has one.
     """
 
     rank: Rank
@@ -43,7 +43,7 @@ class ConnectorWorker:
     _begun: bool = False
     """Whether the engine has told of any layer in this forward pass."""
     _left: dict[str, LayerId] = field(default_factory=dict)
-    """Of which it has not told, by name. Several may be of one layer."""
+    """Not yet reported, by name. Several may be of one layer."""
     _loading: dict[str, ReceiveTask] = field(default_factory=dict)
     """By request, what is waited for layer by layer in this step."""
     _invalid: set[int] = field(default_factory=set)
@@ -129,7 +129,7 @@ class ConnectorWorker:
             self.store.close()
 
     def invalid_blocks(self) -> set[int]:
-        """Blocks, since the last call, of which the state did not come."""
+        """Blocks, since the last call, whose state did not come."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 

@@ -84,7 +84,7 @@ class Contract:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of which it says nothing."""
+        """Ranks that it does not describe."""
         return sorted({*range(self.size)} - {rank.number for rank in self.ranks})
 
     def to_json(self) -> str:

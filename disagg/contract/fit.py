@@ -78,8 +78,8 @@ class Fit:
             if contract.missing:
                 yield (
                     "ranks",
-                    f"{side} has {contract.size} ranks, of which {ranges(contract.missing)} are "
-                    "not in its contract. Give those of all ranks, separated by commas.",
+                    f"{side} has {contract.size} ranks, and its contract lacks "
+                    f"{ranges(contract.missing)}. Give those of all ranks, separated by commas.",
                 )
         for reason in protocol_problems(self.prefill, self.decode):
             yield "protocol", reason

@@ -1,5 +1,5 @@
 """Labels of an engine, short enough for a router's picker: engines whose label `contract` is equal
-can work together, whatever their TP, stages and page sizes are.
+can work together, at any TP, stages and page sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Stretches = tuple[tuple[int, int], ...]
 def labels(contract: Contract) -> dict[str, str]:
     """Short texts of letters, digits, `-`, `_` and `.`, by name. `contract`, 16 hexadecimal digits,
     is there where every rank is, all ranks say the same of what they share, and together they hold
-    all of each region once: two such engines of one label hand over whatever side each is.
+    all of each region once: two such engines of one label fit, whichever is prefill.
 
     A store's namespace has no layers and no drafts, which there may differ; here they are in it.
     """
@@ -97,7 +97,7 @@ def _axes(region: Region) -> list[Axis]:
 
 
 def _form(layout: PoolLayout, region: Region) -> str:
-    """What must be equal on both sides, whatever the shard: see `plan.match.mismatches`."""
+    """What must be equal on both sides, for any shard: see `plan.match.mismatches`."""
     space = layout.space_of(region)
     by_entry = space.has_entries and not region.packing
     return repr(

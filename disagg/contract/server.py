@@ -111,7 +111,7 @@ class _HTTPServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader that has gone or says nothing is nobody's concern here."""
+        """A reader that has gone or is silent needs no report."""
 
 
 class _ContractHandler(BaseHTTPRequestHandler):

@@ -42,7 +42,7 @@ def check_engine_options(
             msgspec.convert(value, kind)
         except msgspec.ValidationError:
             raise ValueError(f"engine {name}: {option}={value!r}: {_words(kind)}.") from None
-        except TypeError:  # no type of a document: another caller's, who has such values
+        except TypeError:  # no type of a document: a value that only code can give
             continue
 
 

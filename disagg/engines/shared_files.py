@@ -44,7 +44,7 @@ class Files:
             if reached < file.base:
                 segments.append(Segment(reached, file.base - reached, PRIVATE, 0))
                 reached = file.base
-            # what lies behind a file's end in its last page is nobody's
+            # bytes behind a file's end in its last page belong to no region
             stop = min(file.base + file.nbytes, slab.end)
             index = self._index(file)
             segments.append(Segment(reached, stop - reached, index, reached - file.base))

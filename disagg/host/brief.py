@@ -82,7 +82,7 @@ class Waker:
                 self.descriptor = os.dup(descriptor)
 
     def wake(self) -> None:
-        """Writes a byte, unless nobody waits any more."""
+        """Writes a byte, unless no thread waits any more."""
         with self._lock:
             if self.descriptor >= 0:
                 write_byte(self.descriptor)

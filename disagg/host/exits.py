@@ -32,7 +32,7 @@ class Droppable(Protocol):
     """What may be left open."""
 
     def drop(self) -> None:
-        """Closes it, in a thread of which its owner knows nothing. May be called again."""
+        """Closes it, in a thread that its owner does not know. May be called again."""
 
 
 CLOSED_AT_EXIT: WeakSet[Droppable] = WeakSet()
@@ -62,7 +62,7 @@ def _close(owner: Droppable) -> None:
     try:
         owner.drop()
     except Exception:
-        log.exception("%s: it could not be closed", type(owner).__name__)
+        log.exception("%s could not be closed", type(owner).__name__)
 
 
 atexit.register(_close_all)

@@ -87,7 +87,7 @@ def is_loopback(host: str) -> bool:
 
 
 def leads_back(host: str) -> bool:
-    """Whether who dials a host reaches itself: loopback, and what stands for all addresses."""
+    """Whether a host that is dialled leads back to the caller: loopback, and the address of all."""
     address = _ip_address(host)
     return is_loopback(host) or (address is not None and address.is_unspecified)
 

@@ -1,4 +1,4 @@
-"""Files that a process believes: read only if nobody but its own user and root can have written
+"""Files that a process believes: read only if no one but its own user and root can have written
 them. What was opened is checked, which cannot change under the check.
 """
 
@@ -15,7 +15,7 @@ MAX_BYTES = 64 << 10
 
 
 def open_folder(path: Path) -> int:
-    """Opens a folder that nobody else can write to. Raises FileNotFoundError, ValueError."""
+    """Opens a folder that no other user can write to. Raises FileNotFoundError, ValueError."""
     return _open(path, path, os.O_DIRECTORY | os.O_NOFOLLOW, None, WRITE)
 
 

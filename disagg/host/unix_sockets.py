@@ -1,6 +1,6 @@
-"""Unix sockets between processes of one host: their paths, and who is at the other end. They lie in
-a folder that only this user can open. A process holds a lock file there while it lives, so that
-another one removes what a killed process has left.
+"""Unix sockets between processes of one host: their paths, and the process at the other end. They
+are in a folder that only this user can open. A process holds a lock file there while it lives, so
+that another one removes what a killed process has left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _guard = threading.Lock()
 
 
 def peer_credentials(connection: socket.socket) -> Credentials:
-    """Who made the other end: of a connection that was dialled, who listens."""
+    """The process that made the other end: of a dialled connection, the listener."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(data)
     return Credentials(pid, uid)
@@ -92,7 +92,7 @@ def _claim(folder: Path) -> Path:
     flags = os.O_RDWR | os.O_CLOEXEC
     for lock in folder.glob("*.lock"):
         with suppress(OSError), os.fdopen(os.open(lock, flags | os.O_NOFOLLOW), "rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it: its process ended
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not held: its process ended
             for path in folder.glob(f"{lock.stem}.*"):
                 path.unlink(missing_ok=True)
     while True:

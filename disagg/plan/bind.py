@@ -37,7 +37,7 @@ class Count(Enum):
     KNOWN = "known"
     """All of `tokens`: the destination's block table says how many tokens the request has."""
     UNKNOWN = "unknown"
-    """Of `tokens` what moves whatever the number is: full entries of spaces without a window, and
+    """The part of `tokens` that moves for any number: full entries of spaces without a window, and
     full items of packed regions. The block table's number is the most that it can be.
     """
     LEARNED = "learned"
@@ -267,7 +267,7 @@ def _bound_few(few: Sequence[tuple[_ShapeRecords, StretchRuns]], table: Ints) ->
 def moved_now(
     source: Space, space: Space, packed: bool, tokens: range, count: Count
 ) -> range | None:
-    """The positions of `tokens` of which something moves now, from one space to another: of 50
+    """The positions of `tokens` that move now, at least in part, from one space to another: of 50
     tokens in packed pages of 16, with an UNKNOWN count the first 48, and then, LEARNED, 48 and 49.
     """
     if count is Count.KNOWN:

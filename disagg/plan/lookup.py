@@ -96,8 +96,8 @@ class Apart(BlockLookup):
 
 def id_clash(layout: PoolLayout, address: RequestAddress) -> str | None:
     """Why a block table cannot be one of this layout: it lists items of one block of a block pool
-    for two of its spaces. None if it does not. Reserved blocks are nobody's, and may be listed for
-    any.
+    for two of its spaces. None if it does not. Reserved blocks belong to no space, and any may
+    list them.
     """
     for pool, lists in layout.block_pools.items():
         items = {name: address.spans[name].ids for name in lists if name in address.spans}

@@ -1,7 +1,7 @@
 """Matches source regions to a destination region, or says why they do not match.
 
 The shard axes of both sides are intersected, and the positions that their ranks hold. Sources that
-hold the same part are replicas, of which one is elected, or one for each member of a group.
+hold the same part are replicas; one is elected, or one for each member of a group.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def mismatches(alike: Alike) -> dict[str, list[int]]:
         if offered.packing != wanted.packing:
             reasons.setdefault(_other_packing(offered, wanted), []).extend(holder.sources)
             continue
-        # pages and rings pair by entries, of which the destination needs those that are alive
+        # pages and rings pair by entries; the destination needs those that are alive
         by_entry = source.has_entries and space.has_entries and not wanted.packing
         facts = _facts(offered, source, wanted, by_entry), _facts(wanted, space, offered, by_entry)
         for what, cure in CURES.items():
@@ -281,8 +281,8 @@ def share_out(
     """What one of the members whose destinations have these `overlaps` reads, and which source
     ranks it asks for each request, each with how many members ask that rank.
 
-    Members that read from the same replicas take them in turn. A source rank of which nothing is
-    read is asked by member `rank % members`: it must learn that nobody reads it, too. A member that
+    Members that read from the same replicas take them in turn. A source rank that is not
+    read is asked by member `rank % members`: it must learn that, too. A member that
     would ask no rank asks rank `member % ranks`: how its rooms end is told by those that it asks.
     """
     readers: dict[Holders, list[int]] = {}

@@ -46,9 +46,9 @@ class TransferPlan:
     unsent: tuple[Key, ...]
     missing: tuple[Key, ...]
     parts: tuple[Part, ...] = field(repr=False, compare=False)
-    """Of which source rank each part of a destination region is read."""
+    """The source rank that each part of a destination region is read from."""
     layer_routes: tuple[Route, ...] = field(repr=False, compare=False)
-    """The same copies, no run of which is of two layers; `routes` where these are so already."""
+    """The same copies without a run over two layers; `routes` if it has none."""
     asks: Mapping[int, int] = field(compare=False)
     cast: Cast | None = None
     """Of regions whose rows are converted; none of the other fields is about them."""

@@ -160,7 +160,7 @@ class SpacePair:
     def _items(
         self, source: RequestAddress, dest: RequestAddress, entries: range, size: int
     ) -> list[Stretch] | Items:
-        """Pairs a range of entries, of which items of both sides have `size` each."""
+        """Pairs a range of entries; items of both sides have `size` entries each."""
         first, last = entries.start // size, (entries.stop - 1) // size
         ids = self._src.part(source, first, last + 1), self._dst.part(dest, first, last + 1)
         step, stop = entries.start - first * size, entries.stop - last * size

@@ -24,7 +24,7 @@ _Moved = tuple[int, int, tuple[Axis, ...], Box]
 
 
 def prove(records: Sequence[Records], parts: Iterable[Part], routes: Sequence[Route]) -> None:
-    """Checks every record pair of every route; pairs of which the same is to be checked, once. The
+    """Checks every record pair of every route; pairs with the same checks once. The
     last of `records` are the destination's.
 
     Raises RuntimeError, naming owner, layer, role and bytes, if a run covers other bytes.
@@ -142,7 +142,7 @@ class _RecordSide(NamedTuple):
         for run in np.flatnonzero(nbytes - own - padded)[:1].tolist():
             first, end = int(starts[run]), int(starts[run] + nbytes[run])
             rest = nbytes[run] - own[run] - padded[run]
-            what = f"are one run, of which {rest} are neither of its regions nor padding"
+            what = f"are one run, and {rest} of them are neither of its regions nor padding"
             self.refuse(first, end, what)
 
 

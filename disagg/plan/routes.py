@@ -1,6 +1,6 @@
 """From the parts that are to be moved to routes. Buffers whose items lie side by side are one
 record, so that the layers of page placement fuse as adjacent heads do; pairs of records that are
-alike have the same runs, whatever their layers and ranks, and these are found once.
+alike have the same runs in any layer and rank, and these are found once.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Records:
 
 
 def _padding(records: Records, record: Sequence[Buffer]) -> tuple[Ints, Ints]:
-    """Declared padding of a record's item; what else is in no region is somebody else's."""
+    """Declared padding of a record's item; other bytes outside regions are foreign."""
     gaps: list[tuple[Ints, Ints]] = [(none := np.empty(0, dtype=np.int64), none)]
     for buffer in record:
         inside = records.inside.get(buffer.name, ())

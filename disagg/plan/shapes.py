@@ -150,7 +150,7 @@ class Shape:
         return BoundRuns(offset, nbytes)
 
     def _moves_whole(self, count: int, ends: bool) -> bool:
-        """Whether an item of which `count` entries are needed, from the first on, moves with all
+        """Whether an item whose first `count` entries are needed moves with all
         that it has. With `ends` it is the request's last.
 
         Then that is allowed: it is the request's last page on the destination, so the entries that

@@ -150,7 +150,7 @@ class Converter:
         return replace(buffer, base=base, items=items, memory=self._memory)
 
     def _layers(self, wanted: WantedRows) -> Iterator[tuple[str, range]]:
-        """The layers of each owner of which something is converted."""
+        """The layers of each owner that have converted regions."""
         layers: dict[str, list[int]] = {}
         for owner, layer, _ in self._arrival.conversions:
             layers.setdefault(owner, []).append(layer)

@@ -18,8 +18,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Staging:
-    """A staging buffer in host memory, and copies between it and the memory of a layout, of which
-    a device does its part. Raises DeviceUnavailable, and ValueError for two kinds of memory.
+    """A staging buffer in host memory, and copies between it and the memory of a layout; a device
+    copies its own part. Raises DeviceUnavailable, and ValueError for two kinds of memory.
     """
 
     def __init__(self, layout: PoolLayout, nbytes: int) -> None:

@@ -64,8 +64,8 @@ def unsaid_conventions(own: Mapping[str, Convention], protocol: int) -> list[str
 
 
 def handshake_problems(prefill: Hello, decode: Hello, own: Hello) -> list[str]:
-    """Why two endpoints, of which one is this side's `own`, cannot work together, whatever their
-    layouts.
+    """Why two endpoints cannot work together with any layouts; one of the hellos is this side's
+    `own`.
     """
     if prefill.protocol != decode.protocol:  # nothing else can be read
         return [mismatch(own.protocol, (decode if own is prefill else prefill).protocol)]

@@ -1,5 +1,5 @@
 """One message as the bytes of one frame, and back from untrusted bytes. What decode's hello says of
-layouts: the owners and roles of which prefill shows its regions. And aux values: small named values
+layouts: the owners and roles whose regions prefill shows. And aux values: small named values
 of one request (the first token, log-probabilities), which travel with its last chunk.
 """
 

@@ -27,8 +27,8 @@ from kvpool.layout import PoolLayout
 
 
 class DecodeMachine(Machine[DecodeRoom]):
-    """All rooms of one decode endpoint. `readers` decode ranks read each room: how many, of which
-    each asks every rank of prefill, or their Group, of which each asks some. With `verify`,
+    """All rooms of one decode endpoint. `readers`: the number of decode ranks that read each
+    room, if each asks every rank of prefill, or their Group, if each asks some. With `verify`,
     digests of what was read are compared before a room succeeds. A room in which nothing happens
     for longer than `offer_timeout` seconds fails.
     """

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kvpool.device import Event as DeviceEvent
 
 Peer = bytes | int
-"""A connection as the transport names it: prefill's by the identity of who dialled, decode's by the
-number of the rank that it dialled.
+"""A connection as the transport names it: prefill's by the identity of the decode that dialled,
+decode's by the number of the rank that it dialled.
 """
 
 
@@ -66,7 +66,7 @@ class AbortRoom(Struct, frozen=True):
 
 
 class RejectRoom(AbortRoom, frozen=True):
-    """Prefill's caller ends a room, whether anybody has heard of it or not."""
+    """Prefill's caller ends a room, known to a decode or not."""
 
 
 class ForgetRoom(Struct, frozen=True):
@@ -239,7 +239,7 @@ class ComputeDigest(Struct, frozen=True):
 
 
 class RoomEnded(Struct, frozen=True):
-    """A room has ended: who waits for that may go on, and its `span` is recorded."""
+    """A room has ended: callers that wait for it may go on, and its `span` is recorded."""
 
     room: Room
     span: RoomSpan | None = None

@@ -33,7 +33,7 @@ MAX_CONVENTION = 256
 
 Position = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-"""What a person reads. A message has it as one line without escape codes, whoever wrote it."""
+"""Text for people. A message from any peer has it as one line without escape codes."""
 Seconds = Annotated[float, Meta(ge=MIN_TIMEOUT, le=MAX_TIMEOUT)]
 Room = (
     Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -123,7 +123,7 @@ class Disconnect(Struct, frozen=True, tag="disconnect", forbid_unknown_fields=Tr
 
 
 class DropRoom(Struct, frozen=True, tag="drop_room", forbid_unknown_fields=True):
-    """A room has failed on decode before prefill was asked for it: nobody will read its pages. It
+    """A room has failed on decode before prefill was asked for it: no reader needs its pages. It
     may come from a decode that prefill does not serve, as that is refused.
     """
 

@@ -30,9 +30,9 @@ from kvpool.layout.types import MAX_NAME
 MAX_REQUESTED = 1 << 14
 """Rooms that one decode may ask for at once."""
 MAX_UNSENT = 1 << 16
-"""Open rooms that a decode has asked for and of which nothing was sent."""
+"""Open rooms that a decode has asked for, without a chunk."""
 KEPT_ATTEMPTS = 1000
-"""Attempts of rooms that have ended, of which a request may come once more: the latest."""
+"""Attempts of ended rooms, whose request may come once more: the latest."""
 DRAINS = (
     f"{DRAINING}this prefill takes no new rooms, as it will stop or change its role. Send the "
     "request to another prefill."
@@ -88,7 +88,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         return self._effects.drain()
 
     def computed(self, name: Room) -> int:
-        """Positions of a room of which all layers were offered so far."""
+        """Positions of a room whose layers were all offered so far."""
         room = self.rooms.by_name.get(name)
         return room.offered.stop if room else 0
 
@@ -231,7 +231,7 @@ class PrefillMachine(Machine[PrefillRoom]):
         if room is not None:
             return room.reject_reason(peer, request)
         if len(self.rooms.unsent) >= MAX_UNSENT:
-            return f"{MAX_UNSENT} rooms are asked for of which nothing is computed."
+            return f"{MAX_UNSENT} rooms without a chunk are asked for already."
         return None
 
     def _done(self, peer: bytes, done: messages.ReadDone, room: PrefillRoom | None) -> None:
@@ -298,7 +298,7 @@ class PrefillMachine(Machine[PrefillRoom]):
             event = room.unpublished[0]
             try:
                 computed = event is None or event.query()
-            except Exception as error:  # whatever a device's event raises is this room's alone
+            except Exception as error:  # an error of a device's event is this room's alone
                 self._fail(room, Failure("prefill", f"its device failed: {error}", "device"))
                 return
             if not computed:

@@ -177,7 +177,7 @@ class PhasedRoom(ABC):
     @property
     @abstractmethod
     def needs_caller(self) -> bool:
-        """Whether it is in vain if its caller does nothing any more."""
+        """Whether it cannot succeed if its caller does nothing more."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class EndedRooms(dict[Room, Ended]):
         return taken
 
     def give_back(self, taken: list[Ended]) -> None:
-        """Undoes a `take_ended` of which the caller has seen nothing."""
+        """Undoes a `take_ended` whose result the caller has not seen."""
         later = self.take_ended()
         self.update({ended.room: ended for ended in (*taken, *later)})
 

@@ -19,7 +19,7 @@ _matches = re.compile(PATTERN).match
 
 
 def is_traceparent(value: object) -> TypeGuard[str]:
-    """Whether it is one. W3C: who receives anything else goes on as without."""
+    """Whether it is one. W3C: a receiver ignores anything else."""
     return isinstance(value, str) and _matches(value) is not None
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from disagg.protocol.rooms.prefill_rooms import PrefillRoom
 
 MAX_ENTRIES = 1 << 20
-"""Entries of which one comparison asks for digests one by one."""
+"""The most entries for which one comparison asks for digests one by one."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -195,7 +195,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         `link` names the prefill, if several are connected. `aux` are names of values without which
         the room fails. The pages are leased until the room has ended and `reading(room)` is false,
         also after `abort`: `request.address()` pins its request as long, the pages of any other
-        block table are yours to keep. Slots and rings come whole, whatever `start` is. Allocate
+        block table are yours to keep. Slots and rings come whole, for any `start`. Allocate
         with `Allocator.extend(..., received=True)`, which knows what is dead and will not come.
         `traceparent` is W3C's of the request, whose trace the spans of both sides join.
 
@@ -224,7 +224,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             )
 
     def decline(self, room: Room, link: Link | None = None) -> None:
-        """Reads nothing of a room of which this decode has everything: prefill's pages come back
+        """Reads nothing of a room, as this decode has all of it: prefill's pages come back
         once it has sent its last chunk and every other reader is done or declines too.
 
         To be called in place of `receive`, before or after prefill has the room; `link` as there.

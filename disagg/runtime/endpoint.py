@@ -288,8 +288,8 @@ class Endpoint(Generic[M]):
         self.engine.close()
 
     def _call_pinned(self, event: events.OfferChunk | events.RequestRoom) -> None:
-        """Gives a block table to a room. The request of which it is, if a holder made it, is pinned
-        for as long as the room needs it; raises what Holder.pin does, and what the call does.
+        """Gives a block table to a room. Its request, if a holder made the table, is pinned for as
+        long as the room needs it; raises what Holder.pin does, and what the call does.
         """
         table, holder = event.table, event.table.holder
         room: PrefillRoom | DecodeRoom | None = None

@@ -200,11 +200,15 @@ class EventLoop(Generic[M]):
                     origin = self.transport.where(peer) if isinstance(message, Hello) else ""
                     self.handle(events.Received(peer, message, origin))
         except Exception as error:  # one peer's fault must not end what serves all
-            problem = f"it sent what cannot be served: {one_line(str(error), MAX_REASON)}"
-            unexpected = not isinstance(error, WireError)
-            log.warning("%s: a peer: %s", self.name, problem, exc_info=unexpected)
+            problem = one_line(str(error), MAX_REASON)
+            log.warning(
+                "%s: a peer sent what cannot be served: %s",
+                self.name,
+                problem,
+                exc_info=not isinstance(error, WireError),
+            )
             with self.lock:
-                self.handle(events.Malformed(peer, problem))
+                self.handle(events.Malformed(peer, f"it sent what cannot be served: {problem}"))
 
     def _do(self, effect: Effect) -> None:
         match effect:

@@ -111,9 +111,9 @@ class Options(TypedDict, total=False):
     tls: TLSFiles | None
     """In place of keys, files of an organisation's own (docs/security.md)."""
     insecure: bool
-    """TCP without keys: messages can be read, and anybody may connect."""
+    """TCP without keys: messages can be read, and any process may connect."""
     transport: Transport | None
-    """Another one. Who made it closes it."""
+    """Another one. Its maker closes it."""
     clock: Callable[[], float]
     """Seconds, monotonic."""
     threaded: bool

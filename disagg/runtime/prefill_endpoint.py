@@ -121,7 +121,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
 
     def reject(self, room: Room, reason: str) -> None:
         """Ends a room that has not ended, as `abort` does, also one that no side knows yet: a
-        decode that asks for it is told the reason. For a request of which nothing will be sent.
+        decode that asks for it is told the reason. For a request that will not be sent at all.
         """
         self.driver.call(RejectRoom(room_name(room), reason))
 

@@ -24,7 +24,7 @@ from disagg.runtime.staging import StagingBuffers
 from kvpool.layout import PoolLayout
 
 LOOKS_PER_TIMEOUT = 4
-"""A longer pause between two steps than this part of the time-out is no time that a read took."""
+"""A pause between two steps counts as a read's time up to this part of the time-out."""
 SPIN_SECONDS = 1.0
 """How long parts in flight are polled without a pause after the last one has arrived, unless they
 arrive in the background.
@@ -35,7 +35,7 @@ READS_AT_ONCE = 64
 
 
 class Stuck(TransferError):
-    """A peer of which nothing arrives."""
+    """Nothing arrives from a peer."""
 
 
 class Reader:
@@ -93,7 +93,7 @@ class Reader:
         engine that copies in its calls.
         """
         now = self._context.clock()
-        # time in which nobody looked counts as no read's: its engine could not go on
+        # time without a step is not a read's: its engine could not go on
         pause = now - self._looked - self._context.timeout / LOOKS_PER_TIMEOUT
         self._looked = now
         for lane in self._active if pause > 0 else ():
@@ -150,7 +150,7 @@ class Lane:
     def __init__(self, context: ReadContext, rank: PrefillRank, hello: Hello) -> None:
         self.queue: deque[TrackedRead] = deque()
         self.connects_early = False
-        """Whether to connect before the first read, until that was tried."""
+        """Whether the first read has to connect; False once that was tried."""
         self.connected = False
         self._rank, self._hello = rank, hello
         self.fences: list[Fence] = []
@@ -307,7 +307,7 @@ class Lane:
         return moved or posted or ended
 
     def _finish(self, begun: BegunReads) -> None:
-        """Ends reads of which nothing can land any more, or queues each of them again."""
+        """Ends reads whose bytes can no longer land, or queues each of them again."""
         if begun.apart is not None and begun.problem is None and not self._dropped:
             for tracked in begun.reads:
                 tracked.alone = True

@@ -158,7 +158,7 @@ class BegunReads:
     in_flight: deque[InFlight] = field(default_factory=deque)
     problem: str | None = None
     apart: Exception | None = None
-    """What has failed, where nobody knows which of them did: each is to be read for itself."""
+    """What has failed, if it is unknown which of them did: each is then read alone."""
 
     @property
     def buffers(self) -> list[int]:
@@ -208,7 +208,7 @@ class BegunReads:
             context.events.extend(ReadFailed(tracked.read, self.problem) for tracked in self.reads)
 
     def stopped(self) -> None:
-        """Parts in flight, of which no byte can land any more, are to be posted again."""
+        """Posts parts in flight again; no byte of them can land any more."""
         again = [flight.part for flight in self.in_flight]
         self.parts = chain(again, [self.next] if self.next else [], self.parts)
         self.next = next(self.parts, None)
@@ -226,8 +226,8 @@ class Fence:
     since: float
 
     def passed(self, context: ReadContext) -> bool:
-        """Whether no byte of `reads` can land. A read of which that can never be certain leaves
-        them: it stays in quarantine. Rooms that have not failed do so if it takes too long.
+        """Whether no byte of `reads` can land. A read that may never stop
+        leaves them: it stays in quarantine. Rooms that have not failed do so if it takes too long.
         """
         waits = False
         for begun in list(self.reads):

@@ -38,7 +38,7 @@ READ_BYTES = 256 << 10
 class SocketTransport:
     """See Transport. Addresses to bind: ListenAddress; `ipc://*` is a new path that only this user
     can open. Those to dial: `ipc://PATH`, `tcp://HOST:PORT`. TCP carries TLS with `credentials`,
-    nothing else. Without them TCP is refused, unless it is `insecure`: then anybody may connect.
+    nothing else. Without them TCP is refused, unless `insecure`: then any process may connect.
     """
 
     def __init__(self, insecure: bool = False, credentials: TLSCredentials | None = None) -> None:
@@ -76,7 +76,7 @@ class SocketTransport:
         return listener.address
 
     def connect(self, peer: int, address: str | None) -> None:
-        # while nobody answers, it dials again and again
+        # until a peer answers, it dials again and again
         parsed = None
         if address is not None:
             try:
@@ -174,8 +174,8 @@ class SocketTransport:
         elif address not in self._exposed:
             self._exposed.add(address)
             log.warning(
-                "%s: control messages without keys (insecure=True): who reaches this address can "
-                "read them and pose as a peer.",
+                "%s: control messages without keys (insecure=True): anyone who reaches this "
+                "address can read them and pose as a peer.",
                 address,
             )
 
@@ -195,7 +195,7 @@ class SocketTransport:
                     self._lives.dial(connection)
 
     def _turn(self) -> list[Connection]:
-        """Accepts, sends what is queued; returns whom to read from."""
+        """Accepts, sends what is queued; returns connections to read from."""
         ready, self._again = self._again, {}
         self._lives.steps = STEPS_A_TURN
         for connection, mask in self._watch.ready():

@@ -1,6 +1,6 @@
 """Reads of small runs as long ones. Runs that lie close together at the source are read as one,
 with the bytes between them, into a staging buffer, and scattered from there: one more copy, which
-pays if an engine's cost is per run. Foreign bytes, which nobody has described, are never read.
+pays if an engine's cost is per run. Foreign bytes, which no region describes, are never read.
 """
 
 from __future__ import annotations

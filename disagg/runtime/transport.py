@@ -68,7 +68,7 @@ class MemoryConnection:
 
 
 class MemoryNetwork:
-    """Who listens where, in one process. It delivers at once; a subclass may be a worse network."""
+    """The listeners of one process, by address. It delivers at once; subclasses may be worse."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, MemoryTransport] = {}
@@ -120,7 +120,7 @@ class MemoryTransport(Transport):
             self.connections[peer] = self._network.dial(self, peer, address)
 
     def accept(self, connection: MemoryConnection, data: bytes) -> None:
-        """A message has come over a connection that somebody else has dialled."""
+        """A message has come over a connection that the peer has dialled."""
         self.connections[connection.identity] = connection
         self.inbox.append((connection.identity, data))
 

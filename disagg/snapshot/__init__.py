@@ -33,7 +33,7 @@ STAGING_BYTES = 8 << 20
 CHUNK_TOKENS = 2048
 """Tokens of one layer that are bound at once: bounds the memory for runs."""
 MAX_GAP = 64 << 10
-"""Bytes that nobody needs which are rather read than skipped."""
+"""The longest gap between needed bytes that is read instead of skipped."""
 
 Path = str | os.PathLike[str]
 
@@ -151,7 +151,7 @@ def _copy_in(
     address: RequestAddress,
     wanted: range,
 ) -> None:
-    """Copies positions `wanted` of a request from files, all of which are checked before."""
+    """Copies positions `wanted` of a request from files; all are checked before."""
     staging = Staging(layout, STAGING_BYTES)
     arrival = staging if transfer.cast is None else Staging(layout, STAGING_BYTES)
 
@@ -224,7 +224,7 @@ def _check_agree(
     first = files[0]
     if len(files) > 1 and not first.header.request:
         raise SnapshotRefused(
-            f"{first.path}: it does not say of which request it is, so other files may be of "
+            f"{first.path}: it names no request, so other files may be of "
             "another. Save the files of several ranks with request=..."
         )
     agreed = {name: (value, "here") for name, value in checked_conventions(conventions).items()}

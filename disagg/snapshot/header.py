@@ -65,7 +65,7 @@ class Header:
     """What a file holds: `tokens` tokens of a rank's state, by a layout whose pointers are offsets
     in its data.
 
-    `request` names the request of which the ranks' files are parts. `conventions` are those of the
+    `request` names the request; the ranks' files are its parts. `conventions` are those of the
     engine (`disagg.connectors.conventions`). `digests` are of all live bytes of regions with any.
     """
 

@@ -1,4 +1,4 @@
-"""State written once, read by any engine: chunks of tokens, whatever TP or pages wrote them.
+"""State written once, read by any engine: chunks of tokens, written at any TP and page size.
 
 store = Store("file:///cache", pool.layout, conventions=conventions(config))
 store.write(tokens, request.address())          # whole chunks, behind serving

@@ -1,4 +1,4 @@
-"""The layout of an object: what one rank holds of one chunk, whatever its pool's pages are.
+"""The layout of an object: what one rank holds of one chunk, for any pages of its pool.
 
 A chunk is `tokens` consecutive positions. What a rank holds of it are up to three objects, by how
 state follows positions (`KINDS`). An object is like a page of `tokens` positions of every space,
@@ -23,8 +23,7 @@ from kvpool.layout.grid import Ints
 
 KINDS = "full", "window", "state"
 """Of objects: state that every position keeps; state of the last positions only; state that a
-request has once, as of linear attention, of which there is an object where a chunk was a request's
-end.
+request has once, as of linear attention, which has an object only if a chunk was a request's end.
 """
 MAX_BLOCKS = 1 << 16
 """Blocks of an object, each with a digest."""

@@ -1,5 +1,5 @@
-"""The namespaces of a family: those that differ in the formats of their state alone, so that who
-converts reads in all of them.
+"""The namespaces of a family: those that differ in the formats of their state alone, so that
+an engine that converts reads in all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HEX = frozenset("0123456789abcdef")
 
 
 def family_of(text: str) -> str:
-    """The name of the family of a namespace, by the text of which that is the digest."""
+    """The name of the family of a namespace, whose name is the digest of `text`."""
     description = json.loads(text)
     state = {
         role: sorted({(elements, per) for _, elements, per, _ in forms})
@@ -36,7 +36,7 @@ def member_name(family: str, namespace: str) -> str:
 
 
 def is_member(floor: Floor, listed: Listed) -> bool:
-    """Whether an object holds the text of which its name is the digest. Raises FloorError."""
+    """Whether an object's name is the digest of its text. Raises FloorError."""
     name = listed.name.rpartition("/")[2]
     if len(name) != 2 * DIGEST_BYTES or not _HEX.issuperset(name) or listed.size > MAX_TEXT:
         return False

@@ -2,7 +2,7 @@
 
 A geometry is what the ranks of one engine write of a chunk: a part for each rank, by kind of
 object, with what the bytes mean beside their layout. Its digest is in the names of its objects. A
-namespace is what all who share have in common: nothing in it says how state lies in memory.
+namespace is what all sharing engines have in common: nothing in it says how state lies in memory.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def _checked_part(kind: str, data: bytes, tokens: int) -> ChunkLayout:
 def namespace(
     ranks: Sequence[PoolLayout], conventions: Mapping[str, Convention], chunk_tokens: int
 ) -> tuple[str, str]:
-    """The name of what may be shared, 32 hexadecimal digits, and the text of which that is the
-    digest. Of drafts nothing is in it: who has none reads the target's state.
+    """The name of what may be shared, 32 hexadecimal digits, and the text whose digest it is.
+    Drafts are not in it: an engine without one reads the target's state.
     """
     state: dict[str, list[list[object]]] = {}
     for rank in ranks:

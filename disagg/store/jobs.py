@@ -113,9 +113,7 @@ class Jobs:
         return True
 
     def abort(self, number: int) -> None:
-        """Ends a read, of which nobody is told: when this returns, nothing of it is written any
-        more.
-        """
+        """Ends a read without a report: when this returns, nothing of it is written any more."""
         with self._changed:
             job = self._under_way.get(number)
             if not isinstance(job, ReadJob):

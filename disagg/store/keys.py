@@ -23,8 +23,8 @@ class ChunkKeys:
 
     @classmethod
     def when_needed(cls, count: int, make: Callable[[], Sequence[bytes]]) -> Self:
-        """So many. Whoever asks for `keys` first calls `make`, since of a long prompt that takes
-        longer than a scheduler has. Until `settle` what it uses is theirs, and stays as it is.
+        """So many. The first use of `keys` calls `make`: for a long prompt that takes longer than
+        a scheduler has. Until `settle` what `make` uses must not change.
         """
         keys = cls(())
         keys.count, keys._make = count, make

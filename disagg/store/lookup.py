@@ -69,7 +69,7 @@ class Lookup:
         self._known = known
 
     def geometry(self, digest: bytes) -> Geometry:
-        """A geometry of which another process has told. Raises ValueError."""
+        """A geometry that another process has named. Raises ValueError."""
         if digest not in self.usable:
             self.refresh(0.0)
         if digest not in self.usable:
@@ -102,8 +102,8 @@ class Lookup:
                 self.judge(published)
 
     def find(self, keys: Sequence[bytes], step: int = 1) -> Hit:
-        """The longest prefix of chunks `keys` of which a floor has all that it needs, and whose
-        number of tokens is a multiple of `step`.
+        """The longest prefix of chunks `keys` that a floor holds whole, and whose number of
+        tokens is a multiple of `step`.
         """
         self.refresh()
         places: dict[str, dict[int, bytes]] = {kind: {} for kind in self._kinds}
@@ -147,7 +147,7 @@ class Lookup:
     def _locate(
         self, kind: str, keys: Sequence[bytes], chunks: range, places: dict[int, bytes]
     ) -> None:
-        """Notes of each chunk the first geometry of which all parts are there."""
+        """Notes for each chunk the first geometry with all parts."""
         # nothing is converted that is there as it is needed
         others_last = sorted(
             self.usable.items(), key=lambda each: each[1].namespace != self._namespace

@@ -14,8 +14,8 @@
 
 Numbers are little-endian. How many blocks there are and where they begin follows from the layout.
 An object comes from a stranger: of it nothing is used before it is compared with what is expected.
-Readers do not need the parent, which the chain key implies; it is for who lists a store, and finds
-which prefixes go on where.
+Readers do not need the parent, which the chain key implies; it is for commands that list a store,
+and show which prefixes continue where.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ OUTCOMES = {
     "written": "objects that were written, and their bytes",
     "already there": "objects that another writer had written, and their bytes",
     "not written": "objects that the floor did not take, and their bytes",
-    "dropped": "objects for which there was no room in memory, and their bytes",
-    "gone": "objects of which state was gone before it was written, and their bytes",
+    "dropped": "objects without room in memory, and their bytes",
+    "gone": "objects whose state was gone before it was written, and their bytes",
 }
 OF_BYTES = {"read", "written", "already there", "not written", "dropped", "gone"}
 """Outcomes whose sizes are bytes; of the others they are tokens."""

@@ -42,7 +42,7 @@ class Store:
     written yet (default: a sixteenth of the host's memory, divided among the ranks, 256 MiB to
     8 GiB); what does not fit is not written. `cast` (True, or roles) also reads what engines have
     written whose rows have other formats, and converts it (docs/cast.md). Raises ValueError for a
-    URL that names no floor, for a pool of which chunks would cut items, and FloorError where the
+    URL that names no floor, for a pool whose items chunks would cut, and FloorError where the
     floor is not there.
     """
 

@@ -1,4 +1,4 @@
-"""Runs pairs of real serving engines on this machine, and notes what comes of each."""
+"""Runs pairs of real serving engines on this machine, and notes the outcome of each."""
 
 from __future__ import annotations
 

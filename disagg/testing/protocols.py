@@ -113,7 +113,7 @@ def by_store(servers: Servers, prompt: Prompt) -> tuple[int, ...]:
 
 
 def _together(*calls: Callable[[], Any]) -> list[Any]:
-    """What they return, of which the first that fails ends the wait for the others."""
+    """What they return; the first that fails ends the wait for the others."""
     pool = ThreadPoolExecutor(len(calls))
     futures = [pool.submit(call) for call in calls]
     wait(futures, return_when=FIRST_EXCEPTION)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from disagg.testing.judge import Verdict
-from disagg.testing.suite import Pair
+from disagg.testing.suite import TRANSPORTS, Pair
 from kvpool.render.page import page, text
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ summary { cursor: pointer; color: var(--quiet); }
 """
 DOCUMENT = """# What serves with what
 
-`kvpool conform docs/{suite}` ran these pairs of serving engines on {date} and wrote this page. \
-[How rows are judged](conform.md). A side is an engine, its block size, and what is not usual: \
-ranks, a draft.
+Written by `kvpool conform docs/{suite}` on {date} ([results](conform.md#results)). A side is an \
+engine, its block size, and unusual settings: ranks, a draft. `kvpool` moves bytes over its engine \
+`local` where no other is named.
 
 {versions}.
 
@@ -130,11 +130,20 @@ class ConformReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     def markdown(self) -> str:
-        """A page of documents. A reason that several rows have is written once."""
+        """A page of documents. Connectors with the same settings share a line. A reason that
+        several rows have is written once.
+        """
         numbers: dict[str, int] = {}
-        lines = [f"| {' | '.join((*COLUMNS, 'result'))} |", "|---|---|---|---|---|"]
+        settings: dict[tuple[str, ...], dict[str, list[str]]] = {}
         for row in self.rows:
-            lines.append(f"| {' | '.join(map(_markdown, (*row.cells(), _noted(row, numbers))))} |")
+            connector, *sides = row.cells()
+            results = settings.setdefault(tuple(sides), {})
+            connectors = results.setdefault(_noted(row, numbers), [])
+            connectors.append(connector.removesuffix(f" over {TRANSPORTS[0]}"))
+        lines = [f"| {' | '.join((*COLUMNS[1:], 'result'))} |", "|---|---|---|---|"]
+        for cells, results in settings.items():
+            result = "; ".join(f"{', '.join(names)}: {words}" for words, names in results.items())
+            lines.append(f"| {' | '.join(map(_markdown, (*cells, result)))} |")
         head = DOCUMENT.format(
             suite=self.suite, date=self.date[:10], versions=self.versions(), counts=self.counts()
         )

@@ -134,8 +134,8 @@ class EngineServer:
 
 
 def free_ports(count: int) -> int:
-    """The first of as many ports in a row that no process listens at, outside the range of which
-    the kernel takes ports by itself.
+    """The first of `count` consecutive ports without a listener, outside the range from which the
+    kernel chooses ports.
     """
     while True:
         first = random.randrange(12000, 32000 - count)

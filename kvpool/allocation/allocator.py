@@ -226,7 +226,7 @@ class Allocator:
         did not come of `extend(..., at_most=True)`; their items are freed, and the next `extend`
         goes on after them. A last page that other requests hold too is copied.
 
-        `before = request.num_tokens; allocator.extend(request, 4)`, of which two are accepted:
+        `before = request.num_tokens; allocator.extend(request, 4)`, and if two are accepted:
         `allocator.truncate(request, before + 2)`.
 
         Raises ValueError if the state after `tokens` tokens is gone: a slot has that of the last

@@ -84,7 +84,7 @@ class BlockTable:
         return -(-tokens // self.space.tokens_per_item)
 
     def first_whole(self, received: int) -> int:
-        """The number of the first item of which nothing is missing that later tokens may need:
+        """The number of the first item that has all that later tokens may need:
         entries that were dead at `received` tokens never came. Of a page's ring, what is alive at
         its end. With a window of 8 and pages of 4, 21 received tokens came with entries from 13 on:
         item 3 lacks entry 12, and item 4 is the first whole one.
@@ -151,8 +151,8 @@ class BlockTable:
         return source, fresh[: source.size]
 
     def fork(self, row: int, child: int, end: Ints, copied: int) -> tuple[Ints, Ints]:
-        """Gives a new request the items of the first `end` `[1]` tokens of another, of which the
-        last `copied` are new ones; returns the ids to copy from and to.
+        """Gives a new request the items of the first `end` `[1]` tokens of another; the last
+        `copied` items are new ones; returns the ids to copy from and to.
         """
         first, stop = int(self.first(end)[0]), int(self.stop(end)[0])
         shared, source = np.split(self.ids[row, first:stop], [stop - first - copied])

@@ -35,7 +35,7 @@ class FreeList:
         self.kept = PrefixIndex(items)
 
     def take(self, count: int) -> Ints:
-        """Takes `count` items, of which as many must be free; each is then held once."""
+        """Takes `count` items; at least as many must be free. Each is then held once."""
         height = self._height
         popped = min(count, height)
         ids = self._stack[height - popped : height][::-1]

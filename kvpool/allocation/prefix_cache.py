@@ -29,7 +29,7 @@ from kvpool.prefix.events import AllBlocksCleared, BlockRemoved, BlockStored, Ev
 
 @dataclass(slots=True)
 class PrefixStats:
-    """Counts since the cache was made: lookups of new requests, of which `hits` found something; of
+    """Counts since the cache was made: lookups of new requests, `hits` that found something; of
     `asked_tokens`, `found_tokens` needed no computation; items that were `stored` for a prefix, and
     `removed` again. `kept`: items that are a prefix's now, held or free, by id list.
     """
@@ -220,7 +220,7 @@ class PrefixCache:
     def truncate(self, row: int, tokens: int) -> None:
         """A request was truncated to `tokens` tokens: it will write to the rest of its last page,
         which is not kept any more. Pages that were stored after it stay until they are taken, or
-        found again once it is stored anew.
+        found again once it is stored again.
         """
         for id_list in self._lists.values():
             number, more = divmod(tokens, id_list.tokens)

@@ -99,7 +99,7 @@ class Pins:
         if lost:
             raise ValueError(
                 f"this block table is of {pin.address.num_tokens} tokens, the request has {tokens} "
-                f"by now and has lost {lost}. Take request.address() anew."
+                f"now and has lost {lost}. Call request.address() again."
             )
         if pin.side == "received":
             self._check_unshared(row, pin)

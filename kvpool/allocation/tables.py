@@ -1,6 +1,6 @@
 """The block tables of all id lists, and how far the request in each row is.
 
-Row n of every table is one request: changing a batch is a few array operations, whatever its size.
+Row n of every table is one request: changing a batch of any size is a few array operations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpool.layout.kinds import alive_start
 from kvpool.layout.request_address import MAX_TOKENS
 
 SETTLED = -1
-"""In place of the least tokens of a request of which the number of tokens is known."""
+"""In place of a request's least tokens, if its number of tokens is known."""
 CopyItems = Callable[[str, Ints, Ints], None]
 """Copies items of an id list, from ids to ids."""
 
@@ -131,7 +131,7 @@ class Tables:
         copies = self._apply(changes)
         for name, (src, dst) in copies.items():
             copy(name, src, dst)
-        for name, (src, _) in copies.items():  # after the copies: nobody takes them before
+        for name, (src, _) in copies.items():  # after the copies: no request takes them before
             self.lists[name].free_list.release(src)
         self.tokens[rows], self.least[rows] = after, SETTLED
         self.received[rows] = np.minimum(received, after)
@@ -238,7 +238,7 @@ def _first_kept(space: Space, entries: Ints, tokens: Ints, lost: Ints) -> Ints:
 
 
 def _need_kept(space: Space, before: Ints, after: Ints, received: Ints, gone: Ints) -> None:
-    """Raises ValueError unless requests of `before` `[B]` tokens, of which entries before `gone`
+    """Raises ValueError unless requests of `before` `[B]` tokens, whose entries before `gone`
     `[B]` were freed or overwritten, have all that is alive of `after` `[B]`; after `received` `[B]`
     tokens were received, entries that were dead then never came.
     """

@@ -75,8 +75,8 @@ def _options(
 ) -> None:
     """KV-state memory pools described to the byte, and transfers derived from them.
 
-    With --json a command prints one JSON value on standard output, and nothing else there. What
-    takes its time prints its tables on standard error besides.
+    With --json a command prints one JSON value on standard output, and nothing else there. Slow
+    commands also print their tables on standard error.
     """
     if show_version:
         typer.echo(f"kvpool {version('kvpool')}")

@@ -142,7 +142,7 @@ class Converting(Protocol):
         self, pairs: Sequence[tuple[ScaledRowsAt, ScaledRowsAt]], read: Ints, write: Ints
     ) -> bool:
         """As `kvpool.device.conversion.convert_rows`, with the same bytes; False, and nothing is
-        done, for rows of which it cannot.
+        done, for rows that it cannot convert.
         """
 
 

@@ -19,7 +19,7 @@ class RowsAt(NamedTuple):
 
 
 class ScaledRowsAt(NamedTuple):
-    """Rows, and the scales of which each has some, `[item, entry, ..., scale]`."""
+    """Rows, and the scales of each, `[item, entry, ..., scale]`."""
 
     rows: RowsAt
     scales: RowsAt | None = None

@@ -25,7 +25,7 @@ _files: dict[int, SharedFile] = {}
 
 
 def allocate(nbytes: int) -> mmap.mmap:
-    """Zeroed memory in a file of its own, both of which live as long as the mapping. Raises
+    """Zeroed memory in a file of its own; both live as long as the mapping. Raises
     OSError, ValueError or OverflowError.
     """
     import fcntl
@@ -52,7 +52,7 @@ def allocate(nbytes: int) -> mmap.mmap:
 
 
 def files_between(start: int, end: int) -> list[SharedFile]:
-    """The files of which memory lies between two pointers, by pointer."""
+    """The files that have memory between two pointers, by pointer."""
     files = list(_files.values())  # other threads may allocate
     return sorted(file for file in files if file.base < end and file.base + file.nbytes > start)
 

@@ -21,7 +21,7 @@ from kvpool.layout.dtypes import dtype_name
 from kvpool.pools.states import UnionPool
 
 PADDING = -2
-"""The location of a column that is no token. -1, as ever, is a token whose state is gone."""
+"""The location of a column that is no token. -1 is a token whose state is gone, as everywhere."""
 
 
 @dataclass(frozen=True, slots=True)

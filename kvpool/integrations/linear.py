@@ -1,8 +1,8 @@
 """A layer's linear-attention state over a pool, lent to a model that may change it in place.
 
 Decoding one token, models shift the convolution's state and update the temporal state inside the
-tensors that they were given, and say so to nobody. What is lent is written back when the model has
-let go of it.
+tensors that they were given, without a call. Lent tensors are written back when the model has
+dropped them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class LinearStates:
             return
         try:
             self._settle()
-        except Exception as error:  # nobody is there to catch it
+        except Exception as error:  # no caller can catch it
             self.batch.fail(error)
 
     def _settle(self, temporal: torch.Tensor | None = None) -> None:
@@ -140,7 +140,7 @@ class LinearStates:
         return [(conv[..., :1] == 0).to(conv.dtype), conv]
 
     def _read(self) -> Any:
-        """Both states of each row, zeros of one of which no token is written yet."""
+        """Both states of each row; zeros if no token of the row is written yet."""
         load = partial(self.batch.pool.get_linear_state, self.layer, part=self.at.prefix[:-1])
         return self.batch.read(self._slots(), load)
 
@@ -159,7 +159,7 @@ class LinearStates:
         batch.pool.set_linear_state(self.layer, slots, conv, temporal, part=self.at.prefix[:-1])
 
     def _slots(self) -> torch.Tensor:
-        """The slot of each row `[B]`; PADDING for one of which no token is written yet."""
+        """The slot of each row `[B]`; PADDING if no token of the row is written yet."""
         locations = self.batch.locations(self.layer, self.at.prefix + self.kind.inputs[0])
         return locations[:, self.columns - 1]
 

@@ -41,7 +41,7 @@ def halves_of_pairs(rope: torch.Tensor) -> torch.Tensor:
 
 
 class PoolLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """`states` are the layer's states, each of which must get every token: `attention`, `indexer`,
+    """`states` are the layer's states; each must get every token: `attention`, `indexer`,
     `linear` (`linear1`, ..), `compressor`.
     """
 

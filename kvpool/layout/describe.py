@@ -49,7 +49,7 @@ class RegionOptions:
     """From `describe_buffer`: several slices of one tensor become regions of one buffer."""
     padding: bool = False
     """Bytes between the described ones are foreign: transfers neither read nor write them. Where
-    the caller owns the whole tensor and nobody uses them, this lets them travel with their
+    the caller owns the whole tensor and nothing uses them, this lets them travel with their
     neighbours, which makes runs longer.
     """
     cell: str | None = "dim"
@@ -74,7 +74,7 @@ def describe(
     - `cell`: the dim whose elements are contiguous and not sharded (None: each element is a cell)
     - any other name is an axis; `entry` follows positions
 
-    `dtype` is that of the bytes of a uint8 tensor. `options` are those that all `describe_*` take:
+    `dtype` is that of the bytes of a uint8 tensor. `options` are those of all `describe_*`:
     `space`, `owner`, `shards`, `buffer` and `padding`, see RegionOptions.
 
     Raises LayoutError where names, strides and buffer do not fit together.
@@ -96,7 +96,7 @@ def describe_pointers(
     cell: str | None = "dim",
     **options: Unpack[DescribeOptions],
 ) -> Described:
-    """Describes memory of which only a pointer is known, as `describe` does a tensor: `shape`
+    """Describes memory by its pointer alone, as `describe` does a tensor: `shape`
     elements of `dtype`, `strides` elements apart (None: contiguous), in `memory` (`"cuda:0"`).
 
     Nothing is read: the caller says what is there. Raises LayoutError as `describe` does, and where
@@ -161,7 +161,7 @@ def describe_buffer(
     tensor: torch.Tensor, dims: Dims, *, name: str, space: str = "kv", padding: bool = False
 ) -> Buffer:
     """The buffer whose items are all dims of `tensor` but `item`; its slices can be regions.
-    `padding`: nobody uses what is in no region; see RegionOptions.
+    `padding`: nothing uses bytes outside the regions; see RegionOptions.
     """
     array = array_of(tensor, dims)
     inner = sum((array.sizes[dim] - 1) * array.strides[dim] for dim in dims if dim != "item")

@@ -23,7 +23,7 @@ PARTIAL_PAGES = "of entries that a token is written to after the other: of pages
 
 
 class SpaceKind:
-    """A kind of which a request has one item. It moves whole, with the last position: it changes
+    """A kind with one item per request. The item moves whole, with the last position: it changes
     until that is written. Entries are numbered in the request, but for `entries_of` on this rank.
     What `Space` has too is documented there.
     """
@@ -138,7 +138,7 @@ class PagedKind(SpaceKind):
         words = f"pages of {_entries(space)}"
         if space.ring is None:
             return words
-        return f"{words}, of which an item has room for the last {space.ring:,}"
+        return f"{words}; an item has room for the last {space.ring:,}"
 
     def alive_items(self, space: Space, tokens: int) -> range:
         alive, size = space.alive(tokens), space.entries_per_item

@@ -85,8 +85,8 @@ class Space:
     use by one of the pool's id lists at a time, so their buffers may lie over one another, block
     over block. Block b of an id list is `items_per_block` items, from `b * items_per_block` on.
 
-    `interleave`: the positions of which this rank holds the entries, where ranks share them out
-    (context parallelism; paged spaces only). Its entries are then numbered densely, as those of a
+    `interleave`: the positions whose entries this rank holds, if ranks divide them (context
+    parallelism; paged spaces only). Its entries are then numbered densely, as those of a
     request that has no others: entry e of this rank is entry `held.number(e)` of the request,
     and lies in item `ids[e // entries_per_item]`. Windows and `RequestAddress.num_tokens` count
     the whole request's. A stretch is a multiple of `tokens_per_entry`, so that each entry is one
@@ -129,7 +129,7 @@ class Space:
         need_int(self.reserved, 0, f"{subject} reserved")
         need_int(self.window_step, 1, f"{subject} window_step")
         if self.interleave is not None and self.interleave.ranks == 1:
-            object.__setattr__(self, "interleave", None)  # one rank holds all, whatever the size
+            object.__setattr__(self, "interleave", None)  # one rank holds all, for any size
         self.traits.check(self)
         if self.window is not None:
             need_int(self.window, 1 if self.window_step == 1 else 0, f"{subject} window")

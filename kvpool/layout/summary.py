@@ -103,7 +103,7 @@ def html(layout: PoolLayout) -> str:
 
 
 def html_table(table: Sequence[Sequence[str]]) -> str:
-    """Rows of text as an HTML table, of which the first is the head."""
+    """Rows of text as an HTML table; the first row is the head."""
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in table[1:])
     head = "".join(f"<th>{escape(cell)}</th>" for cell in table[0])
     return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

@@ -50,8 +50,8 @@ def need_int(value: int, low: int, subject: str, high: int = MAX_INT) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A dimension of which this rank holds steps `start` to `start + size` of `total`, `stride`
-    bytes apart. `total` 0 means `size`: not sharded.
+    """A dimension; this rank holds steps `start` to `start + size` of `total`, `stride` bytes
+    apart. `total` 0 means `size`: not sharded.
 
     `Axis("head", 4, 256, start=4, total=8)` is heads 4 to 7 of 8: the second of two ranks.
     """
@@ -88,8 +88,8 @@ class Region:
     of 16 entries and 8 heads of 128 bf16 have a `width` of 256 and axes of 16 steps of 2,048 bytes
     and 8 of 256: `nbytes` is 16 * 8 * 256 = 32,768.
 
-    With `packing`, how an item lies inside is known by that name only: there is no entry axis,
-    whatever the space, and its bytes move whole, between regions of the same packing.
+    With `packing`, how an item lies inside is known by that name only: there is no entry axis
+    in any space, and its bytes move whole, between regions of the same packing.
     """
 
     owner: str
@@ -171,7 +171,7 @@ class Buffer:
 
     `memory` is `cpu`, `cuda:0`, `npu:3`, or `meta` (no memory; `base` counts from 0). Bytes of an
     item that no region claims are foreign: a transfer neither reads nor writes them. With
-    `padding` the memory's owner says that nobody else uses them: they may travel along.
+    `padding` the memory's owner says that nothing else uses them: they may travel along.
 
     Item n begins at `base + n * item_stride`. 3 items of 4,000 bytes every 4,096 from 1,000 on end
     at 1,000 + 2 * 4,096 + 4,000 = 13,192.

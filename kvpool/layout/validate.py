@@ -53,8 +53,8 @@ def check_layout(layout: PoolLayout) -> None:
             )
         if buffer.items <= space.reserved:
             raise LayoutError(
-                f"buffer {buffer.name}: {buffer.items} items, of which space {space.name} reserves "
-                f"{space.reserved}."
+                f"buffer {buffer.name}: {buffer.items} items, and space {space.name} reserves "
+                f"{space.reserved} of them."
             )
     _check_shared_ids(layout)
     _check_block_pools(layout)
@@ -67,8 +67,8 @@ def check_layout(layout: PoolLayout) -> None:
 
 
 def total_layers(total: int | None, layers: Sequence[int], owner: str) -> int:
-    """Layers of the target model, of which `owner` holds `layers`, in order. Raises LayoutError
-    where their number is not given and does not follow, or where `layers` has more.
+    """The number of layers of the target model; `owner` holds `layers` of them, in order. Raises
+    LayoutError if it is not given and does not follow, or if `layers` has more.
     """
     if total is None:
         if owner == "target" and list(layers) == list(range(len(layers))):

@@ -211,8 +211,8 @@ class Family:
     `types`: a type for every layer, where the config has no layer_types. `layers`: how many layers
     keep state. `also`: what a rule over all layers changes. `needs`: fields for which the type has
     a default of its own, so that they must be given; others default to hidden_size / heads and to
-    as many KV heads as heads. `ignores`: those for which the type has these defaults whatever is
-    given. `draft`: the type of the draft's layers, where they are known.
+    as many KV heads as heads. `ignores`: those for which the type has these defaults, given
+    or not. `draft`: the type of the draft's layers, where they are known.
     """
 
     attention: Callable[[Fields, str], LayerStates]

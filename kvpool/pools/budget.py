@@ -22,8 +22,8 @@ class DoesNotFit(ValueError):
 def items_per_request(space: Space, chunk_tokens: int) -> int:
     """The most items that one request holds in a space that does not grow with its tokens.
 
-    A window may begin anywhere in a page, and the tokens of a chunk are held besides. A window of 8
-    and a chunk of 1 are 9 entries, which touch at most 3 pages of 4: 1 + 4 + 4.
+    A window may begin anywhere in a page, and the tokens of a chunk are held too. A window of 8 and
+    a chunk of 1 are 9 entries, which touch at most 3 pages of 4: 1 + 4 + 4.
     """
     if space.per_request:
         return 1
@@ -86,7 +86,7 @@ def spaces_of(pools: Sequence[KVPool]) -> list[Space]:
 
 
 def pages_of_tokens(pools: Sequence[KVPool], num_pages: int, requests: int) -> int | None:
-    """The most pages of tokens in pools of so many pages or blocks, besides the windows, slots and
+    """The most pages of tokens in pools of so many pages or blocks, beside the windows, slots and
     rings of `requests` requests; None if no buffer grows with tokens.
     """
     spaces = spaces_of(pools)

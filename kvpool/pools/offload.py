@@ -70,7 +70,7 @@ class HostCopies(TypedAccess):
 
         Positions before `start` stay as they are: those of a request that begins with a prefix
         which is there (`new_request(tokens)`, then `start=request.num_tokens`). Of a page that
-        `start` lies in, entries before it stay; slots and rings come whole, whatever `start` is.
+        `start` lies in, entries before it stay; slots and rings come whole, for any `start`.
 
         Raises ValueError if pool, tokens or items do not fit, if the request is no longer what its
         block table says, or if other requests or the prefix cache need a page that would be
@@ -104,7 +104,7 @@ def _write(layout: PoolLayout, live: _Live, rows: torch.Tensor, start: int) -> N
         # rows of an open window change until it closes, so they come together
         step = space.window_step if space.wraps else 1
         first = start // space.tokens_per_entry // step * step
-        kept = max(-(-first // size) - live.first, 0)  # items of which all or some entries stay
+        kept = max(-(-first // size) - live.first, 0)  # items that keep all or some entries
         cut = first // size - live.first  # the item that `first` lies in
         if 0 <= cut < min(kept, live.ids.size):
             end = min((live.first + cut + 1) * size, live.alive.stop)

@@ -142,7 +142,7 @@ def _filled(sizes: Mapping[int, int], block: int) -> list[list[int]]:
 
 
 def _least(sizes: Mapping[int, int], count: int) -> int:
-    """The fewest bytes of a block of which `count` hold all layers."""
+    """The fewest bytes of a block such that `count` blocks hold all layers."""
     low, high = max(sizes.values()), sum(sizes.values())
     within = range(low, high + 1)
     return low + bisect_left(within, -count, key=lambda block: -len(_filled(sizes, block)))

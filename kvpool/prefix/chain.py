@@ -4,7 +4,7 @@ The key of no tokens is blake2b of the salt (UTF-8); that of a longer prefix is 
 of one page less and of the page's tokens as little-endian int32. A key is 32 bytes. Events for
 routers publish these keys.
 
-Where a picture stands the tokens are the same whatever it shows. The key of a page with a part of a
+A picture's tokens do not depend on what it shows. So the key of a page with a part of a
 `MediaSpan` in it is blake2b, with `person=b"media"`, of the key of one page less, of the number of
 spans, of each span (where it begins, counted from the page's first token, how many tokens it has,
 its digest; in this order) and of the page's tokens; the numbers are little-endian int64.

@@ -45,7 +45,7 @@ ENTRY_FORMATS = {
     "MLA bf16, 1152 B": EntryFormat(MLAPool, {"packing": "bf16"}, MLA, 1152),
     "MLA fp8, 656 B": EntryFormat(MLAPool, {"packing": "fp8"}, MLA, 656),
     "index keys fp8, 132 B": EntryFormat(NSAPool, {"packing": "fp8"}, {"index_key": (128,)}, 132),
-    # 584 bytes, of which one is spare
+    # 584 bytes; one is spare
     "DSv4 fp8, 584 B": EntryFormat(DSv4Pool, DSV4, DSV4_ROWS, 583),
 }
 

@@ -1,4 +1,4 @@
-"""Why nobody has answered at an address: asked of the network by itself, once it is too late."""
+"""Why no peer answered at an address: tested on the network alone, after the time-out."""
 
 from __future__ import annotations
 

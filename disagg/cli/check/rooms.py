@@ -71,8 +71,8 @@ class CheckRooms:
         return self.plan.explain(tokens).nbytes
 
     def move(self, nbytes: int, timeout: float, tell: Tell) -> Moved:
-        """Moves so many bytes, or what comes in `timeout` seconds. Raises Refused for a room that
-        fails, and if no whole room comes.
+        """Moves so many bytes, or as many as arrive in `timeout` seconds. Raises Refused for a room
+        that fails, and if no whole room arrives.
         """
         until, moved = time.monotonic() + timeout, Moved()
         # not in the figure unless it is all: engines connect with their first read

@@ -34,7 +34,7 @@ def place_here(contract: Contract, settings: Settings) -> str | None:
 
 @contextmanager
 def served(arguments: Sequence[str], timeout: float) -> Iterator[Sequence[str]]:
-    """`kvpool check` with these arguments, one of which is `--serve`: the addresses that it has.
+    """`kvpool check` with these arguments (`--serve` among them): the addresses that it has.
     Raises Refused if it cannot serve.
     """
     line = [sys.executable, "-m", "kvpool", "check", *arguments, "--json"]

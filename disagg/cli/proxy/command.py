@@ -25,7 +25,7 @@ def proxy(
     SGLang's may be mixed. Servers take turns; none is left out because it fails.
 
     Each answer's header Server-Timing has milliseconds until its first byte: prefill's, decode's
-    and in total. There are no keys: whoever reaches the port reaches the servers.
+    and in total. There are no keys: any client of the port reaches the servers.
 
     \b
     Example:

@@ -169,4 +169,4 @@ _ending: set[asyncio.Future[Answer]] = set()
 def _ended(task: asyncio.Future[Answer]) -> None:
     _ending.discard(task)
     if not task.cancelled():
-        task.exception()  # else the event loop logs that nobody has seen it
+        task.exception()  # else the event loop logs it as never retrieved

@@ -225,7 +225,7 @@ def _print(sides: tuple[Configuration, Configuration], comparison: StoreComparis
         if comparison.converts(forth):
             typer.echo("  With cast it is read and converted (docs/cast.md).")
     if comparison.first_to_second or comparison.second_to_first:
-        typer.echo("In reasons of plans, prefill is who writes and decode who reads.")
+        typer.echo("In reasons of plans, prefill is the writer and decode the reader.")
 
 
 def _print_rows(console: Console, title: str, rows: Sequence[ComparedRow]) -> None:

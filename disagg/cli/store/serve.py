@@ -26,7 +26,7 @@ CLIENT_SECONDS = 60
 10 seconds are short for a host whose processors are busy."""
 HTTP_PORT = 9003
 
-_HOST = "Address to listen at. Mooncake asks for no key: whoever reaches its ports reads all."
+_HOST = "Address to listen at. Mooncake has no keys: any process at its ports reads all."
 _MEMORY = "Memory of this process for objects; 0b: that of engines only (memory= in their URLs)."
 
 

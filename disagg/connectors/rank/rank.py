@@ -62,7 +62,7 @@ class Rank:
     """Offers what this rank computes (`produces`), reads what it needs (`consumes`). `readers`
     ranks of this engine read each room. `log` is the engine's, which takes `stats` too.
     `conventions`: what its bytes mean beside their layout. `number`: of this rank among all of the
-    engine's, its replicas included, each of which has a port of its own.
+    engine's, its replicas included; each has a port of its own.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class Rank:
             yield
         except Exception as error:
             traceback = not isinstance(error, EXPECTED)
-            self._log.warning("room %r: %s: %s", room, effect, error, exc_info=traceback)
+            self._log.warning("error in room %r, %s: %s", room, effect, error, exc_info=traceback)
 
     def _take_ended(self) -> None:
         """Notes and forgets rooms that have ended. Each stays in the list until that is done, so
@@ -333,7 +333,7 @@ class Rank:
                 self._results.failed.add(request)
         self._results.received.add(request)
         del self._receiving[room]
-        # from here on nothing is lost, whatever the engine's log and counters raise
+        # from here on an error of the engine's log or counters loses nothing
         if request in self._results.failed:
             self._log.error("request %s was not received: %s", request, failure)
         plan = receiving.link.plan

@@ -20,8 +20,8 @@ from disagg.store.stats import StoreStats
 
 Numbers = dict[str, Any]
 """By series and values of its labels, joined by tabs: how much more a counter is, the observations
-of a histogram as a list, or a gauge by rank. So the numbers of ranks, and of intervals, are told
-together by `total`, whatever the series.
+of a histogram as a list, or a gauge by rank. So the numbers of ranks, and of intervals, are added
+up by `total`, for any series.
 """
 SECONDS = 1.0
 """How often sources are asked while no room ends."""
@@ -95,7 +95,7 @@ class Stats:
                     if series.kind != "histogram":
                         numbers = gauges if series.kind == "gauge" else taken
                         self._add(numbers, series, label, series.samples(state))
-            # a gauge that no source has any more is 0: a space of which no item is leased
+            # a gauge that no source has any more is 0: a space without leased items
             gauges |= {key: {self._rank: 0} for key in self._gauges.keys() - gauges.keys()}
             if taken or gauges != self._gauges:
                 self._gauges = gauges

@@ -42,7 +42,7 @@ def index_keys(modules: Sequence[Any]) -> str | None:
 
 def draft_conventions(runner: Any, begins: bool) -> dict[str, Convention]:
     """Those of what drafts, by names that begin with `draft.`. `begins`: with tokens that prefill's
-    has proposed, of which SGLang says no number.
+    has proposed; SGLang does not say how many.
     """
     document = engine_conventions(runner.model_config, [*runner.model.modules()])
     if begins:

@@ -66,7 +66,7 @@ class KvpoolManager(CommonKVManager):
         self.lock = threading.RLock()
         """Of what `turn` changes: it has a thread where SGLang polls no sender."""
         self.sending: set[int] = set()
-        """Rooms of which SGLang has not been told the end."""
+        """Rooms whose end SGLang has not been told."""
         self.reading: dict[int, int] = {}
         """Rows of the metadata, by room that was asked for and whose pages a read may touch."""
         self.stopped = False
@@ -171,7 +171,7 @@ class KvpoolManager(CommonKVManager):
             answer.raise_for_status()
             info = PrefillServerInfo(**answer.json())
         except (requests.RequestException, TypeError, ValueError) as error:
-            log.error("prefill at %s: %s", bootstrap_addr, error)
+            log.error("the ranks of prefill at %s are unknown: %s", bootstrap_addr, error)
             return False
         info.target_tp_rank, info.target_cp_ranks = 0, [0]
         info.target_tp_ranks = list(range(info.attn_tp_size))

@@ -26,7 +26,7 @@ def raise_failure(request: Any) -> None:
 
 
 def tokens_of(request: Any) -> int:
-    """How many tokens prefill is to have computed, of which the pages alone do not tell."""
+    """How many tokens prefill is to have computed; the pages alone do not show it."""
     # what decode has computed already is handed over with the prompt
     again = getattr(request, "pd_rebootstrap_in_progress", False)
     return len(request.origin_input_ids) + (len(request.output_ids) if again else 0)
@@ -80,7 +80,7 @@ class KvpoolSender(CommonKVSender):
         self._pages.extend(int(page) for page in kv_indices)
         self._tokens += num_kv_tokens or 0
         start, stop = self._offered, self._tokens
-        if not last:  # windows come with the last chunk, of which the number of pages is known
+        if not last:  # windows come with the last chunk, whose number of pages is known
             least = (self.num_kv_indices - 1) * mgr.kv_args.page_size + 1
             stop = max(start, min(stop, least - mgr.layout.held_back))
         self._offered = stop

@@ -33,7 +33,7 @@ def _make(ctx: Any) -> Any:
 
 def _made(_: Any, scheduler: Any, *args: Any, **more: Any) -> None:
     """SGLang asks the options, not the cache, whether there is a storage whose events it is to
-    turn: this one's hooks are those that it has for LMCache.
+    turn: this one uses its hooks for LMCache.
     """
     if hasattr(scheduler.tree_cache, "flows"):
         scheduler.enable_lmcache = True

@@ -46,8 +46,8 @@ class PromptKey(NamedTuple):
 
 
 class KvpoolRadixCache(UnifiedRadixCache):
-    """`--radix-cache-backend kvpool`. Tokens of which the tree's key does not say all that their
-    state depends on pass by the store: behind pictures, with adapters, embeddings, sessions, beams.
+    """`--radix-cache-backend kvpool`. Tokens whose state depends on more than the tree's key pass
+    by the store: behind pictures, with adapters, embeddings, sessions, beams.
     """
 
     opened = False  # the parent's constructor calls `reset`
@@ -152,7 +152,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
         super().release_aborted_request(request)
 
     def clear_storage_backend(self) -> bool:
-        log.warning("the store is others' too, and was not cleared: use `kvpool store gc`.")
+        log.warning("the store was not cleared, as others use it too: use `kvpool store gc`.")
         return False
 
     def release_host_resources(self) -> None:
@@ -167,7 +167,7 @@ class KvpoolRadixCache(UnifiedRadixCache):
             try:
                 self._write(req, up_to)
             except Exception:  # the engine serves on
-                log.exception("%s is not written to the store", req.rid)
+                log.exception("request %s is not written to the store", req.rid)
         super().checkpoint(req, up_to=up_to, **kwargs)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:

@@ -127,5 +127,5 @@ class Flows:
                 flow.keys, flow.place.address, flow.place.positions, hit=flow.hit
             )
         except ValueError:  # the engine serves on: what is not read is computed
-            log.exception("%s is not read", flow.name)
+            log.exception("request %s is not read from the store", flow.name)
             flow.landed = 0

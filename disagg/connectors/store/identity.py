@@ -45,8 +45,8 @@ class Adapters:
         self._lock = threading.Lock()
 
     def digest(self, folder: str) -> str | None:
-        """None until it is known, and where files are others than when it was computed: which of
-        the two an engine has loaded nobody can tell.
+        """None until it is known, and if files have changed since it was computed: it is unknown
+        which of the two an engine has loaded.
         """
         try:
             signature = _signature(Path(folder)) if folder else ()

@@ -43,8 +43,8 @@ class StoreScheduler:
     """Decides; `step()` takes what was decided since the last time.
 
     The last `recomputes` tokens of a request are computed here. Hits are multiples of `unit`
-    tokens: where an engine finds prefixes in its own cache by whole blocks, a block of which a part
-    was read would serve other requests as a whole.
+    tokens: if an engine finds prefixes in its own cache by whole blocks, a block that was read
+    in part would serve other requests as a whole.
     """
 
     def __init__(self, settings: Settings, *, recomputes: int = 1, unit: int = 1) -> None:
@@ -86,8 +86,8 @@ class StoreScheduler:
         most: int | None = None,
         reads: bool = True,
     ) -> None:
-        """A new request, of which the first `most` tokens, with `media` among them, can be keyed.
-        Those of which nothing can be are not told of.
+        """A new request, whose first `most` tokens, with `media` among them, can be keyed. Requests
+        that cannot be keyed at all are not passed here.
         """
         request = _StoredRequest(
             token_ids=token_ids,
@@ -201,7 +201,7 @@ class StoreScheduler:
     def stop(self, why: str) -> None:
         """From now on nothing is read or written."""
         if self._store is not None:
-            log.warning("the store is off until this engine is started again: %s", why)
+            log.warning("the store is off until the engine starts again: %s", why)
             self.close()
 
     def close(self) -> None:

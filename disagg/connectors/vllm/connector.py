@@ -90,8 +90,8 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         if getattr(vllm_config.model_config, "enable_sleep_mode", False):
             raise ValueError(
-                "enable_sleep_mode True: KV memory that vLLM unmaps cannot be read by others, who "
-                "know its addresses. Leave --enable-sleep-mode out."
+                "enable_sleep_mode True: peers know KV memory's addresses, and cannot read it once "
+                "vLLM unmaps it. Leave --enable-sleep-mode out."
             )
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config

@@ -65,7 +65,7 @@ MODES = {
     "NVFP4": "FLASHINFER",
     "NVFP4_DS_MLA": "FLASHMLA_SPARSE",
 }
-"""Quantisation modes (`KVQuantMode`) that are known, and of which backend, if not of every."""
+"""Known quantisation modes (`KVQuantMode`), each with its backend, if not every backend has it."""
 
 
 def read_layer(layer: RegisteredLayer) -> list[LayerTensor]:
@@ -126,8 +126,8 @@ def read_attention(layer: RegisteredLayer) -> list[View]:
 
 
 def block_scaled(layer: RegisteredLayer) -> list[View]:
-    """Pages of `[K | its scales | V | its scales]` (`_nvfp4_kv_views`), of which V's scales are in
-    tiles on some devices.
+    """Pages of `[K | its scales | V | its scales]` (`_nvfp4_kv_views`); V's scales are in tiles
+    on some devices.
     """
     pages, (outer, *_) = dense_items(layer.view)
     order: Order = "hnd" if outer == 1 else "nhd"
@@ -145,7 +145,7 @@ def block_scaled(layer: RegisteredLayer) -> list[View]:
 
 
 def whole_items(layer: RegisteredLayer) -> list[View]:
-    """Items of which only the name is known, and which are contiguous in some order of dims. That
+    """Items known by name only, and contiguous in some order of dims. That
     order, the heads and the tokens become part of the name.
     """
     view = layer.view

@@ -39,7 +39,7 @@ KEPT_ROOMS = 10_000
 
 @dataclass(slots=True, kw_only=True)
 class _OfferedPrompt:
-    """A request of prefill: `stop` positions, before token `following`, of which `sent` went.
+    """A request of prefill: `stop` positions, before token `following`; `sent` of them are sent.
     `samples`: that token is the one that prefill samples.
     """
 

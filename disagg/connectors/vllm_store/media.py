@@ -43,7 +43,7 @@ def encoder(config: Any) -> str | None:
          "mm_processor_cache_type shm: use lru"),
     ):  # fmt: skip
         if unknown:
-            log.warning("of a prompt, what is before its first picture is stored only: %s.", why)
+            log.warning("only state before a prompt's first picture is stored: %s.", why)
             return None
     pruning = {name: getattr(options, name, None) for name in PRUNING}
     return json.dumps([_encoders(model.hf_config.to_dict()), pruning], sort_keys=True, default=str)
@@ -59,8 +59,8 @@ def _encoders(fields: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def media(request: Any, encoder: str | None) -> tuple[list[Medium], int]:
-    """Those of a request, in order, up to the first of which it is not known what it is; and how
-    many tokens are before that one.
+    """Those of a request, in order, up to the first unknown one; and how many tokens are before
+    that one.
     """
     known_media: list[Medium] = []
     for feature in sorted(request.mm_features, key=lambda one: one.mm_position.offset):

@@ -40,7 +40,7 @@ class StoredRequests:
         self._groups, self._adapters, self._encoder = groups, Adapters(), encoder
         self._digests = MediaDigests(lambda item: item.get_data())
         self._requests: dict[str, Any] = {}
-        """Those of which the store may have something."""
+        """Those that the store may have a part of."""
         self._waiting: dict[str, tuple[Identity, Future[tuple[Media, int]]]] = {}
         """Those of them whose media's digests were asked for."""
 

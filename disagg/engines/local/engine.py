@@ -68,7 +68,7 @@ class LocalEngine(Engine[LocalPeer, LocalTransfer]):
     """
 
     name = "local"
-    progress_seconds = 0.05  # whoever reads does all of it
+    progress_seconds = 0.05  # the reading side does all of it
 
     def __init__(self) -> None:
         self._native = _native.availability() is None

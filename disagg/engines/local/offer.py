@@ -146,7 +146,7 @@ def read_offer(file: int) -> Offer:
 
 
 class OfferServer:
-    """Passes an offer and its files to whoever dials `path`. Its thread sleeps until then; the
+    """Passes an offer and its files to peers that dial `path`. Its thread sleeps until then; the
     endpoint's loop has no part in it, so that both sides may be turned by one thread.
 
     An open connection shows the reader that this process lives.
@@ -239,7 +239,7 @@ class OfferServer:
         connection.close()
         if problem is not None and problem not in self._denied:
             self._denied.add(problem)
-            log.warning("engine local: %s, and was refused; this is said once.", problem)
+            log.warning("engine local refused a peer (logged once): %s.", problem)
 
     def _problem(self, connection: socket.socket) -> str | None:
         """Why a peer is offered nothing."""

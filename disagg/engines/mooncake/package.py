@@ -22,7 +22,7 @@ SWITCHES = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 DEFAULTS = {"MC_LOG_LEVEL": "ERROR", "MC_TCP_PROGRESS_TIMEOUT_SEC": "3"}
 """Set unless the environment sets them. A call fails after 3 seconds without progress."""
 IPV6 = "MC_USE_IPV6"
-"""A variable: if it is set, to whatever, Mooncake of this process dials IPv6 only."""
+"""A variable: if it has any value, Mooncake of this process dials IPv6 only."""
 CUDA_BUILDS = "mooncake-transfer-engine", "mooncake-transfer-engine-cuda13"
 """Distributions whose engine reads and writes CUDA memory."""
 IPV4 = re.compile(r"[0-9]+(\.[0-9]+){3}")

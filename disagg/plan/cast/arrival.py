@@ -184,7 +184,7 @@ def _place(
 
 def _row_axis(source: Rows, wanted: Rows) -> str | None:
     """The destination's axis that runs along rows, or an empty name where its cells do; None if the
-    two do not hold the same rows, or rows of which a rank has a part.
+    two do not hold the same rows, or if a rank has a part of a row.
     """
     theirs = {axis.name: axis for axis in source.region.inner_axes}
     ours = {axis.name: axis for axis in wanted.region.inner_axes}

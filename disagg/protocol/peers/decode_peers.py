@@ -38,7 +38,7 @@ _Inside = tuple[tuple[Region, ...], tuple[Space, ...]]
 
 
 class LinkFailed(NamedTuple):
-    """The rooms of a link fail; with `asked`, only those that were asked for: the others wait on.
+    """The rooms of a link fail; with `asked`, only rooms already requested.
     `except_rank` is the rank that knows, or that does not listen.
     """
 
@@ -49,14 +49,14 @@ class LinkFailed(NamedTuple):
 
 
 LinkChange = Link | LinkFailed
-"""A link of which every rank has answered, and whose rooms can be asked for now; or a failure."""
+"""A link whose ranks have all answered, so that its rooms can be asked for; or a failure."""
 
 OfAsked = messages.ChunkReady | messages.Digests | messages.ReleaseAck | messages.Abort
 """A message about a room, from a rank of the generation that is known."""
 
 
 class DecodePeers:
-    """All links of one decode endpoint. Ranks are numbered over all links that ever were."""
+    """All links of one decode endpoint. Ranks are numbered over all links, closed ones too."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class DecodePeers:
         link.plan, link.plan_seconds = plan, self.plans.seconds - before
         if alone := {name for hello in hellos for name in hello.conventions.keys() ^ own.keys()}:
             names = ", ".join(sorted(alone))
-            log.info("%s: not compared is what only one side says: %s", link.ranks[0], names)
+            log.info("%s: not compared, as only one side gives it: %s", link.ranks[0], names)
         every = dict.fromkeys(range(len(layouts)), self._readers)
         link.asks = every if self._group is None else plan.asks
         link.layers = {source: layers_by_owner(layouts[source]) for source in link.asks}

@@ -18,7 +18,7 @@ from kvpool.layout import PoolLayout, RequestAddress
 
 LINK_STATES = "connecting", "open", "lost", "refused"
 MAX_UNTOLD = 10_000
-"""Rooms that failed here while a rank was lost, of which it is told when it is back: the latest."""
+"""Rooms that failed while a rank was lost; it is told when it is back. The latest are kept."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

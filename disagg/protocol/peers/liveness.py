@@ -40,7 +40,7 @@ PeerId = TypeVar("PeerId", bound=Hashable)
 
 class Liveness(dict[PeerId, float]):
     """When each peer that is waited for was heard last, or the wait for it began, while this side
-    listened: time in which nobody looked (a stopped process, a long call) is nobody's silence.
+    listened: time without a step (a stopped process, a long call) is not a peer's silence.
     """
 
     def __init__(self, timeout: float, now: float) -> None:

@@ -25,7 +25,7 @@ KEPT_REFUSALS = 100
 KEPT_HELLOS = 32
 MAX_PEERS = 1024
 MAX_GREETED = 4 * MAX_PEERS
-"""Connections of which it is kept that their hello was answered: the latest."""
+"""So many connections are remembered to have an answered hello: the latest."""
 
 
 @dataclass(slots=True)

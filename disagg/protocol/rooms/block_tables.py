@@ -21,7 +21,7 @@ MAX_NAMED = 20
 
 
 class BlockTables:
-    """Checks the block tables of one layout. Spaces of which all regions are of owners or roles in
+    """Checks the block tables of one layout. Spaces whose regions are all of owners or roles in
     `allow_missing` may be left out of them.
     """
 
@@ -149,7 +149,7 @@ class WrittenItems:
                 raise RoomError(
                     f"room {room!r}: start {start} lies inside a page of space {space.name}, "
                     f"positions {below} to {below + size - 1}. {region} has packing "
-                    f"{region.packing!r}, of which whole pages are written. Receive from {below} "
+                    f"{region.packing!r}, whose pages are written whole. Receive from {below} "
                     f"on, or from {min(below + size, tokens)}."
                 )
 

@@ -190,7 +190,7 @@ class DecodeRoom(PhasedRoom):
         chunk = source, ready.start, ready.stop, ready.last, ready.layers
         tokens, some, last = range(ready.start, ready.stop), ready.layers, ready.last
         offered = self.offered[source]
-        # layers of which decode has no role are not known here
+        # layers without a role on decode are not known here
         if chunk in self.seen or not (some is None or last or offered.holds(some)):
             return None
         if problem := offered.problem(tokens, some, last):

@@ -1,4 +1,4 @@
-"""Which positions, of which layers, one rank has offered: chunks of positions one after another,
+"""Which positions and layers one rank has offered: chunks of positions one after another,
 each of all layers at once or of some layers at a time.
 """
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 FORGOTTEN_SECONDS = 600.0
 """How long the failure of a forgotten room is kept for decodes that ask for it late."""
 MAX_FORGOTTEN = 10_000
-"""Forgotten rooms of which that is kept: the latest."""
+"""So many forgotten rooms keep it: the latest."""
 MAX_TOLD = 256
-"""Decodes of which it is kept, for each room, that they know of its failure."""
+"""So many decodes of each room are remembered to know of its failure."""
 MAX_FAILED_UNSENT = 10_000
 """Rooms that failed before anything was sent: the latest are kept."""
 
@@ -61,7 +61,7 @@ class PrefillRoom(PhasedRoom):
     tables: list[RequestAddress] = field(default_factory=list)
     """Block tables, one of each chunk."""
     unpublished: list[Event | None] = field(default_factory=list)
-    """Device events of the latest chunks, of which readers may not know yet."""
+    """Device events of the latest chunks, not yet told to readers."""
     requests: dict[bytes, ReadRequest] = field(default_factory=dict)
     """By the peer that has asked."""
     generations: list[str] = field(default_factory=list)
@@ -71,10 +71,10 @@ class PrefillRoom(PhasedRoom):
     asked_seconds: float = 0.0
     done_seconds: float = 0.0
     digested: set[tuple[bytes, bool]] = field(default_factory=set)
-    """Who has asked for digests, and whether for one of each entry: once each."""
+    """Which decodes have asked for digests, and whether for one of each entry: once each."""
     done: set[bytes] = field(default_factory=set)
     ends_at: float = math.inf
-    """When the lease ends of what was sent; before, until when who has asked for it waits."""
+    """When the lease of what was sent ends; before the first chunk, when a decode's wait ends."""
     doubtful: bool = False
     """None has asked for it, and one may have been told that an earlier room of its name failed."""
 
@@ -94,7 +94,7 @@ class PrefillRoom(PhasedRoom):
 
     @property
     def patience(self) -> float:
-        """The longest time-out of those who have asked."""
+        """The longest time-out of the decodes that have asked."""
         timeouts = (request.timeout for request in self.requests.values())
         return max(math.inf if timeout is None else timeout for timeout in timeouts)
 
@@ -142,8 +142,8 @@ class PrefillRoom(PhasedRoom):
 
 class PrefillRooms(Rooms[PrefillRoom]):
     """All rooms that are not forgotten, and why those have failed that are. `unsent` are open rooms
-    of which nothing was sent, `unpublished` those of which readers may not know every chunk, `read`
-    those of which one knows some.
+    without a chunk, `unpublished` those with a chunk that readers may not know, `read` those with
+    a chunk that a reader knows.
     """
 
     unknown = (
@@ -162,7 +162,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         self._failed_unsent: deque[PrefillRoom] = deque()
 
     def new(self, name: Room, now: float) -> PrefillRoom:
-        """A room of which nothing was offered."""
+        """A room without an offered chunk."""
         return PrefillRoom(name=name, opened_at=now, offered=Offered(self._layers))
 
     def at(self, name: Room, now: float) -> PrefillRoom:

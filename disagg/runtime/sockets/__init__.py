@@ -1,1 +1,1 @@
-"""Stream sockets: their addresses, who listens, and messages as frames of a stream."""
+"""Stream sockets: their addresses, listeners, and messages as frames of a stream."""

@@ -1,5 +1,5 @@
 """Endpoint addresses to dial, `ipc://PATH` and `tcp://HOST:PORT`, where they lead, a socket that
-listens, and who may be at the other end within this host.
+listens, and which process may be at the other end within this host.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ValueError for what nobody can dial."""
+        """Raises ValueError for an address that cannot be dialled."""
         if text.startswith("ipc://"):
             path = text.removeprefix("ipc://")
             check_path(path)
@@ -69,7 +69,7 @@ class Address:
 
 
 class DialledAddress:
-    """An address that is dialled until somebody answers: one place after the other."""
+    """An address that is dialled until a peer answers: one place after the other."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -96,7 +96,7 @@ class DialledAddress:
 
 class Listener:
     """A bound, non-blocking socket; `address` is where. Raises OSError or UnicodeError if it cannot
-    be bound, and ValueError if somebody else listens there, or for no address of this host.
+    be bound, and ValueError if another process listens there, or for no address of this host.
     """
 
     def __init__(self, address: ListenAddress) -> None:
@@ -183,7 +183,7 @@ def _listening(family: socket.AddressFamily, place: Any) -> socket.socket:
         if family != socket.AF_UNIX:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and place[0] == "::":
-            # whatever the host's default is: all of its addresses, IPv4 among them
+            # all addresses, IPv4 among them: the host's default may differ
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind(place)
         if family == socket.AF_UNIX:
@@ -196,7 +196,7 @@ def _listening(family: socket.AddressFamily, place: Any) -> socket.socket:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Removes a socket on which nobody listens any more. Raises ValueError for any other file."""
+    """Removes a socket without a listener. Raises ValueError for any other file."""
     try:
         status = path.lstat()
     except OSError:

@@ -71,7 +71,7 @@ class Connection:
     more: bool = False
     """Whether `unread` may hold another whole message."""
     leaving: bool = False
-    """Whether it was given up: what was sent still leaves, what comes is nobody's."""
+    """Whether it was given up: what was sent still leaves, what arrives is dropped."""
     unread: bytearray = field(default_factory=bytearray)
     unsent: deque[bytes | memoryview] = field(default_factory=deque)
     opening: list[bytes] | None = None
@@ -296,7 +296,7 @@ class Watch:
         self._epoll.close()
 
     def excesses(self) -> Iterator[Excess]:
-        """Who takes too long over a message, and for whom too much waits; asked once a second."""
+        """Connections that take too long over a message, or have too much unsent; once a second."""
         connections = list(self._connections.values())
         if sum(connection.unsent_bytes for connection in connections) > MAX_UNSENT_BY_ALL:
             most = max(connections, key=lambda connection: connection.unsent_bytes)

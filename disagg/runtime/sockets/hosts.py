@@ -37,7 +37,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def check_dialled(host: str) -> None:
-    """Raises ValueError for a host that nobody can dial."""
+    """Raises ValueError for a host that cannot be dialled."""
     address = ip_address(host)
     if address is None:
         return

@@ -1,4 +1,4 @@
-"""Connections: dialled until somebody answers, encrypted a few steps a turn, and seen off."""
+"""Connections: dialled until a peer answers, encrypted a few steps a turn, and closed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Lifecycle:
         self._due[connection] = time.monotonic() + RETRY_SECONDS
 
     def dial(self, connection: Connection) -> None:
-        """Tries once, and again in a while if nobody answers."""
+        """Tries once, and again later if no peer answers."""
         self.dial_later(connection)
         place = connection.dial and connection.dial.next_place(time.monotonic())
         if not place:
@@ -81,7 +81,7 @@ class Lifecycle:
             return None
         try:
             failed = stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or (
-                # by chance TCP connects a port on which nobody listens to itself
+                # TCP may by chance connect a port without a listener to itself
                 stream.family != socket.AF_UNIX and stream.getsockname() == stream.getpeername()
             )
             if not failed:
@@ -141,7 +141,7 @@ class Lifecycle:
             self._accepted.pop(connection, None)
 
     def leave(self, connection: Connection) -> None:
-        """Closes a connection: at once if nobody was reached, else when the peer has done so too,
+        """Closes a connection: at once if no peer was reached, else when the peer has done so too,
         or after CLOSE_LINGER_SECONDS.
         """
         self.discard(connection)

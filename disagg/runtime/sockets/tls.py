@@ -1,5 +1,5 @@
-"""TLS 1.3 of one connection, between its stream and its messages; what one side shows its peers and
-whom it believes: files in PEM, and a context of them that is made again once they have changed.
+"""TLS 1.3 of one connection, between its stream and its messages; what one side shows its peers,
+and which peers it trusts: files in PEM, and a context that is made again once they have changed.
 
 Both sides have certificates of one authority. Which side a certificate is of stands in it twice: in
 its extended key usage, which OpenSSL checks, and as a URI in its subjectAltName, so that another
@@ -242,7 +242,7 @@ def _context(side: Side, pem: PEM, *, verifies: bool = True) -> ssl.SSLContext:
     """The context of a side: prefill's serves."""
     serves = side == "prefill"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
-    # a scheduler names ranks by address; who a peer is stands in its certificate's URI
+    # a scheduler names ranks by address; a peer's side is in its certificate's URI
     context.check_hostname = False
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED if verifies else ssl.CERT_NONE

@@ -74,7 +74,7 @@ class Floor(Protocol):
     ) -> AbstractContextManager[Sequence[memoryview]]:
         """A buffer for each range, valid within the context. Raises NotThere and BeyondEnd.
 
-        Whoever replaces or deletes the object meanwhile may change what is read: check digests.
+        Replacing or deleting the object meanwhile may change what is read: check digests.
         """
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -100,7 +100,7 @@ class Floor(Protocol):
 def open_floor(url: str, *, notes_use: bool = True) -> Floor:
     """The floor of a URL: memory://name, file:///path, s3://bucket/prefix, gs://bucket/prefix,
     az://container/prefix, mooncake://host:port. Without `notes_use`, what is
-    read counts no more as used than before: for who only looks at what is there.
+    read does not count as used: for commands that only look.
 
     Raises ValueError for another URL, MissingExtra without the package that it needs, and
     FloorError for a path that cannot be used.

@@ -141,7 +141,7 @@ class MooncakeFloor:
             # else what was read in the last 10 seconds stays: it has a lease
             codes = client.batch_remove([*names], force=True)
         for name, code in zip(names, codes):
-            if code not in (0, NOT_FOUND, NOT_READY):  # of those, nobody sees anything
+            if code not in (0, NOT_FOUND, NOT_READY):  # these are invisible already
                 raise self._failure(f"delete {name}", code)
 
     def sweep(self, age: float) -> int:

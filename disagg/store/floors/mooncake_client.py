@@ -6,8 +6,8 @@ What Mooncake 0.3.13 does, each seen here:
   away or hangs is found before that, by a socket and by its HTTP server.
 - A client reconnects by itself, and mounts its memory again at a master that has forgotten it.
 - `close` keeps the GIL for one to three seconds. The calls that a floor makes let it go.
-- Its transfers listen on all interfaces, whatever address it is given: whoever reaches those ports
-  reads and writes the memory that it offers.
+- Its transfers listen on all interfaces, with any address: a process that reaches those ports
+  can read and write the memory that it offers.
 """
 
 from __future__ import annotations

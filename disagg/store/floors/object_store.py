@@ -163,7 +163,7 @@ class ObjectFloor:
         """
         try:
             next(self._store.list(chunk_size=1), None)
-        except Exception as error:  # of one who may not list, nothing is known
+        except Exception as error:  # without permission to list, nothing is known
             if no_bucket(error):
                 raise floor_error(self._url, "exists", error, self._seconds) from error
         self._has_bucket = True
@@ -228,7 +228,7 @@ def _store_of(url: FloorURL) -> Any:
         if url.scheme == "s3":
             config = {key: url.options[key] for key in ("endpoint", "region") if key in url.options}
             endpoints = [config.get("endpoint"), *map(os.environ.get, ENDPOINTS)]
-            # whoever gives an address of http:// has decided that
+            # an address of http:// is the user's decision
             client["allow_http"] = any((text or "").startswith("http://") for text in endpoints)
             return store.S3Store(url.place, **config, **common)
         if url.scheme == "gs":

@@ -31,7 +31,7 @@ class LentPiece:
 
 
 class LentStaging:
-    """So many bytes, of which each piece is lent to one call."""
+    """So many bytes; each piece is lent to one call."""
 
     def __init__(self, nbytes: int) -> None:
         memory = np.zeros(nbytes + PAGE, np.uint8)

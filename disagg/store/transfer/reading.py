@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvpool.device import Event
 
 MAX_GAP = 64 << 10
-"""Bytes of blocks that nobody needs which are rather read than skipped."""
+"""The longest gap between needed bytes of a block that is read instead of skipped."""
 STAGING_BYTES = 8 << 20
 
 
@@ -147,7 +147,7 @@ class ObjectReader:
         return sum(stop - start for start, stop in ranges)
 
     def _scatter(self, starts: Ints, views: Sequence[memoryview], batch: CopyBatch) -> None:
-        """Copies runs from offsets in an object, of which stretches from `starts` on were read."""
+        """Copies runs from offsets in an object, whose stretches from `starts` on were read."""
         arrays = [np.frombuffer(view, dtype=np.uint8) for view in views]
         if self._on_host and len(arrays) == 1:
             copy_runs(batch.src + (arrays[0].ctypes.data - int(starts[0])), batch.dst, batch.nbytes)
@@ -180,7 +180,7 @@ class ObjectReader:
 
 
 def _pointers(starts: Ints, arrays: Sequence[Bytes], offsets: Ints) -> Ints:
-    """Where offsets in an object lie, of which stretches from `starts` on are `arrays`."""
+    """Where offsets in an object lie, whose stretches from `starts` on are `arrays`."""
     which = np.searchsorted(starts, offsets, side="right") - 1
     bases = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
     return bases[which] + offsets - starts[which]

@@ -80,7 +80,7 @@ class ObjectWriter:
             and all(buffer.on_host for buffer in own.buffers)
             and not any(space.wraps for space in self._plans[kind].sources[0].spaces)
         }
-        """Kinds of which a request overwrites nothing, and neither does a stream of a device."""
+        """Kinds that neither a request nor a stream of a device overwrites."""
         lock = threading.Lock()
         self._binders = {
             kind: ChunkBinder(self._plans[kind], part, "src", lock=lock)

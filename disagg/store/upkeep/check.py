@@ -79,7 +79,7 @@ def check(floor: Floor, entry: Listed, namespaces: Mapping[str, Held]) -> Object
     if is_member_name(entry.name):
         if is_member(floor, entry):
             return verdict("sound")
-        return verdict("damaged", "not the text of which its name is the digest.")
+        return verdict("damaged", "its name is not the digest of its text.")
     if name is None:
         return verdict("foreign", "no name of a store's object.")
     namespace = namespaces.get(name.namespace)

@@ -9,8 +9,8 @@ from disagg.store.floors.base import Floor
 from disagg.store.upkeep.tree import Chunk, Forest, Tell, untold
 
 USED_SECONDS = 60.0
-"""Uses that are less apart are equal: floors note them to the minute, and who reads a prefix reads
-its chunks one after the other."""
+"""Uses that are less apart are equal: floors note them to the minute, and chunks of a prefix are
+read one after the other."""
 REMOVED_AT_ONCE = 64
 """Chunks."""
 
@@ -45,7 +45,7 @@ def last_uses(forest: Forest) -> dict[Chunk, float]:
 def choose(
     forest: Forest, *, keep: int | None = None, unused_since: float | None = None
 ) -> Removal:
-    """What to remove: chunks that nobody has used since `unused_since`, then the least recently
+    """What to remove: chunks without a use since `unused_since`, then the least recently
     used until at most `keep` bytes are left. Of those used in the same minute the deepest go first,
     and never one before those that follow it. Raises ValueError for `unused_since` where it is not
     known when objects were used.

@@ -93,8 +93,8 @@ class ComparedRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreComparison:
     """What two configurations have in common. `first_to_second` are reasons why what the first has
-    written cannot be read by the second; none if it can. In those of plans, prefill is who
-    writes and decode who reads.
+    written cannot be read by the second; none if it can. In those of plans, prefill is the
+    writer and decode the reader.
     """
 
     namespaces: tuple[ComparedRow, ...]
@@ -120,7 +120,7 @@ class StoreComparison:
         return self.same_namespace and not reasons
 
     def converts(self, forth: bool) -> bool:
-        """As `shares`, where who reads converts."""
+        """As `shares`, if the reader converts."""
         return self.converts_to_second if forth else self.converts_to_first
 
 

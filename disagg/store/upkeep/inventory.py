@@ -99,7 +99,7 @@ class Held:
 
     @property
     def text(self) -> dict[str, Any] | None:
-        """What all who share the namespace have in common."""
+        """What all engines of the namespace have in common."""
         geometry = next(iter(self.geometries.values()), None)
         return None if geometry is None else json.loads(namespace_of(geometry)[1])
 
@@ -123,7 +123,7 @@ class Held:
 
 @dataclass
 class Inventory:
-    """What a floor holds. `foreign` is what is not named as a store's, of which some names."""
+    """What a floor holds. `foreign` is what is not named as a store's, with some names."""
 
     namespaces: dict[str, Held] = field(default_factory=dict)
     foreign: Amount = field(default_factory=Amount)

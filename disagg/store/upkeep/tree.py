@@ -21,7 +21,7 @@ Tell = Callable[[str, int], None]
 
 
 def untold(what: str, done: int) -> None:
-    """Tells nobody."""
+    """Reports nothing."""
 
 
 @dataclass(eq=False, slots=True)

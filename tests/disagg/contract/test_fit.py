@@ -82,4 +82,4 @@ def test_ranks_that_said_nothing_are_named():
     )
     found = Fit(prefill=part, decode=whole, names=("a", "b"), tokens=1).objections()
     assert (found[0].about, found[0].prefill) == ("ranks", "prefill a rank 1")
-    assert "of which 0, 2-3 are not in its contract" in found[0].reason
+    assert "its contract lacks 0, 2-3" in found[0].reason

@@ -256,7 +256,7 @@ def test_a_start_inside_a_packed_page_is_refused_and_says_where_to_start():
             decode.receive("r", table, start=9)
         assert str(refused.value) == (
             "room 'r': start 9 lies inside a page of space kv, positions 8 to 11. target layer 1 k "
-            "has packing 'amx', of which whole pages are written. Receive from 8 on, or from 12."
+            "has packing 'amx', whose pages are written whole. Receive from 8 on, or from 12."
         )
         with pytest.raises(RoomError, match=r"Receive from 20 on, or from 22\."):
             decode.receive("r", table, start=21)

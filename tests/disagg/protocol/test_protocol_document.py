@@ -17,7 +17,11 @@ from kvpool.layout import sentences
 DOCS = Path(__file__).parents[3] / "docs"
 TEXT = (DOCS / "protocol.md").read_text()
 SECTION = re.compile(r"^### (\w+) \(`(\w+)`, ([^)]+)\)\n(.*?)(?=^##|\Z)", re.S | re.M)
-ROW = re.compile(r"^\| `(\w+)` \| (.+?) \|", re.M)
+FIELD = re.compile(r"^- `(\w+)` \((.+?)\)(?::|$)", re.M)
+TYPES = dict(
+    re.findall(r"^- (\w+): (.+)$", TEXT.split("\n## Messages\n")[1].split("\n### ")[0], re.M)
+)
+"""Types that have a short name on the page."""
 KINDS = inspect.type_info(messages.Message).types
 SENT = {
     who: {kind.cls for kind in inspect.type_info(to).types}
@@ -52,13 +56,19 @@ def words(kind):
     return name
 
 
+def in_full(kind):
+    """A field's type on the page, without short names."""
+    return re.sub(r"\w+", lambda word: TYPES.get(word[0], word[0]), kind)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.cls.__name__)
 def test_a_message_is_documented_field_by_field(kind):
     by_name = {name: rest for name, *rest in SECTION.findall(TEXT)}
     tag, sender, body = by_name[kind.cls.__name__]
     senders = [who for who, classes in SENT.items() if kind.cls in classes]
     assert (tag, sender) == (kind.tag, f"from {' and '.join(senders)}")
-    assert ROW.findall(body) == [(field.name, words(field.type)) for field in kind.fields]
+    fields = [(name, in_full(kind)) for name, kind in FIELD.findall(body)]
+    assert fields == [(field.name, words(field.type)) for field in kind.fields]
 
 
 def test_the_document_has_no_other_message_and_this_protocol_number():

@@ -245,7 +245,7 @@ def test_a_block_table_that_is_no_longer_the_requests_is_refused(build):
         here.compute(request, PAGE)
         here.compute(request, 1)
         here.reuse()
-        with pytest.raises(ValueError, match=r"of 80 tokens, .* 97 by now and has lost .* anew"):
+        with pytest.raises(ValueError, match=r"of 80 tokens, .* 97 now and has lost .* again"):
             prefill.send("r", old)
         prefill.send("r", request.address())
         prefill.abort("r", "next")

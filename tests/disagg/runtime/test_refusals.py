@@ -210,7 +210,7 @@ def test_what_only_one_side_says_is_not_compared(prefill, decode, caplog):
         alone = sorted(prefill.keys() ^ decode.keys())
         assert (
             not alone
-            or f"not compared is what only one side says: {', '.join(alone)}" in caplog.text
+            or f"not compared, as only one side gives it: {', '.join(alone)}" in caplog.text
         )
 
 

@@ -319,7 +319,7 @@ def test_files_of_different_requests_or_models_are_refused(tmp_path):
         with pytest.raises(SnapshotRefused, match=says):
             load(paths, pool.layout, into)
     nameless = [rank(number, f"{number}", request="") for number in range(2)]
-    with pytest.raises(SnapshotRefused, match="it does not say of which request it is"):
+    with pytest.raises(SnapshotRefused, match="it names no request"):
         load(nameless, pool.layout, into)
     second = rank(1, "second", model="one", head_dim=4)
     load([first, second], pool.layout, into, conventions={"vocab_size": 7, "revision": "x"})

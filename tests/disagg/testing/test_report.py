@@ -112,24 +112,42 @@ def test_what_an_engine_says_cannot_break_out_of_a_page_or_a_document(tmp_path):
     assert cells.rows[1][5].startswith(EVIL) and "script" not in cells.tags
     assert r"1. \</td\>\<script\>" in report.markdown()
     rows = [line for line in report.markdown().splitlines() if line.startswith("|")]
-    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [6] * 5
+    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [5] * 5
 
 
 def test_settings_cannot_break_out_of_a_documents_table(tmp_path):
     text = TEXT.replace("max_model_len = 512", 'kv = "|<b>"')
     document = report_of(tmp_path, {}, text).markdown()
-    assert r"vllm 32 eagle kv=\|\<b\> | serves (bytes) |" in document
+    assert r"vllm 32 eagle kv=\|\<b\> | kvpool: serves (bytes) |" in document
 
 
 def test_a_document_has_each_reason_once(tmp_path):
     report = report_of(tmp_path, dict.fromkeys((FIRST, LAST), REFUSED))
     text = report.markdown()
     assert text.startswith("# What serves with what\n")
-    assert "| kvpool over local | llama | vllm 32 tp2 | vllm 128 | refuses (1) |" in text
-    assert "| sglang 32 float32 | sglang 32 float32 | refuses (1) |" in text
-    assert "| serves (bytes) |" in text
+    assert "| llama | vllm 32 tp2 | vllm 128 | kvpool: refuses (1) |" in text
+    assert "| sglang 32 float32 | sglang 32 float32 | sglang-nixl: refuses (1) |" in text
+    assert "| kvpool: serves (bytes) |" in text
     assert text.count("block sizes") == 1 and text.endswith("differ\n")
     assert "on 2026-11-28" in text and "vllm 0.32.0" in text
+
+
+def test_a_document_has_connectors_with_the_same_settings_in_one_line(tmp_path):
+    text = """
+[engines.vllm]
+python = "python"
+[models]
+llama = "folder"
+[[pair]]
+connector = ["kvpool", "nixl", "lmcache"]
+model = "llama"
+side = {engine = "vllm", block_size = 32}
+transport = "mooncake"
+"""
+    lmcache = "lmcache: llama, vllm 32 to vllm 32"
+    document = report_of(tmp_path, {lmcache: REFUSED}, text).markdown()
+    result = "kvpool over mooncake, nixl: serves (bytes); lmcache: refuses (1)"
+    assert f"\n| llama | vllm 32 | vllm 32 | {result} |\n" in document
 
 
 def test_a_long_reason_is_one_line_in_tables_and_whole_in_json(tmp_path):
@@ -142,13 +160,18 @@ def test_a_long_reason_is_one_line_in_tables_and_whole_in_json(tmp_path):
 
 
 def test_the_documents_have_the_rows_of_their_suite_and_none_of_ours_is_wrong():
-    lines = (DOCS / "compatibility.md").read_text().splitlines()
-    rows = [line.split(" | ") for line in lines if re.match(r"\| (?!connector)", line)]
-    found = [[cell.strip("| ").replace("\\", "") for cell in row] for row in rows]
+    lines = (DOCS / "compatibility.md").read_text().replace("\\", "").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| (?!model)", line)]
+    results = {
+        (name.split()[0], *settings): result
+        for *settings, cell in rows
+        for names, result in (part.split(": ") for part in cell.split("; "))
+        for name in names.split(", ")
+    }
     pairs = load(DOCS / "compatibility.toml").pairs
-    expected = [(p.connector, p.model, p.prefill.words(), p.decode.words()) for p in pairs]
-    assert [(row[0].split()[0], *row[1:4]) for row in found] == expected
-    ours = {row[4].split(" (")[0] for row in found if row[0].startswith("kvpool")}
+    expected = {(p.connector, p.model, p.prefill.words(), p.decode.words()) for p in pairs}
+    assert {*results} == expected and len(expected) == len(pairs)
+    ours = {words.split(" (")[0] for (name, *_), words in results.items() if name == "kvpool"}
     assert ours <= {"serves", "refuses"}
 
 

@@ -29,14 +29,13 @@ def number(digits):
 
 
 def rows(text):
-    """role -> (dtype, first byte, width, {axis: (steps, stride)}) of the table."""
+    """role -> (dtype, first byte, width, {axis: (steps, stride)}) of the list of regions."""
     table = {}
-    for row in re.findall(r"^\| (.*) \|$", text, re.M):
-        roles, dtype, first, width, axes = row.split(" | ")
-        if roles != "role":
-            steps = re.findall(r"(\w+) ([\d,]+) x ([\d,]+)", axes)
-            grid = {name: (number(size), number(stride)) for name, size, stride in steps}
-            table |= dict.fromkeys(roles.split(", "), (dtype, number(first), number(width), grid))
+    region = r"^- (.+?): (\S+), ([\d,]+) bytes at ([\d,]+), (.+)$"
+    for roles, dtype, width, first, axes in re.findall(region, text, re.M):
+        steps = re.findall(r"(\w+) ([\d,]+) x ([\d,]+)", axes)
+        grid = {name: (number(size), number(stride)) for name, size, stride in steps}
+        table |= dict.fromkeys(roles.split(", "), (dtype, number(first), number(width), grid))
     return table
 
 

@@ -172,7 +172,7 @@ WRONG = {
         ({"buffers": ()}, r"target layer 0 k: buffer 'b' is not declared"),
         (
             {"spaces": (Space("kv", reserved=4),)},
-            r"buffer b: 4 items, of which space kv reserves 4",
+            r"buffer b: 4 items, and space kv reserves 4 of them",
         ),
     ],
 }
