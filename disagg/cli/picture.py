@@ -67,7 +67,7 @@ def shade(number: int) -> str:
     """A colour for each number."""
     if number < len(SHADES):
         return SHADES[number]
-    return f"hsl({137.5 * number % 360:.0f} 60% 55%)"
+    return f"hsl({137.5 * number % 360:.1f} 60% 55%)"
 
 
 def travelling(plan: TransferPlan, source: int | None = None) -> Travels:

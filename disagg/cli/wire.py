@@ -42,7 +42,11 @@ class Busiest:
 
 
 def wire_words(hand_off: HandOff, link: LinkRates) -> list[str]:
-    """Sentences of how long the busiest ranks' links take."""
+    """Sentences of how long the busiest ranks' links take; none of a link of which nothing is
+    said.
+    """
+    if link == LinkRates():
+        return []
     busiest, sentences = Busiest.of(hand_off), list[str]()
     runs = f"{busiest.traffic.runs:,} runs"
     seconds, rate = link.byte_seconds(busiest.nbytes), busiest.supposed_rate(link)

@@ -13,9 +13,11 @@ from typing import get_args
 from disagg import DecodeEndpoint, KVPoll, PrefillEndpoint, create_engine
 from disagg.cli.bench.case import COPY, Measurement
 from disagg.cli.bench.report import BenchReport
+from disagg.cli.compare import Alternatives
 from disagg.cli.picture import page as explained
-from disagg.cli.sides import RankSplit as Split, read_side
+from disagg.cli.sides import AskedSide, RankSplit as Split
 from disagg.cli.store.picture import page as store_page
+from disagg.cli.wire import LinkRates
 from disagg.contract.hand_off import HandOff
 from disagg.protocol.metrics import RoomMetrics
 from disagg.store.floors.base import Listed
@@ -180,10 +182,14 @@ def model(name: str) -> PoolLayout:
     return model_layout(name, {"--dtype": "fp8", "--draft": True})[0]
 
 
-def handing_over(model: str, prefill: Split, decode: Split) -> HandOff:
-    """What `kvpool explain` draws of a model that is split and stored so on both sides."""
-    sides = read_side("prefill", [model], prefill), read_side("decode", [model], decode)
-    return HandOff(*sides, TOKENS)
+def handing_over(model: str, prefill: Split, decode: Split) -> str:
+    """What `kvpool explain` draws of a model that is split and stored so on both sides, with
+    the alternatives.
+    """
+    sides = AskedSide("prefill", (model,), prefill), AskedSide("decode", (model,), decode)
+    hand_off = HandOff(prefill=sides[0].read(), decode=sides[1].read(), tokens=TOKENS)
+    link = LinkRates(50e9, 5e6)
+    return explained(hand_off, link, Alternatives.of(*sides, TOKENS, link))
 
 
 def stored() -> str:
@@ -227,9 +233,9 @@ PICTURES: dict[str, Callable[[], str]] = {
     "map-states.html": lambda: html(of_a_shard(), "a hybrid model, rank 1 of 4"),
     "map-states.svg": lambda: svg(of_a_shard(), "a hybrid model, rank 1 of 4"),
     "bench.html": lambda: chart_html(report().chart(), report().header()),
-    "explain.html": lambda: explained(handing_over("llama_3_1_70b", Split(tp=8), Split(tp=4))),
-    "explain-states.html": lambda: explained(
-        handing_over("qwen3_next_80b", Split(tp=2, page_size=64), Split(tp=4, page_size=16))
+    "explain.html": lambda: handing_over("gpt_oss_120b", Split(tp=4), Split(tp=2)),
+    "explain-states.html": lambda: handing_over(
+        "qwen3_next_80b", Split(tp=2, page_size=64), Split(tp=4, page_size=16)
     ),
     "conform.html": lambda: conformed().html(),
     "store.html": stored,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
-from disagg.cli.picture import STAYS, pieces
+from disagg.cli.picture import STAYS, pieces, shade
 from disagg.cli.sides import parse_link
 from kvpool import MHAPool, Shard
 from kvpool.cli import app
@@ -335,3 +335,7 @@ def test_bytes_that_several_ranks_send_have_a_colour_of_their_own(tmp_path):
     colours = {words: colour for colour, words in legend_of(page).items()}
     assert {box[2] for box in boxes[f"decode {files[2]}"]} == {colours[words]}
     assert {box[2] for box in boxes[f"prefill {files[1]}"]} == {colours[f"prefill {files[1]}"]}
+
+
+def test_no_two_of_many_sources_have_one_colour():
+    assert len({shade(number) for number in range(100)}) == 100
