@@ -13,11 +13,11 @@ FLOORS = {  # lowest first; folders and modules of one floor do not import one a
     "kvpool": (
         {"extras", "process", "version"},
         {"_native", "layout"},
-        {"device", "render"},
+        {"device"},
         {"pools"},
         {"prefix"},
         {"allocation"},
-        {"models"},
+        {"models", "render"},
         {"integrations", "testing", "cli", "item", "describe"},
         {"__main__", "kvpool"},
     ),

@@ -29,7 +29,6 @@ from kvpool.pools.placement import (
     place,
     used_spaces,
 )
-from kvpool.render.svg import image
 
 if TYPE_CHECKING:
     import torch
@@ -124,8 +123,8 @@ class KVPool(HostCopies):
         return f"{type(self).__name__}({model}{summary(self.layout)})"
 
     def _repr_html_(self) -> str:
-        """For notebooks: the regions, and the map of an item of each kind."""
-        return self.layout._repr_html_() + image(self.layout, repr(self))
+        """For notebooks."""
+        return self.layout._repr_html_()
 
     def _declared(self, names: str) -> tuple[tuple[BufferSpec, ...], dict[str, Space]]:
         """Specifications and the spaces that they use, by name with prefix `names`."""

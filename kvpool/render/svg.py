@@ -6,7 +6,6 @@ have rows of their own, as wide as the map. Each box has a tooltip.
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -70,12 +69,6 @@ def svg(layout: PoolLayout, title: str = "layout") -> str:
     paper = '<rect class="paper" width="100%" height="100%"/>'
     head = f"<title>{text(title)}</title><style>{style}</style>{paper}"
     return _sized(head + "".join(parts), y + LINE)
-
-
-def image(layout: PoolLayout, title: str = "layout") -> str:
-    """The SVG as an HTML image, which keeps its style to itself: for a page of others."""
-    encoded = b64encode(svg(layout, title).encode()).decode()
-    return f'<img alt="{text(title)}" src="data:image/svg+xml;base64,{encoded}">'
 
 
 def map_svg(item: ItemMap, colours: Colours, scale: Scale = Scale()) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
 from disagg.plan import plan
@@ -95,20 +93,13 @@ class Cells(HTMLParser):
 
 def test_notebooks_show_layouts_and_plans_as_tables():
     pool = pool_of(model="<b>")
-    text = pool.layout._repr_html_()
-    assert "<b>" not in text
+    text = pool._repr_html_()
+    assert text == pool.layout._repr_html_() and "<b>" not in text
     lines = pool.layout.explain().splitlines()
     assert [row[:5] for row in Cells(text).rows[1:]] == [
         [f"target {role}", "0-3", "float32", "17", "16,384"] for role in "kv"
     ]
     assert len(Cells(text).rows) == len(lines)
-    table, _, encoded = pool._repr_html_().partition('src="data:image/svg+xml;base64,')
-    assert table.startswith(text) and "<b>" not in table
-    map_of_pool = ElementTree.fromstring(b64decode(encoded.removesuffix('">')))
-    assert map_of_pool.find("{*}title").text == repr(pool)
-    boxes = [title.text for title in map_of_pool.findall(".//{*}title")]
-    # entries of 4 heads of 64 elements of 4 bytes, one after the other
-    assert "k, entry 1, head 4: bytes 1,024 to 1,279 of the item" in boxes
     planned = plan([pool.layout], pool_of(page_size=32, num_pages=9).layout)
     head, *rows, total = Cells(planned._repr_html_()).rows
     assert head[:3] == ["roles", "layers", "runs"]
