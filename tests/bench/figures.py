@@ -113,13 +113,15 @@ def main() -> None:
             continue
         low, high = row["ratio_quartiles"]
         engine, group = row["engine"] or "", row["group"]
-        case = row["case"].removeprefix(f"{engine}, ")
+        hand_off = group == "handoff"
+        kind = "hand-offs" if hand_off else "engines" if engine else "rows"
         figures.append(
             Figure(
-                file=f"kvpool bench, {'engines' if engine else 'rows'}",
-                case=f"{group}: {case}",
-                engine=engine,
-                seconds=row["seconds"],
+                file=f"kvpool bench, {kind}",
+                case=f"{group}: {row['case'].removeprefix(f'{engine}, ')}",
+                # of a hand-off, what it takes beyond the bare engine
+                engine="" if hand_off else engine,
+                seconds=row["beyond_seconds" if hand_off else "seconds"],
                 ratio=row["ratio"],
                 spread=max(row["ratio"] - low, high - row["ratio"]),
             )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from tests.bench.figures import figure, write_all
+from tests.bench.figures import PAGE as FIGURES, figure, write_all
 
 PAGE = """# Figures
 
@@ -64,3 +67,12 @@ def test_a_page_without_marks_is_refused_and_stays(page):
     with pytest.raises(ValueError, match=r"no table of test_c.py. Write <!-- figures of test_c"):
         write_all([figure(f"test_{name}.py", "test_x", [1.0], [2.0]) for name in "ac"], page)
     assert page.read_text() == PAGE
+
+
+def test_every_benchmark_has_its_table():
+    files = {path.name for path in Path(__file__).parent.glob("test_*.py")} - {Path(__file__).name}
+    files |= {f"kvpool bench, {kind}" for kind in ("rows", "engines", "hand-offs")}
+    marks = re.findall(
+        r"<!-- figures of (.+?) -->.+?<!-- end of figures -->", FIGURES.read_text(), re.S
+    )
+    assert sorted(marks) == sorted(files)
