@@ -28,36 +28,6 @@ NO_DATA = {".c", ".h", ".pyc", ".so"}  # what wheels leave out, and what checkou
 MOST_COMPILED_BYTES = 400_000
 NEW_TOO = ("--cached", "--others", "--exclude-standard")
 
-LOCAL = """
-import sys
-import numpy as np
-from disagg import DecodeEndpoint, PrefillEndpoint, create_engine
-from disagg.plan import plan
-from kvpool.describe import describe_pointers
-from kvpool.layout import PoolLayout, RequestAddress, Space, Span
-
-def layout(rows):
-    seen = describe_pointers(
-        rows.ctypes.data, rows.shape, None, "f32", ("item", "entry", "dim"), role="latent", layer=0
-    )
-    return PoolLayout(seen.buffers, seen.regions, (Space("kv", entries_per_item=4),), 1)
-
-theirs = np.random.default_rng(0).standard_normal((9, 4, 8), dtype=np.float32)
-ours = np.zeros_like(theirs)
-assert plan([layout(theirs)], layout(ours)).explain(tokens=6).nbytes == 6 * 32
-with (
-    PrefillEndpoint(layout(theirs), create_engine("local")) as prefill,
-    DecodeEndpoint(layout(ours), create_engine("local"), verify="checksum") as decode,
-):
-    decode.connect([prefill.address], timeout=10)
-    decode.receive("r1", RequestAddress(6, {"kv": Span([2, 5])}))
-    prefill.send("r1", RequestAddress(6, {"kv": Span([7, 3])}))
-    assert decode.wait("r1", timeout=10).name == "Success"
-expected = np.zeros_like(theirs)
-expected[2], expected[5, :2] = theirs[7], theirs[3, :2]
-assert ours.tobytes() == expected.tobytes()
-assert "torch" not in sys.modules
-"""
 SENTENCES = {
     "import kvpool; kvpool.declare('llama_3_1_70b').build(num_pages=4, dtype='bf16')": "device "
     "'cpu' needs PyTorch: pip install 'kvpool[torch]'",
@@ -168,7 +138,7 @@ def test_the_wheel_alone_moves_bytes_and_says_what_an_extra_needs(sdist, tmp_pat
     tools = {"pip", "setuptools", "wheel"}
     assert names - tools == {"kvpool", "msgspec", "numpy", "typing-extensions"}
 
-    run(python, "-c", LOCAL, cwd=elsewhere)
+    run(python, "-c", (ROOT / "tests" / "alone.py").read_text(), cwd=elsewhere)
     said = run(python, "-c", asked(SENTENCES), cwd=elsewhere).splitlines()
     for sentence, answer in zip(SENTENCES.values(), said, strict=True):
         assert answer.endswith(sentence)
