@@ -138,7 +138,7 @@ class ChosenDigests:
     def busy(self) -> bool:
         return bool(self._jobs)
 
-    def add(self, key: Any, steps: Generator[Any, None, None]) -> None:
+    def enqueue(self, key: Any, steps: Generator[Any, None, None]) -> None:
         self._jobs.append((key, len(getgeneratorlocals(steps)["pieces"])))
 
     def step(self) -> Any:
@@ -155,10 +155,10 @@ class CountedReader(Reader):
         super().__init__(*given)
         self.open: dict[object, int] = {}
 
-    def add(self, read: Read) -> None:
+    def add_read(self, read: Read) -> None:
         self.open[read.room] = self.open.get(read.room, 0) + 1
         _bind(read)
-        super().add(read)
+        super().add_read(read)
 
     def step(self, waits: bool = True) -> list[Any]:
         events = super().step(waits)

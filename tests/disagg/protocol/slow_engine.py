@@ -68,8 +68,8 @@ class WatchedBuffers(StagingBuffers):
         coalesced = coalesce(batch, source, engine.run_overhead_bytes) or apart
         return cut(coalesced, self.buffer_bytes, engine.max_runs)
 
-    def take(self):
-        buffer = super().take()
+    def take_buffer(self):
+        buffer = super().take_buffer()
         if buffer is not None:
             self.owners[self.number(buffer)] = object()
         return buffer

@@ -54,7 +54,7 @@ def test_runs_move_the_bytes_of_the_plan(name, side):
                 src, dst = (part.address(chunk), address)[:: -1 if side == "src" else 1]
                 expected = ways.bind(0, src, dst, tokens=range(start, (chunk + 1) * CHUNK))
                 assert expected.runs
-                assert moved(binder.bind(chunk, address, start)) == moved(expected)
+                assert moved(binder.bind_chunk(chunk, address, start)) == moved(expected)
 
 
 @pytest.fixture
@@ -78,21 +78,21 @@ def test_whole_chunks_are_bound_without_the_plan(mha):
     ids = np.random.default_rng(1).permutation(ITEMS - 1)[: CHUNKS * CHUNK // 4] + 1
     address = RequestAddress(CHUNKS * CHUNK, {"kv": Span(ids)})
     for chunk in range(CHUNKS):
-        assert binder.bind(chunk, address).runs
+        assert binder.bind_chunk(chunk, address).runs
     assert len(bound) == 3
-    binder.bind(1, address, CHUNK + 4)
+    binder.bind_chunk(1, address, CHUNK + 4)
     assert len(bound) == 4
 
 
 def test_what_cannot_be_bound_is_refused_as_by_the_plan(mha):
     binder, _ = mha
-    binder.bind(0, RequestAddress(CHUNK, {"kv": Span(np.arange(1, 7))}))
+    binder.bind_chunk(0, RequestAddress(CHUNK, {"kv": Span(np.arange(1, 7))}))
     with pytest.raises(IncompleteTransfer):
-        binder.bind(1, RequestAddress(2 * CHUNK, {"kv": Span(np.arange(1, 12))}))
+        binder.bind_chunk(1, RequestAddress(2 * CHUNK, {"kv": Span(np.arange(1, 12))}))
     with pytest.raises(ValueError, match="lies outside"):
-        binder.bind(0, RequestAddress(CHUNK, {"kv": Span(np.arange(ITEMS - 5, ITEMS + 1))}))
+        binder.bind_chunk(0, RequestAddress(CHUNK, {"kv": Span(np.arange(ITEMS - 5, ITEMS + 1))}))
     with pytest.raises(ValueError, match="no ids for space"):
-        binder.bind(0, RequestAddress(CHUNK, {}))
+        binder.bind_chunk(0, RequestAddress(CHUNK, {}))
 
 
 def test_a_pool_too_small_for_made_up_requests_is_bound_by_its_plan():
@@ -102,4 +102,4 @@ def test_a_pool_too_small_for_made_up_requests_is_bound_by_its_plan():
     binder = ChunkBinder(ways, part, "dst", lock=threading.Lock())
     address = RequestAddress(CHUNK, {"kv": Span(np.arange(CHUNK // 4, 0, -1))})
     expected = ways.bind(0, part.address(0), address)
-    assert moved(binder.bind(0, address)) == moved(expected)
+    assert moved(binder.bind_chunk(0, address)) == moved(expected)
