@@ -23,10 +23,10 @@ Stretches = tuple[tuple[int, int], ...]
 
 def labels(contract: Contract) -> dict[str, str]:
     """Short texts of letters, digits, `-`, `_` and `.`, by name. `contract`, 16 hexadecimal digits,
-    is there where every rank is, all ranks say the same of what they share, and together they hold
-    all of each region once: two such engines of one label fit, whichever is prefill.
+    exists if no rank is missing, all ranks agree on what they share, and together they hold all
+    of each region once: two such engines of one label fit, whichever is prefill.
 
-    A store's namespace has no layers and no drafts, which there may differ; here they are in it.
+    Layers and drafts are part of it, unlike of a store's namespace, where they may differ.
     """
     model = next((rank.conventions.get("model") for rank in contract.ranks), None)
     values = {

@@ -30,7 +30,7 @@ NOTHING = np.empty((2, 0), np.int64), np.empty(0, np.int64)
 
 
 class Count(Enum):
-    """What is known of how many tokens a request has, and so what of it is bound. `UNKNOWN` of
+    """Whether the number of a request's tokens is known, which decides what is bound. `UNKNOWN` of
     every chunk and then `LEARNED` of all positions move what `KNOWN` of every chunk does.
     """
 

@@ -1,4 +1,4 @@
-"""Rows that are converted: what of them is read at once, into a buffer, and how it is stored from
+"""Rows that are converted: which part is read at once, into a buffer, and how it is stored from
 there, by the operations of the device whose memory it is for.
 """
 

@@ -182,10 +182,10 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """Asks for a room: positions `start` (the first that is lacking) to the end, to be read to
         the pages of the block table `address`.
 
-        With `at_most`, `address.num_tokens` is not how many tokens the request has but how many its
-        pages have room for: prefill's last chunk says how many there are, and so does
-        `num_tokens(room)` after success. More than there is room for, and fewer than `start`, fail
-        the room on both sides, as do ranks that say different numbers. Spaces without a window are
+        With `at_most`, `address.num_tokens` is how many tokens the pages have room for, not how
+        many the request has: prefill's last chunk has that number, and `num_tokens(room)` after
+        success. More than fit, fewer than `start`, and ranks with different numbers fail the room
+        on both sides. Spaces without a window are
         read chunk by chunk. Windows, slots, rings and a packed page that is not full are read after
         a rank's last chunk, and no layer is ready before it. Of a window the block table lists
         every page that may be alive then; pages that are dead are not written.

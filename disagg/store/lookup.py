@@ -148,7 +148,7 @@ class Lookup:
         self, kind: str, keys: Sequence[bytes], chunks: range, places: dict[int, bytes]
     ) -> None:
         """Notes for each chunk the first geometry with all parts."""
-        # nothing is converted that is there as it is needed
+        # state that needs no conversion comes first
         others_last = sorted(
             self.usable.items(), key=lambda each: each[1].namespace != self._namespace
         )

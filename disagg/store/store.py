@@ -114,7 +114,7 @@ class Store:
         keys = self._keys(tokens, salt)
         total = keys.count * self.chunk_tokens
         job = self._jobs.lookup(total, time.monotonic() + self.timeout)
-        if not total:  # the floor is not asked, so that this says nothing of it
+        if not total:  # the floor is not asked: this is no sign that it answers
             self._jobs.end(EndedJob(job.number, "lookup", Hit(0)), "miss", 0)
         elif self._outage.turns_away(self.timeout):
             why = f"{self.url} does not answer."

@@ -1,9 +1,9 @@
 """Stores and loads of rows in host memory: one compiled call for all roles
 (`kvpool/_native/rows.c`), in as many threads as torch uses.
 
-A row is a list of cells: bytes that are contiguous on both sides, or a block with its scale. What
-cannot be said so is done in plain torch (`torch_ops`), as everything is where nothing was compiled;
-locations that lie outside too, so that torch refuses them.
+A row is a list of cells: bytes that are contiguous on both sides, or a block with its scale. Other
+rows are done in plain torch (`torch_ops`), and all rows if nothing was compiled. Locations that
+lie outside go to torch too, which refuses them.
 """
 
 from __future__ import annotations

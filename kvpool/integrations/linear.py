@@ -35,8 +35,8 @@ class LinearStates:
     def conv(self) -> torch.Tensor | None:
         """The last inputs `[B, channel, tap]`; None before the first token.
 
-        transformers keeps as many taps as the kernel has. On the first one no output depends; what
-        is there is never equal to the second one, so that it shows whether the model has shifted
+        transformers keeps as many taps as the kernel has. No output depends on the first
+        one; its value never equals the second one, which shows whether the model has shifted
         them.
         """
         if not self.columns or not self.kind.taps:

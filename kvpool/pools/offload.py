@@ -74,8 +74,8 @@ class HostCopies(TypedAccess):
 
         Raises ValueError if pool, tokens or items do not fit, if the request is no longer what its
         block table says, or if other requests or the prefix cache need a page that would be
-        written; RequestPinned while a room offers or receives the request. All write nothing. Of a
-        block table that you made yourself, nothing is known of who shares its pages.
+        written; RequestPinned while a room offers or receives the request. All write nothing. For a
+        block table that you made yourself, sharing of its pages is unknown.
         """
         shape, start = _shape(self.layout), index(start)
         if shape != saved.shape:

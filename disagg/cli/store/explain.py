@@ -68,9 +68,9 @@ def explain(
     the other's pool. TP, PP, page sizes and placement may differ. This compares all three, both
     ways, and says which objects a prefix needs.
 
-    Layout files say no conventions, and a config.json not all: what is not said may still keep two
-    engines apart. In a store each geometry has what its writer said. Of URL/NAMESPACE the first
-    geometry is taken.
+    Layout files have no conventions, and a config.json not all: those that are missing may still
+    keep two engines apart. In a store each geometry has its writer's. URL/NAMESPACE takes the
+    first geometry.
 
     Exit status 1 if they do not share both ways.
 

@@ -12,9 +12,9 @@ from disagg.protocol.peers.link import Link
 from disagg.runtime.decode_endpoint import DecodeEndpoint
 
 DEAD_SECONDS = 10.0
-"""How long an unused link is kept whose prefill is gone or was refused: a later one says hello."""
+"""How long an unused link is kept if its prefill is gone or was refused: a later one says hello."""
 UNUSED_SECONDS = 120.0
-"""And one whose prefill is there: its pings then cost as much as a hello would (docs/scale.md)."""
+"""And if its prefill answers: its pings then cost as much as a hello would (docs/scale.md)."""
 
 
 @dataclass(slots=True)

@@ -117,7 +117,7 @@ class Stats:
             key = _key(series, label, *values)
             if series.kind == "gauge":
                 numbers[key] = {self._rank: number}
-            elif number != self._counted.get(key):  # also a first 0: the series is there from then
+            elif number != self._counted.get(key):  # also a first 0: the series exists from then on
                 numbers[key] = number - self._counted.get(key, 0)
                 self._counted[key] = number
 

@@ -1,4 +1,4 @@
-"""Rows that are converted, piece by piece: what of them is read at once, and where it lies then."""
+"""Rows that are converted, piece by piece: which part is read at once, and where it then lies."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MAX_FAILED_UNSENT = 10_000
 
 @dataclass(slots=True, kw_only=True)
 class FailureNotice:
-    """Why a room has failed, which generations know, and how many read it (0: none has said)."""
+    """Why a room has failed, which generations know, and how many read it (0: unknown)."""
 
     reason: str
     told: set[str]

@@ -49,8 +49,8 @@ _PIECE = 64 << 10
 @dataclass(eq=False, slots=True)
 class Connection:
     """A stream to one peer. `dial` is what this side dials; None for a peer that has dialled in.
-    `opening` is what was sent to a dialled peer that has not said anything yet: if it hangs up
-    without a word, the next one that answers there gets it too.
+    `opening` is what was sent to a dialled peer that has sent nothing yet: if it hangs up, the
+    next one that answers there gets it too.
     """
 
     peer: Peer
@@ -311,7 +311,7 @@ class Watch:
                     yield connection, f"it {silent} within {MAX_SILENT} s."
 
     def one_too_many(self, newest: Connection) -> Excess | None:
-        """Where too many are open, the oldest of a peer that has dialled in and not said a word."""
+        """If too many are open, the oldest of a peer that has dialled in and sent no message."""
         if len(self._connections) <= self._most:
             return None
         strangers = (

@@ -115,7 +115,7 @@ class Session:
         self.incoming, self.sealed = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = credentials.context().wrap_bio(self.incoming, self.sealed, serves)
         self.ended = False
-        """Whether the peer has said that nothing more comes."""
+        """Whether the peer has announced that nothing more comes."""
         self.refused = False
         """Whether the handshake has failed here."""
 
