@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpool.cli.memory import NAMES, memory_of, weights_option, weights_words
+from kvpool.cli.output import fail
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.sentences import counted, nearest, ranges
 from kvpool.layout.units import human
@@ -121,12 +122,7 @@ def budget(
 
     Exit status 1 if not even a page of tokens fits, 2 if the model cannot be declared or split so.
 
-    JSON: model, dtype, memory, weights (source, words, bytes), utilisation, tp, pp, page_size,
-    block_pool, reserved_requests, context_tokens; shares (owner, role, per token or request,
-    layers, bytes: over all stages, one shard of each); stages (layers, draft_layers, weights,
-    state: bytes of a rank; bytes_per_token, bytes_per_request, num_pages, num_window_pages,
-    num_slots as constructor arguments, bytes in all, tokens, requests); tokens and requests that
-    fit in the tightest stage (stage, count). tokens is null where no buffer grows with tokens.
+    JSON: `kvpool schema budget`.
 
     \b
     Example:
@@ -162,8 +158,7 @@ def _figures(config: str, memory: str, weights: str | None, options: dict[str, A
     try:
         return figures(model, nbytes, weights=weights_option(config, weights), **options)
     except DoesNotFit as error:
-        typer.echo(f"does not fit: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(f"does not fit: {error}")
 
 
 def storage(dtype: str) -> dict[str, str]:

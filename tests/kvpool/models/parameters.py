@@ -41,9 +41,9 @@ NO_SIZE = re.compile(
 
 def counted(name: str, fields: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Parameters of transformers' model with these fields, and its config as a mapping."""
-    config = transformers.AutoConfig.for_model(name, **DEFAULTS.get(name, {}) | fields)
+    config = transformers.AutoConfig.for_model(name, **DEFAULTS.get(name, {}) | dict(fields))
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     return sum(parameter.numel() for parameter in model.parameters()), config.to_dict()
 
 
@@ -87,7 +87,7 @@ def changes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def rules_of(name: str) -> TypeRules | None:
     """The rules of a type, or None where the formula is not its own."""
     full, config = counted(name, {})
-    few = {field: value for field, value in FEW.items() if config.get(field)}
+    few: dict[str, Any] = {field: value for field, value in FEW.items() if config.get(field)}
     if name == "kimi_linear":  # with fewer, no layer has attention
         few["num_hidden_layers"] = 8
     few |= {"pad_token_id": None} if config.get("pad_token_id") else {}
