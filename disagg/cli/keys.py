@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from kvpool.cli.output import fail
+
 
 def keys(
     path: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
@@ -30,11 +32,9 @@ def keys(
     try:
         files = write_keys(path, days, renew=renew)
     except OSError as error:
-        typer.echo(f"{error.filename or path}: {error.strerror}.", err=True)
-        raise typer.Exit(1) from None
+        fail(f"{error.filename or path}: {error.strerror}.")
     except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
     if as_json:
         fields = ("side", "file", "fingerprint", "expires")
         rows = [(f.side, str(f.path), f.fingerprint, f.expires.isoformat()) for f in files]

@@ -30,8 +30,8 @@ def snapshot(
 
     Exit status 1 if a file is refused; the reason is printed, and the other files are read.
 
-    JSON: a list of file, request, tokens, data_bytes, conventions and layout; of a refused file
-    only the reason is printed.
+    JSON: a list of file, request, tokens, data_bytes, conventions and layout, or of file and
+    refused, the reason.
 
     \b
     Example:
@@ -44,6 +44,7 @@ def snapshot(
         except (SnapshotRefused, OSError) as error:
             reason = f"{path}: {error.strerror}." if isinstance(error, OSError) else error
             typer.echo(f"refused: {reason}", err=True)
+            headers.append({"file": str(path), "refused": str(reason)})
             refused = True
             continue
         if as_json:

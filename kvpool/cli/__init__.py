@@ -10,6 +10,7 @@ import ast
 import os
 import sys
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from kvpool.cli.output import fail, failures_as_json
 from kvpool.extras import EXTRAS, needs
 
 
@@ -40,8 +42,7 @@ class _Command(TyperCommand):
         except Broken as broken:
             if extra.get("resilient_parsing"):  # it has nothing to complete
                 return super().make_context(info_name, args, parent, **extra)
-            typer.echo(broken, err=True)
-            raise typer.Exit(1) from None
+            fail(str(broken))
         group = function  # a command of several is an app of its own
         if not isinstance(group, typer.Typer):
             group = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -50,7 +51,16 @@ class _Command(TyperCommand):
 
 
 class _Commands(TyperGroup):
-    """Lists commands by name."""
+    """Lists commands by name, and says in JSON why one fails that was asked for JSON."""
+
+    def parse_args(self, ctx: Any, args: Any) -> Any:
+        ctx.meta["as_json"] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        as_json = ctx.meta["as_json"]
+        with failures_as_json(ctx.info_name or "kvpool") if as_json else nullcontext():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*commands()]
@@ -75,8 +85,9 @@ def _options(
 ) -> None:
     """KV-state memory pools described to the byte, and transfers derived from them.
 
-    With --json a command prints one JSON value on standard output, and nothing else there. Slow
-    commands also print their tables on standard error.
+    With --json a command prints one JSON value on standard output, and nothing else there: its
+    result, or {"error": {"kind", "message", "exit_status"}}. Slow commands also print their tables
+    on standard error. `kvpool schema COMMAND` prints the JSON schema.
     """
     if show_version:
         typer.echo(f"kvpool {version('kvpool')}")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpool.cli.memory import NAMES, memory_of, weights_option, weights_words
+from kvpool.cli.output import fail
 from kvpool.layout.dtypes import PACKINGS
 from kvpool.layout.sentences import counted, nearest, ranges
 from kvpool.layout.units import human
@@ -39,11 +41,18 @@ _Config = Annotated[
     ),
 ]
 _Memory = Annotated[
-    str, typer.Option(help="Memory of each rank: 141GiB, 80GB, or bytes (1048576 or more).")
+    str,
+    typer.Option(
+        help=f"Memory of each rank: 80GiB, 80GB, bytes (1048576 or more), or what a program gets "
+        f"of a device: {NAMES}."
+    ),
 ]
 _Weights = Annotated[
     str | None,
-    typer.Option(help="Weights on each rank, as --memory. Default: they are not counted."),
+    typer.Option(
+        help="Weights on each rank: a size, or none. Default: those of the safetensors files "
+        "beside the config, else an estimate from its dimensions."
+    ),
 ]
 _Utilisation = Annotated[
     float,
@@ -92,7 +101,7 @@ _AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 def budget(
     config: _Config,
-    memory: _Memory = "141GiB",
+    memory: _Memory = "H200",
     weights: _Weights = None,
     utilisation: _Utilisation = 1.0,
     tp: _Tp = 1,
@@ -109,17 +118,11 @@ def budget(
 ) -> None:
     """Print bytes per token by role, and what fits on each rank.
 
-    State gets --memory times --utilisation, less --weights: weights are counted only where you
-    give them. Nothing is allocated.
+    State gets --memory times --utilisation, less --weights. Nothing is allocated.
 
     Exit status 1 if not even a page of tokens fits, 2 if the model cannot be declared or split so.
 
-    JSON: model, dtype, memory, weights, utilisation, state (bytes for state), tp, pp, page_size,
-    block_pool, reserved_requests, context_tokens; shares (owner, role, per token or request,
-    layers, bytes: over all stages, one shard of each); stages (layers, draft_layers,
-    bytes_per_token, bytes_per_request, num_pages, num_window_pages, num_slots as constructor
-    arguments, bytes in all, tokens, requests); tokens and requests that fit in the tightest stage
-    (stage, count). tokens is null where no buffer grows with tokens.
+    JSON: `kvpool schema budget`.
 
     \b
     Example:
@@ -141,6 +144,7 @@ def budget(
     from rich.console import Console
 
     console = Console()
+    console.print(weights_words(fits), "", highlight=False, markup=False)
     console.print(share_table(fits, dtype), "", crop=False)
     console.print(stage_table(fits), crop=False)
 
@@ -148,15 +152,13 @@ def budget(
 def _figures(config: str, memory: str, weights: str | None, options: dict[str, Any]) -> Figures:
     """What fits. Raises ValueError; exits with status 1 if not even a page of tokens does."""
     from kvpool.models import declare
-    from kvpool.models.sizing import DoesNotFit, figures, parse_memory
+    from kvpool.models.sizing import DoesNotFit, figures
 
-    counted_weights = parse_memory(weights, "weights") if weights else 0
+    nbytes, model = memory_of(memory), declare(config)
     try:
-        model = declare(config)
-        return figures(model, parse_memory(memory), weights=counted_weights, **options)
+        return figures(model, nbytes, weights=weights_option(config, weights), **options)
     except DoesNotFit as error:
-        typer.echo(f"does not fit: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(f"does not fit: {error}")
 
 
 def storage(dtype: str) -> dict[str, str]:
@@ -186,9 +188,11 @@ def as_dict(figures: Figures, dtype: str) -> dict[str, Any]:
     """Figures as the command prints them with --json; its help says what the keys mean."""
     by_tokens, by_requests = figures.tightest_for_tokens, figures.tightest_for_requests
     room = None if by_tokens is None else figures.stages[by_tokens].tokens
+    weights = figures.weights
     own = {field.name: getattr(figures, field.name) for field in fields(figures)}
     return own | {
         "dtype": dtype,
+        "weights": {"source": weights.source, "words": weights.words, "bytes": weights.total},
         "pp": len(figures.stages),
         "shares": [_share(share) for share in figures.shares],
         "stages": [_stage(stage) for stage in figures.stages],
@@ -206,7 +210,8 @@ def _stage(stage: PipelineStage) -> dict[str, Any]:
     layers = {"layers": stage.layers, "draft_layers": stage.draft_layers}
     per = {f"bytes_per_{per}": _whole(stage.bytes_per(per)) for per in ("token", "request")}
     fits = {"bytes": stage.nbytes, "tokens": stage.tokens, "requests": stage.requests}
-    return {**layers, **per, **dict.fromkeys(ITEM_COUNTS, 0), **stage.items, **fits}
+    sizes = {"weights": stage.weights, "state": stage.state}
+    return {**layers, **sizes, **per, **dict.fromkeys(ITEM_COUNTS, 0), **stage.items, **fits}
 
 
 def share_table(figures: Figures, dtype: str) -> Table:
@@ -238,11 +243,14 @@ def stage_table(figures: Figures) -> Table:
     from kvpool.render.table import FittedTable
 
     title = f"{human(figures.memory)} a rank"
-    if figures.state != figures.memory:
-        less = f" less {human(figures.weights)} of weights" if figures.weights else ""
-        title = f"{human(figures.state)} ({figures.utilisation:g} of {title}{less})"
+    if figures.utilisation != 1:
+        title = f"{figures.utilisation:g} of {title}"
     title += f", pages of {figures.page_size} tokens"
     table = FittedTable("stage", "layers", title=title)
+    counted_weights = any(stage.weights for stage in figures.stages)
+    if counted_weights:
+        for name in ("weights", "state"):
+            table.add_column(name, justify="right", no_wrap=True)
     per = [p for p in ("token", "request") if any(stage.bytes_per(p) for stage in figures.stages)]
     block = "block" if figures.block_pool else "page"
     for name in (*(f"bytes\na {p}" for p in per), f"{block}s", "tokens", "requests"):
@@ -251,11 +259,11 @@ def stage_table(figures: Figures) -> Table:
         layers = ranges(stage.layers)
         if stage.draft_layers:
             layers += f", draft {ranges(stage.draft_layers)}"
-        sizes = *(_number(stage.bytes_per(p)) for p in per), f"{stage.items['num_pages']:,}"
+        parts = (human(stage.weights), human(stage.state)) if counted_weights else ()
+        sizes = *parts, *(_number(stage.bytes_per(p)) for p in per), f"{stage.items['num_pages']:,}"
         table.add_row(str(n), layers, *sizes, _any(stage.tokens), f"{stage.requests:,}")
     reserved = counted(figures.reserved_requests, "request")
     caption = [
-        "" if figures.weights else "Weights are not counted: give them as --weights.",
         f"tokens: in all, besides windows, slots and rings of {reserved}.",
         f"requests: at a time, of {figures.context_tokens:,} tokens each.",
         f"{block.title()} 0 is reserved.",
@@ -265,7 +273,7 @@ def stage_table(figures: Figures) -> Table:
     if len(figures.stages) > 1:
         table.add_section()
         room = None if by_tokens is None else figures.stages[by_tokens].tokens
-        empty = [""] * (len(per) + 2)
+        empty = [""] * (len(per) + 2 + 2 * counted_weights)
         table.add_row("all", *empty, _any(room), f"{figures.stages[by_requests].requests:,}")
         same = by_tokens in (None, by_requests)
         also = "" if same else f" for requests, {by_tokens} for tokens"

@@ -88,6 +88,9 @@ def describe(
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    for option, path, draw in (("--svg", svg, map_svg), ("--html", html, map_page)):
+        if path is not None:
+            write_output(option, path, draw(layout, title))
     if as_json:
         typer.echo(layout.to_json())
     else:
@@ -95,9 +98,6 @@ def describe(
         console.print(layout_table(layout, escape(title)), crop=False)
         for space in layout.spaces:
             console.print(escape(space_words(space)), highlight=False)
-    for option, path, draw in (("--svg", svg, map_svg), ("--html", html, map_page)):
-        if path is not None:
-            write_output(option, path, draw(layout, title))
 
 
 def model_layout(config: str, options: dict[str, Any]) -> tuple[PoolLayout, str]:

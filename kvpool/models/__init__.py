@@ -34,7 +34,7 @@ def declare(config: str | Path | Mapping[str, Any]) -> Declaration:
     Raises ValueError for an unknown model type, and names model type, field, the expected and the
     found value where a field does not fit.
     """
-    fields, text = _fields(config)
+    fields, text = text_fields(config)
     declaration = TARGETS[text](fields)
     refuse_unread(fields)
     return replace(declaration, total_kv_layers=len(declaration.layers), model=fields.model)
@@ -44,7 +44,7 @@ def declare_draft(config: str | Path | Mapping[str, Any]) -> Declaration | None:
     """The declaration of a model's draft layers (multi-token prediction); None if it has none. With
     the target's page size the two pools share ids, so their layouts merge.
     """
-    fields, text = _fields(config)
+    fields, text = text_fields(config)
     count, family = fields.num_draft_layers, FAMILIES.get(text)
     first = family.layers(fields) if family else fields.num_layers
     if count == 0:
@@ -63,7 +63,7 @@ def known() -> tuple[str, ...]:
     return tuple(sorted({*TARGETS, *WRAPPERS}))
 
 
-def _fields(config: str | Path | Mapping[str, Any]) -> tuple[Fields, str]:
+def text_fields(config: str | Path | Mapping[str, Any]) -> tuple[Fields, str]:
     """The fields of the text model, and its type."""
     values = read_config(config)
     model = values.get("model_type")

@@ -17,6 +17,7 @@ from kvpool.layout import Buffer, PoolLayout
 from kvpool.layout.formats import LinearState, Shard
 from kvpool.layout.units import parse_memory as parse_memory
 from kvpool.models import Declaration
+from kvpool.models.weights import Weights, given
 from kvpool.pools import budget
 from kvpool.pools.base import KVPool
 from kvpool.pools.budget import DoesNotFit as DoesNotFit
@@ -39,7 +40,7 @@ class RoleBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStage:
-    """One rank of a pipeline stage.
+    """One rank of a pipeline stage. `weights` and `state` are the bytes that each has.
 
     `items` are the constructor arguments of pools that fill the memory, `nbytes` their bytes.
     `tokens` fit in total, besides the windows, slots and rings of `reserved_requests` (None: any
@@ -48,6 +49,8 @@ class PipelineStage:
 
     layers: tuple[int, ...]
     draft_layers: tuple[int, ...]
+    weights: int
+    state: int
     layout: PoolLayout
     items: dict[str, int]
     nbytes: int
@@ -60,13 +63,12 @@ class PipelineStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Figures of a model for `memory` bytes a rank, of which `state` are for state."""
+    """Figures of a model for `memory` bytes a rank. `weights` say where their bytes are from."""
 
     model: str
     memory: int
-    weights: int
+    weights: Weights
     utilisation: float
-    state: int
     tp: int
     page_size: int
     block_pool: bool
@@ -95,7 +97,7 @@ def figures(
     target: Declaration,
     memory: int,
     *,
-    weights: int = 0,
+    weights: int | Weights = 0,
     utilisation: float = 1.0,
     draft: Declaration | None = None,
     tp: int = 1,
@@ -106,8 +108,8 @@ def figures(
     **storage: Any,
 ) -> Figures:
     """Figures of a model on ranks of `memory` bytes each, of which state gets the fraction
-    `utilisation` less the bytes of `weights` on the rank. `storage` is dtype or packing, a
-    placement, and conv_dtype and temporal_dtype of linear attention.
+    `utilisation` less the bytes of `weights` on the rank: a number is that of each rank. `storage`
+    is dtype or packing, a placement, and conv_dtype and temporal_dtype of linear attention.
 
     The draft is held by the last stage and shares its ids. Raises DoesNotFit if a stage cannot hold
     a page of tokens besides the windows, slots and rings of `requests` requests, and ValueError if
@@ -119,31 +121,35 @@ def figures(
     for name in LINEAR_DTYPES:
         if name in storage and LinearState not in target.kinds:
             raise ValueError(f"{name}: {target.model} has no linear attention. Leave it out.")
-    state = budget.state_bytes(memory, weights, utilisation, target.model)
+    weights = weights if isinstance(weights, Weights) else given(weights)
     per_page = target.page_size if page_size is None else page_size
     common: dict[str, Any] = {"shard": Shard(0, tp), "page_size": per_page, "device": "meta"}
     common |= {**storage, **dict.fromkeys(ITEM_COUNTS, 2)}
-    stages = tuple(
-        _stage(pools, state, number=n, requests=requests, pages=-(-tokens // per_page))
-        for n, pools in enumerate(stage_pools(target, draft, pp, **common))
-    )
+    stages = []
+    for number, pools in enumerate(stage_pools(target, draft, pp, **common)):
+        layers, name = pools[0].layers, target.model
+        own = weights.on_rank(layers, tp=tp, draft=len(pools) > 1)
+        name += f", stage {number} (layers {layers[0]}-{layers[-1]})" if pp > 1 else ""
+        state = budget.state_bytes(memory, own, utilisation, name)
+        pages = -(-tokens // per_page)
+        stage = _stage(pools, own, state, number=number, requests=requests, pages=pages)
+        stages.append(stage)
     return Figures(
         model=target.model,
         memory=memory,
         weights=weights,
         utilisation=utilisation,
-        state=state,
         tp=tp,
         page_size=per_page,
         block_pool=storage.get("placement") == "block",
         reserved_requests=requests,
         context_tokens=tokens,
-        stages=stages,
+        stages=tuple(stages),
     )
 
 
 def _stage(
-    pools: Sequence[KVPool], state: int, *, number: int, requests: int, pages: int
+    pools: Sequence[KVPool], weights: int, state: int, *, number: int, requests: int, pages: int
 ) -> PipelineStage:
     """A rank of a stage with `state` bytes; `pages` are those of a request that is counted."""
     layers, step = pools[0].layers, pools[0].device.alignment
@@ -158,6 +164,8 @@ def _stage(
     return PipelineStage(
         layers=layers,
         draft_layers=pools[1].layers if len(pools) > 1 else (),
+        weights=weights,
+        state=state,
         layout=PoolLayout.merge(*(pool.layout for pool in pools)),
         items=items,
         nbytes=budget.size(pools, items, step),

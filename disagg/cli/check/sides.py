@@ -24,6 +24,7 @@ from disagg.connectors.settings import Settings
 from disagg.contract.client import read_contract
 from disagg.contract.contract import Contract
 from disagg.contract.fit import Fit, Objection
+from kvpool.cli.output import fail
 
 GIB = 1 << 30
 TOKENS = 2048
@@ -64,8 +65,7 @@ def offer(prefill: str, place: str, terms: Terms) -> None:
         settings = terms.read(contract)
         offers = CheckOffers(contract, settings, addresses_of(place, contract.size), terms.device)
     except (*UNABLE, OSError, ValueError) as error:
-        typer.echo(f"nothing is served: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(f"nothing is served: {error}")
     with offers:
         if terms.as_json:
             facts = {"engine": settings.engine, "tokens": offers.tokens}

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvpool.cli.output import fail
+
 if TYPE_CHECKING:
     from disagg.store.floors.base import Floor
     from disagg.store.floors.url import FloorURL
@@ -50,8 +52,7 @@ def opened(url: str) -> Iterator[Floor]:
         with closing(open_floor(url, notes_use=False)) as floor:
             yield floor
     except (FloorError, MissingExtra) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
 
 
 @contextmanager

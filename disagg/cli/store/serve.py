@@ -18,6 +18,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvpool.cli.output import fail
+
 PR_SET_PDEATHSIG = 1
 START_SECONDS = 30.0
 END_SECONDS = 10.0
@@ -87,8 +89,7 @@ def serve(
             if offered is not None and code is None:
                 offered.close()  # while the master is there: else it waits for it
     except (ServeFailed, MissingExtra, OSError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
     if code is not None:
         typer.echo(f"mooncake_master has ended with status {code}.", err=True)
         raise typer.Exit(1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from disagg.cli.store.common import AsJson, Url, full_namespace, opened
+from kvpool.cli.output import fail
 from kvpool.layout.sentences import counted
 
 if TYPE_CHECKING:
@@ -56,8 +57,7 @@ def show(
             else:
                 _namespace_or_geometry(floor, what, as_json)
         except ValueError as error:
-            typer.echo(f"{what}: {error}", err=True)
-            raise typer.Exit(1) from None
+            fail(f"{what}: {error}")
 
 
 def find(floor: Floor, what: str) -> tuple[Held, int | None]:

@@ -43,7 +43,8 @@ def test_show_names_request_model_conventions_and_every_region(file):
 
 def test_json_has_what_the_header_says(file, tmp_path):
     done = CliRunner().invoke(APP, ["show", str(file), str(tmp_path / "none"), "--json"])
-    (told,) = json.loads(done.stdout)
+    told, refused = json.loads(done.stdout)
+    assert [*refused] == ["file", "refused"] and "No such file" in refused["refused"]
     assert [*told] == ["file", "request", "tokens", "data_bytes", "conventions", "layout"]
     assert (told["file"], told["request"], told["tokens"]) == (str(file), "chat-7", 21)
     assert told["conventions"] == {"vocab_size": 128}

@@ -30,7 +30,9 @@ def run(*arguments):
 
 
 def read(*arguments):
-    done = run(*arguments, "--json")
+    """Without weights, unless they are given."""
+    weights = [] if "--weights" in arguments else ["--weights", "none"]
+    done = run(*arguments, *weights, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.output)
 
@@ -233,29 +235,18 @@ def test_a_small_number_without_a_unit_is_refused(text):
 
 def test_json_has_the_documented_keys_and_the_figures():
     told = read("deepseek_v32", "--memory", "141GiB", "--tp", 8, "--pp", 2, "--dtype", "fp8")
-    keys = "model dtype memory weights utilisation state tp pp page_size block_pool tokens"
+    keys = "model dtype memory weights utilisation tp pp page_size block_pool tokens"
     assert {*told} == {*f"{keys} reserved_requests context_tokens shares stages requests".split()}
-    assert (told["weights"], told["utilisation"], told["state"]) == (0, 1.0, 141 * GIB)
-    stage = "layers draft_layers bytes_per_token bytes_per_request num_pages num_window_pages"
+    assert told["weights"] == {"source": "none", "words": "", "bytes": 0}
+    assert {stage["state"] for stage in told["stages"]} == {141 * GIB}
+    stage = "layers draft_layers weights state bytes_per_token bytes_per_request num_pages "
+    stage += "num_window_pages"
     assert [*told["stages"][0]] == [*stage.split(), "num_slots", "bytes", "tokens", "requests"]
     assert [*told["shares"][0]] == ["owner", "role", "per", "layers", "bytes"]
     assert sum(share["bytes"] for share in told["shares"]) == 61 * 788
     assert told["tokens"] == {"stage": 0, "count": told["stages"][0]["tokens"]}
     assert (told["memory"], told["page_size"], told["dtype"]) == (141 * GIB, 64, "fp8")
     assert told["stages"][1]["layers"] == [*range(31, 61)]
-
-
-def test_weights_and_utilisation_leave_the_rest_for_state():
-    """Of 80 GiB at 0.9 less 40 GiB, 32 GiB: pages of 64 tokens of 80 layers with 8 heads of 128."""
-    asked = ["llama_3_1_70b", "--memory", "80GiB"]
-    told = read(*asked, "--weights", "40GiB", "--utilisation", 0.9)
-    assert (told["memory"], told["weights"], told["state"]) == (80 * GIB, 40 * GIB, 32 * GIB)
-    assert told["tokens"]["count"] == (32 * GIB // (64 * 80 * 2 * 8 * 128 * 2) - 1) * 64
-    text = " ".join(run(*asked, "--weights", "40GiB", "--utilisation", 0.9).output.split())
-    assert "32.0 GiB (0.9 of 80.0 GiB a rank less 40.0 GiB of weights), pages of 64 tokens" in text
-    full = run(*asked, "--weights", "90GiB")
-    assert full.exit_code == 1 and "does not fit: llama: 1.0 of 85,899,345,920" in full.stderr
-    assert run(*asked, "--utilisation", 1.5).exit_code == 2
 
 
 def test_dtypes_of_linear_states_are_options():
@@ -281,6 +272,7 @@ def test_options_reach_the_figures():
 
 def test_the_installed_command_prints_tables_of_roles_and_stages():
     options = ["--memory", "141GiB", "--tp", "8", "--pp", "2", "--dtype", "fp8"]
+    options += ["--weights", "none"]
     call = [KVPOOL, "budget", "deepseek_v32", *options]
     done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=True)
     for told in ("target latent.scale", "48,068", "24,428", "6,197,632", "Tightest: stage 0."):
@@ -299,7 +291,11 @@ def test_the_installed_command_prints_tables_of_roles_and_stages():
         (["llama_3_1_70b", "--draft"], 2, "no draft layers"),
         (["deepseek_v3", "--dtype", "mxfp8"], 2, "MLA takes fp8"),
         (["deepseek_v4", "--page-size", "64"], 2, "not a multiple of 128"),
-        (["llama_3_1_70b", "--memory", "1MB"], 1, "are too few for a page of 64 tokens"),
+        (
+            ["llama_3_1_70b", "--memory", "1MB", "--weights", "none"],
+            1,
+            "are too few for a page of 64 tokens",
+        ),
         (["llama_3_1_70b", "--tp", "0"], 2, "--tp"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -234,5 +235,5 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path, comm
         (folder, "that is a directory"),
     ):
         done = run(*command.split(), str(path), width=300)
-        assert done.exit_code == 2 and done.stdout == ""
+        assert done.exit_code == 2 and [*json.loads(done.stdout)] == ["error"]
         assert f"{command.split()[-1]} {path}: {problem}" in done.stderr

@@ -1,0 +1,173 @@
+"""What the commands of disagg print with --json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import NotRequired, TypedDict
+
+from disagg.cli.doctor import Availability
+
+
+class Doctor(TypedDict):
+    """What `kvpool doctor --json` prints; a version is `-` where a package is not installed."""
+
+    versions: dict[str, str]
+    found: list[Availability]
+
+
+class KeyFile(TypedDict):
+    """A file of `kvpool keys --json`. `fingerprint`: SHA-256 of its certificate."""
+
+    side: str
+    file: str
+    fingerprint: str
+    expires: str
+
+
+class SnapshotFile(TypedDict):
+    """A file of `kvpool snapshot --json`: what it holds, or why it is refused."""
+
+    file: str
+    refused: NotRequired[str]
+    request: NotRequired[str]
+    tokens: NotRequired[int]
+    data_bytes: NotRequired[int]
+    conventions: NotRequired[dict[str, Any]]
+    layout: NotRequired[dict[str, Any]]
+
+
+class ExplainedRow(TypedDict):
+    """Roles and layers that travel alike; runs are those of the worst case."""
+
+    owner: str
+    roles: list[str]
+    layers: list[int]
+    how: str
+    why: str
+    runs: int
+    bytes: int
+
+
+class ExplainedPlan(TypedDict):
+    """What travels to decode ranks that are filled alike, with the runs and bytes of one."""
+
+    decode: list[int]
+    rows: list[ExplainedRow]
+    runs: int
+    bytes: int
+
+
+class ExplainedRank(TypedDict):
+    of: str
+    number: int | None
+
+
+class Refusal(TypedDict):
+    prefill: str
+    decode: str
+    reason: str
+
+
+class Explanation(TypedDict):
+    """What `kvpool explain --json` prints. `sent`: bytes of each prefill rank."""
+
+    tokens: int
+    prefill: list[ExplainedRank]
+    decode: list[ExplainedRank]
+    plans: list[ExplainedPlan]
+    sent: list[int]
+    bytes_per_second: float | None
+    seconds: float | None
+    refused: list[Refusal]
+
+
+class ContractSummary(TypedDict):
+    versions: dict[str, str]
+    engine: str
+    protocol: int
+    serves: list[str]
+    size: int
+    labels: dict[str, str]
+
+
+class Objection(TypedDict):
+    about: str
+    prefill: str
+    decode: str
+    reason: str
+
+
+class Pair(TypedDict):
+    """What `kvpool pair --json` prints; a side is left out whose contract cannot be read."""
+
+    pair: bool
+    prefill: NotRequired[ContractSummary]
+    decode: NotRequired[ContractSummary]
+    refused: list[Objection]
+    explained: Explanation | None
+
+
+class DemoCheck(TypedDict):
+    passed: bool
+    found: str
+
+
+class DemoPrompt(TypedDict):
+    tokens: int
+    bytes: int
+    runs: int
+    bytes_per_second: float
+    bind_seconds: float
+    checks: list[DemoCheck]
+
+
+class Demo(TypedDict):
+    """What `kvpool demo --json` prints. `failure`: what ended it early, or null."""
+
+    model: str
+    engine: str
+    device: str
+    dtype: str
+    packing: str
+    passed: bool
+    failure: str | None
+    prompts: list[DemoPrompt]
+
+
+class CheckMoved(TypedDict):
+    bytes: int
+    seconds: float
+    rooms: int
+    tokens: int
+    complete: bool
+    gib_per_second: float
+
+
+class CheckTransport(TypedDict):
+    engine: str
+    bytes: str
+    messages: str
+    lanes: list[str] | None
+
+
+class Check(TypedDict):
+    """What `kvpool check --json` prints: on prefill's host (--serve) `serves`, `engine` and
+    `tokens`, else the other keys.
+    """
+
+    serves: NotRequired[list[str]]
+    engine: NotRequired[str]
+    tokens: NotRequired[int]
+    check: NotRequired[bool]
+    prefill: NotRequired[ContractSummary]
+    decode: NotRequired[ContractSummary]
+    refused: NotRequired[list[Objection]]
+    handshake: NotRequired[list[str]]
+    moved: NotRequired[CheckMoved | None]
+    transport: NotRequired[CheckTransport | None]
+    unchecked: NotRequired[list[str]]
+
+
+Keys = list[KeyFile]
+Snapshot = list[SnapshotFile]
