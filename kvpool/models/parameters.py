@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 
 from kvpool.layout.formats import MHA, MLA, IndexKey, LinearState
 from kvpool.models.config import ALIASES, Fields
-from kvpool.models.rules import Declaration, Layer, layer_fields
+from kvpool.models.rules import Declaration, LayerStates, layer_fields
 
 OVERLAPPED = 4  # the compress ratio of DeepSeek-V4 whose layers have an indexer
 EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
@@ -117,7 +117,7 @@ def _kinds(declaration: Declaration, count: int) -> list[Sequence[Any]]:
     ratios = declaration.arguments.get("compress_ratios")
     if ratios is not None:
         return [(Ratio(ratio),) for ratio in ratios]
-    states: Mapping[int, Layer] = declaration.arguments["states"]
+    states: Mapping[int, LayerStates] = declaration.arguments["states"]
     return [[state.kind for state in states.get(n, ())] for n in range(count)]
 
 
