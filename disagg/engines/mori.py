@@ -3,9 +3,8 @@
 A peer is an address and a port, which another process may have taken over; so each read is followed
 by one of a token: the process that answers with it has answered all along.
 
-MoRI has no cancellation, and a read that it calls failed may have parts in flight. Only destroying
-the `IOEngine` ends them: that destroys its queue pairs and registrations. So the `IOEngine` stays
-inside `MoriIO`, where nothing else refers to it.
+MoRI has no cancellation, and a read that it calls failed may have parts in flight. Destroying the
+`IOEngine` with its queue pairs and registrations ends them, so only `MoriIO` refers to it.
 
 Written from MoRI's sources and SGLang's and vLLM's calls of it; not yet run (docs/engines.md).
 """
