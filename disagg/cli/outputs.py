@@ -16,7 +16,7 @@ class Doctor(TypedDict):
     found: list[Availability]
 
 
-class KeyFile(TypedDict):
+class KeyJSON(TypedDict):
     """A file of `kvpool keys --json`. `fingerprint`: SHA-256 of its certificate."""
 
     side: str
@@ -25,7 +25,7 @@ class KeyFile(TypedDict):
     expires: str
 
 
-class SnapshotFile(TypedDict):
+class SnapshotFileJSON(TypedDict):
     """A file of `kvpool snapshot --json`: what it holds, or why it is refused."""
 
     file: str
@@ -69,8 +69,23 @@ class Refusal(TypedDict):
     reason: str
 
 
-class Explanation(TypedDict):
-    """What `kvpool explain --json` prints. `sent`: bytes of each prefill rank."""
+class Alternative(TypedDict):
+    """What --compare tried: figures of the busiest rank, or why it is refused."""
+
+    options: list[str]
+    runs: int | None
+    bytes: int | None
+    bytes_per_run: float | None
+    median: float | None
+    seconds: float | None
+    run_seconds: float | None
+    refused: str | None
+
+
+class ExplainJSON(TypedDict):
+    """What `kvpool explain --json` prints. `sent`: bytes of each prefill rank; `compared`: of
+    --compare, or null; `kvpool pair` leaves it out.
+    """
 
     tokens: int
     prefill: list[ExplainedRank]
@@ -79,7 +94,11 @@ class Explanation(TypedDict):
     sent: list[int]
     bytes_per_second: float | None
     seconds: float | None
+    supposed_runs_per_second: float | None
+    runs_per_second: float | None
+    run_seconds: float | None
     refused: list[Refusal]
+    compared: NotRequired[list[Alternative] | None]
 
 
 class ContractSummary(TypedDict):
@@ -91,21 +110,21 @@ class ContractSummary(TypedDict):
     labels: dict[str, str]
 
 
-class Objection(TypedDict):
+class ObjectionJSON(TypedDict):
     about: str
     prefill: str
     decode: str
     reason: str
 
 
-class Pair(TypedDict):
+class PairJSON(TypedDict):
     """What `kvpool pair --json` prints; a side is left out whose contract cannot be read."""
 
     pair: bool
     prefill: NotRequired[ContractSummary]
     decode: NotRequired[ContractSummary]
-    refused: list[Objection]
-    explained: Explanation | None
+    refused: list[ObjectionJSON]
+    explained: ExplainJSON | None
 
 
 class DemoCheck(TypedDict):
@@ -151,7 +170,7 @@ class CheckTransport(TypedDict):
     lanes: list[str] | None
 
 
-class Check(TypedDict):
+class CheckJSON(TypedDict):
     """What `kvpool check --json` prints: on prefill's host (--serve) `serves`, `engine` and
     `tokens`, else the other keys.
     """
@@ -162,12 +181,12 @@ class Check(TypedDict):
     check: NotRequired[bool]
     prefill: NotRequired[ContractSummary]
     decode: NotRequired[ContractSummary]
-    refused: NotRequired[list[Objection]]
+    refused: NotRequired[list[ObjectionJSON]]
     handshake: NotRequired[list[str]]
     moved: NotRequired[CheckMoved | None]
     transport: NotRequired[CheckTransport | None]
     unchecked: NotRequired[list[str]]
 
 
-Keys = list[KeyFile]
-Snapshot = list[SnapshotFile]
+Keys = list[KeyJSON]
+Snapshot = list[SnapshotFileJSON]

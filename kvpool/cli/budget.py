@@ -155,10 +155,12 @@ def _figures(config: str, memory: str, weights: str | None, options: dict[str, A
     from kvpool.models.sizing import DoesNotFit, figures
 
     nbytes, model = memory_of(memory), declare(config)
+    counted_weights = weights_option(config, weights)
     try:
-        return figures(model, nbytes, weights=weights_option(config, weights), **options)
+        return figures(model, nbytes, weights=counted_weights, **options)
     except DoesNotFit as error:
-        fail(f"does not fit: {error}")
+        without = " Or leave them out: --weights none." if counted_weights.total else ""
+        fail(f"does not fit: {error}{without}")
 
 
 def storage(dtype: str) -> dict[str, str]:
@@ -249,8 +251,7 @@ def stage_table(figures: Figures) -> Table:
     table = FittedTable("stage", "layers", title=title)
     counted_weights = any(stage.weights for stage in figures.stages)
     if counted_weights:
-        for name in ("weights", "state"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("weights", justify="right", no_wrap=True)
     per = [p for p in ("token", "request") if any(stage.bytes_per(p) for stage in figures.stages)]
     block = "block" if figures.block_pool else "page"
     for name in (*(f"bytes\na {p}" for p in per), f"{block}s", "tokens", "requests"):
@@ -259,7 +260,7 @@ def stage_table(figures: Figures) -> Table:
         layers = ranges(stage.layers)
         if stage.draft_layers:
             layers += f", draft {ranges(stage.draft_layers)}"
-        parts = (human(stage.weights), human(stage.state)) if counted_weights else ()
+        parts = (human(stage.weights),) if counted_weights else ()
         sizes = *parts, *(_number(stage.bytes_per(p)) for p in per), f"{stage.items['num_pages']:,}"
         table.add_row(str(n), layers, *sizes, _any(stage.tokens), f"{stage.requests:,}")
     reserved = counted(figures.reserved_requests, "request")
@@ -273,7 +274,7 @@ def stage_table(figures: Figures) -> Table:
     if len(figures.stages) > 1:
         table.add_section()
         room = None if by_tokens is None else figures.stages[by_tokens].tokens
-        empty = [""] * (len(per) + 2 + 2 * counted_weights)
+        empty = [""] * (len(per) + 2 + counted_weights)
         table.add_row("all", *empty, _any(room), f"{figures.stages[by_requests].requests:,}")
         same = by_tokens in (None, by_requests)
         also = "" if same else f" for requests, {by_tokens} for tokens"

@@ -23,7 +23,7 @@ class Error(TypedDict):
     exit_status: int
 
 
-class Failure(TypedDict):
+class FailureJSON(TypedDict):
     """What a command prints with --json where it has no result."""
 
     error: Error
@@ -45,7 +45,7 @@ def fail(message: str) -> NoReturn:
 
 @contextmanager
 def failures_as_json(command: str) -> Iterator[None]:
-    """Prints a Failure for what ends a command, and lets it go on. A status without a reason is
+    """Prints a FailureJSON for what ends a command, and lets it go on. A status without a reason is
     that of a command that has printed a result.
     """
     try:
@@ -70,4 +70,4 @@ def _reason(command: str, error: Exception) -> Error:
 
 
 def _print(error: Error) -> None:
-    typer.echo(json.dumps(Failure(error=error)))
+    typer.echo(json.dumps(FailureJSON(error=error)))

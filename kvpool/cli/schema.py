@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from kvpool.cli.output import Failure
+from kvpool.cli.output import FailureJSON
 from kvpool.layout.sentences import nearest
 
 GROUP = "kvpool.outputs"  # entry points: a command's name, and the type of its JSON
@@ -47,8 +47,10 @@ def output_type(command: str) -> Any:
 
 
 def schema_of(output: Any) -> dict[str, Any]:
-    """The schema of a type, or of a Failure."""
+    """The schema of a type, or of a FailureJSON."""
     template = "#/$defs/{name}"
-    schemas, components = msgspec.json.schema_components((output, Failure), ref_template=template)
+    schemas, components = msgspec.json.schema_components(
+        (output, FailureJSON), ref_template=template
+    )
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": draft, "anyOf": list(schemas), "$defs": components}

@@ -33,7 +33,7 @@ class Checkpoint:
 
     files: int
     total: int
-    layers: dict[int, int] = field(default_factory=dict)
+    layers: Mapping[int, float] = field(default_factory=dict)
     embedding: int = 0
     head: int = 0
     draft: int = 0

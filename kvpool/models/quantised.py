@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from math import prod
 
 from kvpool.models.config import Fields, short
 from kvpool.models.parameters import LayerParameters, NotCounted
 
-DTYPE_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0}
+DTYPES = {"bfloat16": ("bf16", 2.0), "float16": ("fp16", 2.0), "float32": ("fp32", 4.0)}
 SCALE = 2  # bytes of a group's scale in integer formats (float16)
 ALL = frozenset(("attention", "mlp", "experts"))
 # by the last word of a module's name
@@ -48,24 +48,14 @@ class Storage:
         return total
 
 
-def storage(fields: Fields, config: Mapping[str, Any]) -> Storage:
+def storage(fields: Fields) -> Storage:
     """The storage that a config says. Raises NotCounted for a quantisation that is not known."""
-    dtype = next(
-        (
-            f.get(n)
-            for f in (fields, Fields(config, ""))
-            for n in ("dtype", "torch_dtype")
-            if f.has(n)
-        ),
-        None,
-    )
-    name = str(dtype or "bfloat16").removeprefix("torch.")
-    if name not in DTYPE_BYTES:
+    dtype = fields.get("dtype") or fields.get("torch_dtype")
+    if str(dtype or "bfloat16") not in DTYPES:
         raise NotCounted(f"{fields.model} config: dtype {short(dtype)} is not known.")
-    plain = DTYPE_BYTES[name]
-    name = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[name]
+    name, plain = DTYPES[str(dtype or "bfloat16")]
     name = name if dtype else f"{name}, as it gives no dtype"
-    quantisation = fields.get("quantization_config") or config.get("quantization_config")
+    quantisation = fields.get("quantization_config") or fields.get("compression_config")
     if quantisation is None:
         return Storage(name=name, plain=plain, quantised=plain, experts=plain)
     if not isinstance(quantisation, Mapping):
@@ -94,12 +84,9 @@ def _method(fields: Fields) -> tuple[str, float]:
     """A name for a quantisation, and its bytes of a parameter with its share of the scales."""
     method = fields.get("quant_method")
     if method in ("fp8", "fbgemm_fp8"):
-        block = (
-            fields.each("weight_block_size", range(1, 1 << 16))
-            if fields.has("weight_block_size")
-            else ()
-        )
-        return "fp8", 1 + (4 / (block[0] * block[1]) if len(block) == 2 else 0)
+        if not fields.has("weight_block_size"):
+            return "fp8", 1
+        return "fp8", 1 + 4 / prod(fields.each("weight_block_size", range(1, 1 << 16)))
     if method in ("awq", "gptq"):
         bits, group = fields.whole("bits", 2, 8), fields.get("group_size")
         if fields.flag("lm_head"):

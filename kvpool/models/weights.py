@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from kvpool.models import declare, text_fields
 from kvpool.models.checkpoint import Checkpoint, read_checkpoint
-from kvpool.models.config import Fields, read_config, short
+from kvpool.models.config import Fields, read_config, shipped, short
 from kvpool.models.parameters import (
     RULES,
     NotCounted as NotCounted,
@@ -19,6 +20,7 @@ from kvpool.models.parameters import (
 )
 from kvpool.models.quantised import storage
 
+OTHER_PARTS = re.compile(r"(vision|visual|image|audio|speech)\w*_config")
 Source = Literal["given", "read", "estimated", "none"]
 
 
@@ -81,7 +83,7 @@ def weights_of(config: str | Path | Mapping[str, Any]) -> Weights:
 
 def _folder(config: str | Path | Mapping[str, Any]) -> Path | None:
     """Where the files of a config that is a path would be."""
-    if isinstance(config, Mapping):
+    if isinstance(config, Mapping) or config in shipped():
         return None
     path = Path(config)
     if path.is_dir():
@@ -95,14 +97,19 @@ def _read(files: Checkpoint, count: int) -> Weights:
         words = "read from model.safetensors.index.json, the same for each layer"
         return Weights(source="read", words=words, layers=(files.total / count,) * count)
     noun = "file" if files.files == 1 else "files"
-    missing = [layer for layer in range(count) if layer not in files.layers]
+    layers, missing = files.layers, [n for n in range(count) if n not in files.layers]
+    blocks = len(layers)
+    if missing == [*range(blocks, count)] and blocks and count % blocks == 0:
+        # a block of the files has several layers that keep state
+        part = count // blocks
+        layers, missing = {n: layers[n // part] / part for n in range(count)}, []
     if missing:
         raise NotCounted(f"layer {missing[0]} of {count} is not in the safetensors files.")
-    draft = sum(size for layer, size in files.layers.items() if layer >= count)
+    draft = sum(size for layer, size in layers.items() if layer >= count)
     return Weights(
         source="read",
         words=f"read from {files.files} safetensors {noun}",
-        layers=tuple(files.layers[layer] for layer in range(count)),
+        layers=tuple(layers[layer] for layer in range(count)),
         draft=draft + files.draft,
         embedding=files.embedding,
         head=files.head,
@@ -114,14 +121,14 @@ def _read(files: Checkpoint, count: int) -> Weights:
 def _estimated(fields: Fields, config: Mapping[str, Any]) -> Weights:
     """Raises NotCounted where a field is missing too."""
     model = config["model_type"]
-    if fields.model != model or fields.inside:
+    if fields.inside or any(OTHER_PARTS.fullmatch(name) and config[name] for name in config):
         raise NotCounted(f"{model} has other parts than its text model.")
     rules = RULES.get(model)
     if rules is None:
         raise NotCounted(f"how many parameters a {model} has is not known.")
     _check(fields, rules)
     try:
-        counts, stored = parameters(fields, declare(config), rules), storage(fields, config)
+        counts, stored = parameters(fields, declare(config), rules), storage(fields)
     except NotCounted:
         raise
     except ValueError as error:

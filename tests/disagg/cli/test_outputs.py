@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from disagg.snapshot import save
 from kvpool.cli import app, commands
-from kvpool.cli.output import Failure
+from kvpool.cli.output import FailureJSON
 from kvpool.cli.schema import json_commands, output_type
 from tests import oracle
 from tests.disagg.cli.test_store import BIG, FIRST, LLAMA, write
@@ -118,7 +118,7 @@ def test_commands_of_a_store_print_their_types(tmp_path):
 def test_a_command_that_fails_says_why_in_json_and_on_stderr(line, status, kind, words):
     done, plain = run(*line.split(), "--json"), run(*line.split())
     assert done.exit_code == plain.exit_code == status, done.output
-    error = of_type(done.stdout, Failure)["error"]
+    error = of_type(done.stdout, FailureJSON)["error"]
     assert (error["kind"], error["exit_status"]) == (kind, status) and words in error["message"]
     assert (plain.stdout, plain.stderr) == ("", done.stderr)
 
@@ -130,5 +130,5 @@ def test_every_command_that_has_json_has_a_schema_with_failures():
     assert named <= {*json_commands()}
     for name in json_commands():
         schema = json.loads(run("schema", *name.split()).stdout)
-        assert schema["anyOf"][1] == {"$ref": "#/$defs/Failure"}, name
+        assert schema["anyOf"][1] == {"$ref": "#/$defs/FailureJSON"}, name
     assert run("schema", "none").exit_code == 2

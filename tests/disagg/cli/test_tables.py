@@ -94,7 +94,7 @@ def test_what_is_over_goes_to_the_columns_that_need_it():
     assert [line.strip() for line in narrow[2:]] == ["a    some", "words of", "a", "sentence"]
 
 
-@pytest.mark.parametrize("command", ["budget deepseek_v3", "describe deepseek_v3"])
+@pytest.mark.parametrize("command", ["budget deepseek_v3 --tp 8", "describe deepseek_v3"])
 def test_json_is_one_value_on_standard_output_and_nothing_else(command):
     done = CliRunner().invoke(app, [*command.split(), "--json"])
     assert done.exit_code == 0 and isinstance(json.loads(done.stdout), dict), done.output

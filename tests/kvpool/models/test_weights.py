@@ -14,7 +14,7 @@ from kvpool.models import REFUSED, declare, shipped
 from kvpool.models.config import read_config
 from kvpool.models.parameters import RULES, NotCounted
 from kvpool.models.weights import Weights, given, weights_of
-from tests.kvpool.models.parameters import DEFAULTS, counted
+from tests.kvpool.models.parameters import DEFAULTS, counted, rules_of
 from tests.kvpool.models.tiny import TYPES
 
 BLOCK_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -205,6 +205,35 @@ def test_an_index_without_its_files_has_the_total(folder):
     weights = weights_of(folder)
     assert weights.words.startswith("read from model.safetensors.index.json")
     assert weights.total == pytest.approx(total, rel=0.001)
+
+
+def test_a_block_of_the_files_may_have_several_layers_that_keep_state(folder):
+    """LongCat's have two attentions each."""
+    config = transformers.AutoConfig.for_model("longcat_flash", num_layers=5).to_dict()
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = weights_of(folder)
+    assert len(weights.layers) == 10 and sum(weights.layers) == 5 * 2 * (ATTENTION + MLP + 1024)
+
+
+def test_a_shipped_name_is_not_the_folder_of_that_name(folder, monkeypatch):
+    named = folder.rename(folder.parent / "llama_3_1_70b")
+    monkeypatch.chdir(named.parent)
+    assert weights_of("llama_3_1_70b").source == "estimated"
+    assert weights_of("./llama_3_1_70b").source == "read"
+
+
+def test_a_model_with_other_parts_than_text_is_not_estimated():
+    for more in ({"vision_config": {"depth": 1}}, {"audio_tower_config": {"depth": 1}}):
+        with pytest.raises(NotCounted, match="other parts"):
+            weights_of({**LLAMA, **more})
+    with pytest.raises(NotCounted, match="other parts"):
+        weights_of({"model_type": "llava", "text_config": LLAMA})
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "laguna"])
+def test_the_file_of_rules_is_what_transformers_models_give(name):
+    """All of it is written by `python -m tests.kvpool.models.parameters`."""
+    assert rules_of(name) == RULES[name]
 
 
 @pytest.mark.parametrize(
