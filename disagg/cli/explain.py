@@ -211,7 +211,7 @@ def as_dict(hand_off: HandOff, link: LinkRates) -> dict[str, Any]:
         "tokens": hand_off.tokens,
         **sides,
         "plans": plans,
-        "sent": [traffic.nbytes for traffic in hand_off.sent().values()],
+        "sent": [*hand_off.sent().values()],
         "bytes_per_second": link.bytes_per_second,
         "seconds": None if refusals else link.byte_seconds(busiest.nbytes),
         "supposed_runs_per_second": None if refusals else busiest.supposed_rate(link),

@@ -31,7 +31,7 @@ class Busiest:
 
     @classmethod
     def of(cls, hand_off: HandOff) -> Busiest:
-        ranks = [*hand_off.received().values(), *hand_off.sent().values()]
+        ranks = [*hand_off.received_runs().values(), *hand_off.sent_runs().values()]
         most = max(ranks, key=lambda traffic: traffic.runs)
         return cls(most, max(traffic.nbytes for traffic in ranks))
 
@@ -83,7 +83,7 @@ def _most(hand_off: HandOff) -> str:
         (hand_off.prefill, "sent by", hand_off.sent()),
     )
     words = []
-    for side, verb, traffic in sides:
-        number = max(traffic, key=lambda n: traffic[n].nbytes)
-        words.append(f"{traffic[number].nbytes:,} bytes are {verb} {side.words([number])}")
+    for side, verb, moved in sides:
+        number = max(moved, key=lambda n: moved[n])
+        words.append(f"{moved[number]:,} bytes are {verb} {side.words([number])}")
     return ", ".join(words)

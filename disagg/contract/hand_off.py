@@ -117,11 +117,19 @@ class HandOff:
             alike.setdefault(plan.explain(self.tokens), []).append(number)
         return [(numbers, explanation) for explanation, numbers in alike.items()]
 
-    def received(self) -> dict[int, Traffic]:
+    def received(self) -> dict[int, int]:
+        """Bytes by decode rank that can be filled."""
+        return {number: traffic.nbytes for number, traffic in self.received_runs().items()}
+
+    def sent(self) -> dict[int, int]:
+        """Bytes by prefill rank, to all decode ranks."""
+        return {number: traffic.nbytes for number, traffic in self.sent_runs().items()}
+
+    def received_runs(self) -> dict[int, Traffic]:
         """By decode rank that can be filled."""
         return self._traffic[1]
 
-    def sent(self) -> dict[int, Traffic]:
+    def sent_runs(self) -> dict[int, Traffic]:
         """By prefill rank, to all decode ranks."""
         return self._traffic[0]
 

@@ -59,7 +59,7 @@ class Check:
             )
         ranks = self.fit.decode.ranks
         received = self.fit.hand_off.received()
-        number = max(received, key=lambda n: received[n].nbytes, default=0)
+        number = max(received, key=lambda n: received[n], default=0)
         try:
             tokens = most_tokens([rank.layout for rank in self.fit.prefill.ranks])
             memory = CheckMemory.of(ranks[number].layout, tokens, self.device)
