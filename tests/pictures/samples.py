@@ -218,7 +218,7 @@ def stored() -> str:
                     chunk.kinds.add(kind)
                     entry = Listed("", geometry.parts[0][kind].nbytes, chunk.used)
                     chunk.nbytes += entry.size
-                    held.amounts.setdefault((geometry.digest, kind), Amount()).add(entry)
+                    held.amounts.setdefault((geometry.digest, kind), Amount()).count_object(entry)
                     held.keys.add(chunk.key)
         held.amounts[bytes(16), "full"] = Amount(3, 1 << 14)
     lost = Chunk("", b"l" * 32)
