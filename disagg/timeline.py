@@ -139,9 +139,9 @@ def _chunk(reads: Sequence[ReadTimes]) -> ChartRow:
         words = f"{layers}ready at {seconds_of(read.ready)}, "
         words += "not read" if read.begun is None else f"read from {seconds_of(begun)}"
         words += f" to {seconds_of(read.ended)}: {human(read.nbytes)}"
-        marks.append(Mark("thin", read.ready, begun, WAITS, words))
+        marks.append(Mark(kind="thin", start=read.ready, end=begun, colour=WAITS, tooltip=words))
         if read.begun is not None:
-            marks.append(Mark("bar", begun, read.ended, READS, words))
+            marks.append(Mark(kind="bar", start=begun, end=read.ended, colour=READS, tooltip=words))
     marks += [Mark("tick", read.ready, read.ready, READY) for read in reads]
     took = seconds_of(max(read.ended for read in reads) - first.ready)
     nbytes = sum(read.nbytes for read in reads)
@@ -163,4 +163,8 @@ def _last_steps(metrics: RoomMetrics, many: bool) -> Iterator[ChartRow]:
 
 def _step(name: str, begun: float, ended: float) -> ChartRow:
     words = f"from {seconds_of(begun)} to {seconds_of(ended)}"
-    return ChartRow(name, seconds_of(ended - begun), [Mark("bar", begun, ended, OTHER, words)])
+    return ChartRow(
+        name,
+        seconds_of(ended - begun),
+        [Mark(kind="bar", start=begun, end=ended, colour=OTHER, tooltip=words)],
+    )

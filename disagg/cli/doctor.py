@@ -50,7 +50,9 @@ def _check(kind: str, group: str, ask: Callable[..., str | None]) -> Iterator[Av
         except Exception as error:  # a vendor's error must not hide the others
             needs = absent(entry, error)
             broken, problem = not needs, needs or f"{type(error).__name__}: {error}"
-        yield Availability(kind, entry.name, offered_by(entry), problem, broken)
+        yield Availability(
+            kind=kind, name=entry.name, offered_by=offered_by(entry), problem=problem, broken=broken
+        )
 
 
 def versions() -> dict[str, str]:

@@ -53,7 +53,13 @@ class Fit:
                 ("prefill", "decode"), self.names, (self.prefill, self.decode)
             )
         )
-        return HandOff(prefill, decode, self.tokens, self.decode.allow_missing, self.decode.cast)
+        return HandOff(
+            prefill=prefill,
+            decode=decode,
+            tokens=self.tokens,
+            allow_missing=self.decode.allow_missing,
+            cast=self.decode.cast,
+        )
 
     def objections(self) -> list[Objection]:
         """All reasons against; none if the two can work together."""

@@ -228,7 +228,7 @@ def _difference(layout: PoolLayout, piece: Piece, entries: Ints) -> str:
     region = layout.region_by_key[piece.key]
     space = layout.space_of(region)
     cut = [
-        axis_steps(Axis(name, high - low, 0, low, axis.total))
+        axis_steps(Axis(name=name, size=high - low, stride=0, start=low, total=axis.total))
         for name, low, high in piece.box
         if (axis := region.axis(name)) and high - low < axis.total
     ]

@@ -139,7 +139,13 @@ def _match(
     if problems:
         raise IncompatibleLayouts(
             [
-                Reason(owner, layer, role, sentence, tuple(sorted(ranks)))
+                Reason(
+                    owner=owner,
+                    layer=layer,
+                    role=role,
+                    sentence=sentence,
+                    sources=tuple(sorted(ranks)),
+                )
                 for owner, layer, role in dest.region_by_key
                 for sentence, ranks in problems.get((owner, layer, role), {}).items()
             ]

@@ -49,7 +49,11 @@ def portable(layout: PoolLayout, tokens: int) -> PoolLayout:
         regions.append(compact)
         end += items * size
     return PoolLayout(
-        tuple(buffers), tuple(regions), tuple(spaces.values()), layout.total_kv_layers, layout.model
+        buffers=tuple(buffers),
+        regions=tuple(regions),
+        spaces=tuple(spaces.values()),
+        total_kv_layers=layout.total_kv_layers,
+        model=layout.model,
     )
 
 

@@ -52,7 +52,13 @@ def stored_as(layout: PoolLayout, dtype: str, nbytes: int) -> tuple[PoolLayout, 
     storage = get_device(memory.partition(":")[0]).allocate(end)
     placed = tuple(replace(buffer, base=buffer.base + storage.data_ptr()) for buffer in buffers)
     spaces = tuple(replace(space, block_pool=None, items_per_block=1) for space in layout.spaces)
-    stored = PoolLayout(placed, tuple(regions), spaces, layout.total_kv_layers, layout.model)
+    stored = PoolLayout(
+        buffers=placed,
+        regions=tuple(regions),
+        spaces=spaces,
+        total_kv_layers=layout.total_kv_layers,
+        model=layout.model,
+    )
     return stored, storage
 
 

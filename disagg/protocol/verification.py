@@ -93,7 +93,11 @@ class Comparisons:
             return
         room.checks[rank.source] = check
         arrived = room.arrived.get(rank.source)
-        self._effects.append(ComputeDigest(check, room.table, check.pieces, check.each, arrived))
+        self._effects.append(
+            ComputeDigest(
+                key=check, table=room.table, pieces=check.pieces, each=check.each, arrived=arrived
+            )
+        )
         parts, generation = to_wire(check.pieces), rank.hello.generation
         request = room.message(DigestRequest, generation, each=check.each, pieces=parts)
         self._effects.send(rank.number, request)

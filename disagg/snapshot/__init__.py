@@ -67,7 +67,13 @@ def save(
     file_layout = portable(layout, count)
     pieces = list(live_pieces(file_layout, count))
     empty: dict[Key, int] = {piece.key: 0 for piece in pieces}
-    header = Header(count, file_layout, checked_request(request), checked, empty)
+    header = Header(
+        tokens=count,
+        layout=file_layout,
+        request=checked_request(request),
+        conventions=checked,
+        digests=empty,
+    )
     start = len(header.encode())
     transfer, file_table = plan([layout], file_layout), block_table(file_layout, count)
     staging = Staging(layout, STAGING_BYTES)

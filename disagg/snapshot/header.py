@@ -160,7 +160,9 @@ def _decode(data: bytes, size: int) -> Header:
             "or bytes were added."
         )
     digests = _digests(_object(metadata["digests"], "digests"), layout, tokens)
-    return Header(tokens, layout, request, conventions, digests)
+    return Header(
+        tokens=tokens, layout=layout, request=request, conventions=conventions, digests=digests
+    )
 
 
 def checked_request(name: str) -> str:

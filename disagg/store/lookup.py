@@ -156,7 +156,9 @@ class Lookup:
             left = [chunk for chunk in chunks if chunk not in places]
             parts = geometry.with_kind(kind)
             names = [
-                ObjectId(kind, keys[chunk], digest, part, chunk).name(geometry.namespace)
+                ObjectId(kind=kind, key=keys[chunk], geometry=digest, part=part, chunk=chunk).name(
+                    geometry.namespace
+                )
                 for chunk in left
                 for part in parts
             ]

@@ -95,7 +95,11 @@ def decode_start(data: bytes | memoryview) -> Start:
         raise Damaged(f"its head says {_words(bytes(data))}, which is no object of a store.")
     if (chunk == 0) != (parent == NO_PARENT):
         raise Damaged(f"its head says chunk {chunk} with parent {parent.hex()[:16]}.")
-    return Start(ObjectId(KINDS[kind], key, geometry, part, chunk), nbytes, parent)
+    return Start(
+        ObjectId(kind=KINDS[kind], key=key, geometry=geometry, part=part, chunk=chunk),
+        nbytes,
+        parent,
+    )
 
 
 def decode_head(head: bytes | memoryview, identity: ObjectId, layout: ChunkLayout) -> Hashes:

@@ -274,7 +274,13 @@ class PoolLayout:
         owner = "target" if "target" in owners or not owners else min(owners)
         layers = sorted({region.layer for region in joined.regions if region.owner == owner})
         total = total_layers(total_kv_layers, layers, owner)
-        return PoolLayout(joined.buffers, joined.regions, tuple(spaces), total, model)
+        return PoolLayout(
+            buffers=joined.buffers,
+            regions=joined.regions,
+            spaces=tuple(spaces),
+            total_kv_layers=total,
+            model=model,
+        )
 
     @staticmethod
     def merge(first: PoolLayout, *others: PoolLayout) -> PoolLayout:

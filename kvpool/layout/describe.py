@@ -189,7 +189,9 @@ def array_of(tensor: torch.Tensor, dims: Dims) -> Array:
     else:
         pointer = tensor.data_ptr()
     sizes, strides = _by_dim(dims, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    return Array(pointer, sizes, strides, tensor.dtype, str(tensor.device))
+    return Array(
+        pointer=pointer, sizes=sizes, strides=strides, dtype=tensor.dtype, memory=str(tensor.device)
+    )
 
 
 def describe_array(
@@ -279,7 +281,7 @@ def _grid(array: Array, options: RegionOptions, subject: str) -> tuple[int, tupl
     axes = []
     for dim in dims:
         start, total = options.shards.get(dim, (0, sizes[dim]))
-        axes.append(Axis(dim, sizes[dim], strides[dim], start, total))
+        axes.append(Axis(name=dim, size=sizes[dim], stride=strides[dim], start=start, total=total))
     return width, tuple(axes)
 
 

@@ -61,7 +61,9 @@ class Repeat:
     total: int = 0
 
     def __post_init__(self) -> None:
-        Axis(self.axis, self.size, 0, self.start, self.total)  # validates
+        Axis(
+            name=self.axis, size=self.size, stride=0, start=self.start, total=self.total
+        )  # validates
         if self.total == 0:
             object.__setattr__(self, "total", self.size)
 
@@ -145,7 +147,7 @@ def _cells(
                 yield from _cells(part, offset, axes)
                 offset += item_bytes(part)
         case Repeat(name, size, of, start, total):
-            axis = Axis(name, size, item_bytes(of), start, total)
+            axis = Axis(name=name, size=size, stride=item_bytes(of), start=start, total=total)
             yield from _cells(of, offset, (*axes, axis))
         case Pad():
             yield from _cells(template.of, offset, axes)

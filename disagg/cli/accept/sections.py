@@ -216,7 +216,13 @@ def case_row(row: Measurement, gpu: str, seconds: float) -> Row:
     if row.target is not None and TARGET_GPU in gpu:
         missed = row.ratio < row.target
         sentence += f"; target {row.target:.2f}: {'not met' if missed else 'met'}"
-    return Row(row.title, FAILED if missed else PASSED, sentence, seconds, asdict(row))
+    return Row(
+        name=row.title,
+        state=FAILED if missed else PASSED,
+        sentence=sentence,
+        seconds=seconds,
+        figures=asdict(row),
+    )
 
 
 SECTIONS = (

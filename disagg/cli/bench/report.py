@@ -129,9 +129,9 @@ def chart_row(row: Measurement) -> ChartRow:
     spread = f"{number_of(low)} to {number_of(high)}"
     words += f"; half of {row.rounds} rounds: {spread}"
     marks = [
-        Mark("thin", 1.0, ratio, COLOURS[0], words),
-        Mark("whisker", low, high, "currentColor", words),
-        Mark("dot", ratio, ratio, COLOURS[0], words),
+        Mark(kind="thin", start=1.0, end=ratio, colour=COLOURS[0], tooltip=words),
+        Mark(kind="whisker", start=low, end=high, colour="currentColor", tooltip=words),
+        Mark(kind="dot", start=ratio, end=ratio, colour=COLOURS[0], tooltip=words),
     ]
     name = row.case if row.moves else f"{row.case} ({row.bound})"
     return ChartRow(name, f"{number_of(ratio)} ({spread})", marks)

@@ -88,7 +88,7 @@ def _geometry_row(namespace: Held, digest: bytes, unit: int) -> ChartRow:
         if amount.objects:
             end = start + amount.nbytes / unit
             words = f"{kind}: {counted(amount.objects, 'object')}, {human(amount.nbytes)}"
-            marks.append(Mark("bar", start, end, PAINT[kind], words))
+            marks.append(Mark(kind="bar", start=start, end=end, colour=PAINT[kind], tooltip=words))
             start = end
     total = namespace.amount(digest)
     return ChartRow(name, f"{counted(total.objects, 'object')}, {human(total.nbytes)}", marks)
@@ -129,17 +129,33 @@ def _run_row(run: Run, tokens: int, used: str) -> ChartRow:
     if first:
         colour = BEFORE if run.depth else MISSING
         words = "the prefix before" if run.depth else "a prefix that is not there: no hit ends here"
-        marks.append(Mark("thin", 0.0, first * tokens, colour, words))
+        marks.append(Mark(kind="thin", start=0.0, end=first * tokens, colour=colour, tooltip=words))
     when_used = f", last {used} {when(last)} UTC" if last else ""
     shapes: tuple[tuple[str, Kind], ...] = (("full", "bar"), ("window", "thin"))
     for kind, shape in shapes:
         for start, end in _stretches(run, kind):
             words = f"{kind}: tokens {start * tokens:,} to {end * tokens:,}{when_used}"
-            marks.append(Mark(shape, start * tokens, end * tokens, PAINT[kind], words))
+            marks.append(
+                Mark(
+                    kind=shape,
+                    start=start * tokens,
+                    end=end * tokens,
+                    colour=PAINT[kind],
+                    tooltip=words,
+                )
+            )
     ends = [end + 1 for end, chunk in enumerate(run.chunks, first) if "state" in chunk.kinds]
     for end in ends[-MOST_MARKS:]:
         words = f"state after {end * tokens:,} tokens{when_used}"
-        marks.append(Mark("tick", end * tokens, end * tokens, PAINT["state"], words))
+        marks.append(
+            Mark(
+                kind="tick",
+                start=end * tokens,
+                end=end * tokens,
+                colour=PAINT["state"],
+                tooltip=words,
+            )
+        )
     branches = f", goes on in {run.branches:,}" if run.branches else ""
     return ChartRow(name, figure + branches, marks)
 

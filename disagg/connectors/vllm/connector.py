@@ -203,7 +203,9 @@ class KvpoolConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 cleared.append([view.view(blocks, -1, *view.shape[1:]) for view in views])
         store = stored_blocks(self._settings, layout.layout, layout.groups, parallel.rank)
         self._said = dict(self._settings.options(conventions)["conventions"])
-        self._worker = ConnectorWorker(rank, layout.groups, layout.layers, cleared, store)
+        self._worker = ConnectorWorker(
+            rank=rank, groups=layout.groups, layers=layout.layers, cleared=cleared, store=store
+        )
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
         rank = self._worker.rank

@@ -96,7 +96,13 @@ class Child:
         order = os.memfd_create("order", os.MFD_CLOEXEC)
         self._link, childs_end = socket.socketpair()
         try:
-            serve = Serve(self._backend, self._options, self._slabs, self._places, answer)
+            serve = Serve(
+                backend=self._backend,
+                options=self._options,
+                slabs=self._slabs,
+                files=self._places,
+                answer=answer,
+            )
             os.write(order, msgspec.msgpack.encode(serve))
             link = childs_end.fileno()
             # it imports what this process would

@@ -159,7 +159,13 @@ def _arrival(dest: PoolLayout, pairs: Mapping[Key, tuple[Rows, Rows, str]]) -> A
     converted = {r.key for c in conversions.values() for r in (c.dest.region, c.dest.scale) if r}
     used = {buffer.space for buffer in buffers}
     spaces = tuple(_of_pieces(space) for space in dest.spaces if space.name in used)
-    layout = PoolLayout(tuple(buffers), tuple(regions), spaces, dest.total_kv_layers, dest.model)
+    layout = PoolLayout(
+        buffers=tuple(buffers),
+        regions=tuple(regions),
+        spaces=spaces,
+        total_kv_layers=dest.total_kv_layers,
+        model=dest.model,
+    )
     return Arrival(layout=layout, conversions=conversions, converted=frozenset(converted))
 
 

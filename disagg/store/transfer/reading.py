@@ -69,7 +69,9 @@ class ObjectReader:
         fetched = 0
         for source, part in enumerate(way.sources[kind]):
             layout = geometry.parts[part][kind]
-            identity = ObjectId(kind, key, geometry.digest, part, chunk)
+            identity = ObjectId(
+                kind=kind, key=key, geometry=geometry.digest, part=part, chunk=chunk
+            )
             name = identity.name(geometry.namespace)
             batch = self._binder(way, kind, source).bind_chunk(chunk, job.address, job.tokens.start)
             try:

@@ -111,7 +111,13 @@ class ObjectWriter:
                 ends = (chunk + 1) * part.tokens == address.num_tokens
                 if not ends and self._overwritten(kind, (chunk + 1) * part.tokens):
                     continue
-                identity = ObjectId(kind, keys[chunk], self._geometry.digest, self._rank, chunk)
+                identity = ObjectId(
+                    kind=kind,
+                    key=keys[chunk],
+                    geometry=self._geometry.digest,
+                    part=self._rank,
+                    chunk=chunk,
+                )
                 name = identity.name(self._namespace)
                 if self._known.is_there(name) or not self._has_room(part.nbytes):
                     continue

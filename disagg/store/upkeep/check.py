@@ -121,11 +121,11 @@ def _read(floor: Floor, name: str, stored: StoredName, layout: ChunkLayout) -> N
     with floor.read(name, [(0, head)]) as (data,):
         start = decode_start(data[:START_BYTES])
         identity = ObjectId(
-            stored.kind,
-            stored.key,
-            stored.geometry,
-            stored.part,
-            start.identity.chunk,
+            kind=stored.kind,
+            key=stored.key,
+            geometry=stored.geometry,
+            part=stored.part,
+            chunk=start.identity.chunk,
         )
         digests = decode_head(data, identity, layout)
         digests = digests.copy()  # the buffer is the floor's

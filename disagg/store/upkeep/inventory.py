@@ -37,7 +37,9 @@ def object_name(name: str) -> StoredName | None:
     if match is None or match[5] not in KINDS or (len(match[4]) > 1 and match[4][0] == "0"):
         return None
     key, geometry = bytes.fromhex(match[2]), bytes.fromhex(match[3])
-    return StoredName(match[1], key, geometry, int(match[4]), match[5])
+    return StoredName(
+        namespace=match[1], key=key, geometry=geometry, part=int(match[4]), kind=match[5]
+    )
 
 
 def geometry_name(name: str) -> tuple[str, int] | None:

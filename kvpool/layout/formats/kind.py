@@ -32,7 +32,7 @@ class Heads(NamedTuple):
     total: int
 
     def of(self, inside: Template) -> Repeat:
-        return Repeat("head", self.size, inside, self.start, self.total)
+        return Repeat(axis="head", size=self.size, of=inside, start=self.start, total=self.total)
 
 
 @dataclass(frozen=True, slots=True)
