@@ -188,5 +188,5 @@ class CheckJSON(TypedDict):
     unchecked: NotRequired[list[str]]
 
 
-Keys = list[KeyJSON]
-Snapshot = list[SnapshotFileJSON]
+KeysJSON = list[KeyJSON]
+SnapshotsJSON = list[SnapshotFileJSON]
