@@ -71,6 +71,7 @@ class Mapped:
 class SharedDevice:
     """Copies do not start while `held` is locked."""
 
+    memory_kind = "shm"
     alignment = 4096
 
     def __init__(self, name):

@@ -217,7 +217,9 @@ def test_a_run_over_what_only_another_space_claims_is_refused_by_the_proof():
         for each in both
     ]
     for source, dest, who in ((bare[0], both[1], "source"), (both[0], bare[1], "destination")):
-        with pytest.raises(RuntimeError, match=rf"layer 0 k: on the {who}.* one run, of which 8"):
+        with pytest.raises(
+            RuntimeError, match=rf"layer 0 k: on the {who}.* one run, and 8 of them"
+        ):
             prove(records_of([source, dest]), made.parts, made.routes)
 
 

@@ -87,7 +87,7 @@ def swapped(name, declared):
 def test_runs_over_bytes_of_somebody_else_are_refused_by_the_proof(name, declared, who):
     made, _memory = swapped(name, declared)
     with pytest.raises(
-        RuntimeError, match=rf"target layer 0 \w+: on the {who}.* one run, of which"
+        RuntimeError, match=rf"target layer 0 \w+: on the {who}.* one run, and \d+ of them"
     ):
         prove(records_of((*made.sources, made.dest)), made.parts, made.routes)
 

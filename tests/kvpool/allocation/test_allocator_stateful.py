@@ -190,7 +190,7 @@ class Lives(Machine):
             for n, item in enumerate(span.ids.tolist(), span.first_item)
         )
         if stale or (last and self.lost(pools, tokens, held.tokens, held.first)):
-            with pytest.raises(ValueError, match="anew"):
+            with pytest.raises(ValueError, match=r"address\(\) again"):
                 held.request.pin(named)
         elif side == "received" and shared:
             with pytest.raises(ValueError, match="of this request to items"):

@@ -108,10 +108,10 @@ def test_a_block_table_from_before_a_truncation_is_refused():
     alloc, request = started(mla(), 9)
     old = request.address()
     alloc.truncate(request, 4)
-    with pytest.raises(ValueError, match=r"of 9 tokens, .* lost the last 5 tokens.* anew"):
+    with pytest.raises(ValueError, match=r"of 9 tokens, .* lost the last 5 tokens.* again"):
         Room(request, address=old)
     alloc.extend(alloc.new_request(), 4)  # takes page 2
     alloc.extend(request, 8)
-    with pytest.raises(ValueError, match=r"lost items 2-3 of space kv\. .* anew"):
+    with pytest.raises(ValueError, match=r"lost items 2-3 of space kv\. .* again"):
         Room(request, address=old)
     Room(request)
