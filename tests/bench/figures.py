@@ -64,7 +64,7 @@ def table(figures: Iterable[Figure]) -> str:
     heads = [*dict.fromkeys(head for by_head in cells.values() for head in by_head)]
     lines = [["case", *heads], ["---", *("--:" for _ in heads)]]
     lines += [[case, *(by_head.get(head, "") for head in heads)] for case, by_head in cells.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 def ratio_of(row: Figure) -> str:
@@ -113,12 +113,12 @@ def main() -> None:
             continue
         low, high = row["ratio_quartiles"]
         engine, group = row["engine"] or "", row["group"]
-        hand_off = group == "handoff"
+        hand_off, case = group == "handoff", row["case"].removeprefix(f"{engine}, ")
         kind = "hand-offs" if hand_off else "engines" if engine else "rows"
         figures.append(
             Figure(
                 file=f"kvpool bench, {kind}",
-                case=f"{group}: {row['case'].removeprefix(f'{engine}, ')}",
+                case=case if hand_off else f"{group}: {case}",
                 # of a hand-off, what it takes beyond the bare engine
                 engine="" if hand_off else engine,
                 seconds=row["beyond_seconds" if hand_off else "seconds"],
