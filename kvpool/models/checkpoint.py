@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from kvpool.models.config import json_object
 
 INDEX = "model.safetensors.index.json"
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -46,7 +47,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     index = folder / INDEX
     paths = sorted(folder.glob("*.safetensors"))
     if index.is_file():
-        values = _object(index, index.read_bytes())
+        values = json_object(str(index), index.read_bytes())
         names = {str(name) for name in values.get("weight_map", {}).values()}
         if names and not names <= {path.name for path in paths}:
             return _indexed(index, values)
@@ -101,7 +102,7 @@ def tensor_sizes(path: Path) -> Iterator[tuple[str, int]]:
         header = file.read(length) if length <= MAX_HEADER else b""
     if not header or len(header) != length:
         raise ValueError(f"{path}: not a safetensors file: its header has {length:,} bytes.")
-    for name, tensor in _object(path, header).items():
+    for name, tensor in json_object(str(path), header).items():
         if name == "__metadata__":
             continue
         try:
@@ -109,13 +110,3 @@ def tensor_sizes(path: Path) -> Iterator[tuple[str, int]]:
             yield name, int(end) - int(first)
         except (TypeError, KeyError, ValueError):
             raise ValueError(f"{path}: tensor {name!r} has no data_offsets.") from None
-
-
-def _object(path: Path, data: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}.") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: must hold a JSON object.")
-    return values

@@ -150,6 +150,11 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
             "of a config.json or of its directory, the fields as a mapping, or a shipped config: "
             f"{', '.join(shipped())}. A model type alone has no sizes, and nothing is downloaded."
         ) from None
+    return json_object(name, data)
+
+
+def json_object(name: str, data: bytes) -> dict[str, Any]:
+    """The object that a file called `name` holds. Raises ValueError if it holds none."""
     try:
         values = json.loads(data)
     except (ValueError, RecursionError) as error:
