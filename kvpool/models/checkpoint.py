@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpool.models.config import json_object
+from kvpool.models.config import json_object, short
 
 INDEX = "model.safetensors.index.json"
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -48,7 +48,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
     paths = sorted(folder.glob("*.safetensors"))
     if index.is_file():
         values = json_object(str(index), index.read_bytes())
-        names = {str(name) for name in values.get("weight_map", {}).values()}
+        names = {str(name) for name in _inner(index, values, "weight_map").values()}
         if names and not names <= {path.name for path in paths}:
             return _indexed(index, values)
         paths = [path for path in paths if path.name in names]
@@ -63,10 +63,19 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def _indexed(path: Path, values: Mapping[str, Any]) -> Checkpoint:
-    total = values.get("metadata", {}).get("total_size")
-    if type(total) not in (int, float) or total < 1:
+    total = _inner(path, values, "metadata").get("total_size")
+    # true is an int, and no number of bytes
+    if not isinstance(total, (int, float)) or isinstance(total, bool) or total < 1:
         raise ValueError(f"{path}: no metadata.total_size, and not all of its files are there.")
     return Checkpoint(files=0, total=int(total))
+
+
+def _inner(path: Path, values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """An object inside an index, empty where it is left out."""
+    inner = values.get(name, {})
+    if not isinstance(inner, dict):
+        raise ValueError(f"{path}: {name} must be an object, got {short(inner)}.")
+    return inner
 
 
 def _sorted(sizes: Mapping[str, int], files: int) -> Checkpoint:

@@ -245,6 +245,20 @@ def test_a_broken_file_is_refused_by_name(folder, data):
         weights_of(folder)
 
 
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"metadata": [], "weight_map": {"a": "gone"}}, "metadata must be an object, got \\[\\]"),
+        ({"weight_map": 7}, "weight_map must be an object, got 7"),
+        ({"weight_map": {"a": "gone"}}, "no metadata.total_size"),
+    ],
+)
+def test_a_broken_index_is_refused_by_name(folder, document, words):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=rf"index\.json: {words}"):
+        weights_of(folder)
+
+
 # ranks
 
 
