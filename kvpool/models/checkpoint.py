@@ -65,7 +65,7 @@ def read_checkpoint(folder: Path) -> Checkpoint | None:
 def _indexed(path: Path, values: Mapping[str, Any]) -> Checkpoint:
     total = _inner(path, values, "metadata").get("total_size")
     # true is an int, and no number of bytes
-    if not isinstance(total, (int, float)) or isinstance(total, bool) or total < 1:
+    if isinstance(total, bool) or not isinstance(total, (int, float)) or not 1 <= total < 1 << 63:
         raise ValueError(f"{path}: no metadata.total_size, and not all of its files are there.")
     return Checkpoint(files=0, total=int(total))
 

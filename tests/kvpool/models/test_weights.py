@@ -251,6 +251,10 @@ def test_a_broken_file_is_refused_by_name(folder, data):
         ({"metadata": [], "weight_map": {"a": "gone"}}, "metadata must be an object, got \\[\\]"),
         ({"weight_map": 7}, "weight_map must be an object, got 7"),
         ({"weight_map": {"a": "gone"}}, "no metadata.total_size"),
+        (
+            {"metadata": {"total_size": float("inf")}, "weight_map": {"a": "gone"}},
+            "no metadata.total_size",
+        ),
     ],
 )
 def test_a_broken_index_is_refused_by_name(folder, document, words):
