@@ -30,6 +30,7 @@ from disagg.cli.demo.models import MODELS
 from kvpool.device import get_device
 from tests.disagg.cli.accepting import accepted, install
 from tests.disagg.engines.peers import ENGINES
+from tests.outputs import output_of
 from tests.processes import started
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -98,6 +99,7 @@ def test_json_is_the_report_and_all_else_is_on_standard_error(folder, tmp_path):
     options = "--device", "cpu", "--quick", "--only", "streams", "--out", str(tmp_path), "--json"
     done = CliRunner().invoke(app, options)
     assert done.stdout_bytes == (tmp_path / "accept.json").read_bytes()
+    output_of("accept", done.stdout)
     assert done.stderr.startswith("section") and str(tmp_path) in done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import random
 from datetime import datetime
@@ -27,6 +26,7 @@ from kvpool.render.chart import chart_html
 from kvpool.testing.memory import flat_locations, same_as_pool
 from tests import oracle
 from tests.disagg.engines.peers import ENGINES
+from tests.outputs import output_of
 from tests.pools import dsv4, hybrid, mha
 
 KEYS = {"machine": dict, "versions": dict, "date": str, "quick": bool, "rows": list}
@@ -114,7 +114,7 @@ def everything():
     """One run of all groups, engines and cases: its output and JSON."""
     done = run("--json")
     assert done.exit_code == 0, done.output
-    return told(done), json.loads(done.stdout)
+    return told(done), output_of("bench", done.stdout)
 
 
 def test_every_group_has_rows_with_finite_positive_figures(everything):
@@ -225,7 +225,7 @@ def test_a_case_with_a_wrong_result_fails(monkeypatch, group, owner, name, inste
     chosen = ("--engine", "local") if group in ("transfer", "handoff") else ()
     done = run("--only", group, *chosen, "--json")
     assert done.exit_code == 1 and f"failed: {group}" in done.stderr
-    for row in json.loads(done.stdout)["rows"]:
+    for row in output_of("bench", done.stdout)["rows"]:
         assert row["failed"] and row["reason"].startswith("wrong: ") and row["ratio"] is None, row
 
 
@@ -243,7 +243,7 @@ def test_a_hand_off_that_writes_to_items_of_no_request_fails(monkeypatch):
     monkeypatch.setattr(LocalEngine, "register", registering)
     monkeypatch.setattr(LocalEngine, "read", straying)
     done = run("--only", "handoff", "--engine", "local", "--json")
-    for row in json.loads(done.stdout)["rows"]:
+    for row in output_of("bench", done.stdout)["rows"]:
         assert row["failed"] and row["reason"].endswith("items of no request were written."), row
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from disagg.cli.sides import parse_run_rate
 from kvpool.cli import app
+from tests.outputs import output_of
 
 LAYERS, HEADS, DIM, TOKENS = 2, 4, 8, 512
 CELL = DIM * 2  # bytes of a head of a token
@@ -40,7 +41,7 @@ def run(*arguments):
 def report(*arguments, status=0):
     done = run(*arguments, "--json")
     assert done.exit_code == status, done.output
-    return json.loads(done.stdout)
+    return output_of("explain", done.stdout)
 
 
 # an oracle: the place of every head of every token, and what continues on both sides

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -25,6 +24,7 @@ from kvpool.cli import app
 from kvpool.process import OtherProcess
 from kvpool.testing.memory import ByteCount
 from tests.disagg.engines.peers import ENGINES
+from tests.outputs import output_of
 
 KVPOOL = Path(sys.executable).with_name("kvpool")
 # around pages, windows and compressed entries of 4 and 128 tokens
@@ -125,7 +125,7 @@ def test_json_is_one_object_and_the_tables_are_on_standard_error():
         "--prefill-page", 8, "--decode-page", 8,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = output_of("demo", done.stdout)
     assert (found["model"], found["passed"], found["failure"]) == ("llama", True, None)
     whole = 8 * 2 * 4 * 32 * 4  # bytes of a token: layers, k and v, heads of 32 float32
     assert [each["tokens"] for each in found["prompts"]] == [5, 40]
@@ -140,7 +140,7 @@ def test_json_says_which_comparison_failed(monkeypatch, capsys):
     monkeypatch.setattr(sides, "same_as_pool", lambda *pools: ByteCount(1, 8))
     with pytest.raises(Exit) as ended:
         demo.demo(prompt_tokens=[40], new_tokens=2, prefill_page=8, decode_page=8, as_json=True)
-    found = json.loads(capsys.readouterr().out)
+    found = output_of("demo", capsys.readouterr().out)
     assert ended.value.exit_code == 1 and not found["passed"] and found["failure"] is None
     (prompt,) = found["prompts"]
     failed = [each["found"] for each in prompt["checks"] if not each["passed"]]
@@ -150,7 +150,7 @@ def test_json_says_which_comparison_failed(monkeypatch, capsys):
 def test_json_has_the_reason_of_a_failure(capsys):
     with pytest.raises(Exit):
         demo.demo(device="gpu", as_json=True)
-    found = json.loads(capsys.readouterr().out)
+    found = output_of("demo", capsys.readouterr().out)
     assert not found["passed"] and found["prompts"] == []
     assert found["failure"].startswith("device 'gpu': no installed package offers 'gpu'")
 

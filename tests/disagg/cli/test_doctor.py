@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -13,6 +12,7 @@ import typer
 
 from disagg.cli import doctor
 from tests.disagg.engines.peers import ENGINES
+from tests.outputs import output_of
 
 KVPOOL = Path(sys.executable).with_name("kvpool")
 
@@ -54,7 +54,7 @@ def offer(monkeypatch, missing=(), **groups):
 def test_installed_devices_and_engines_work():
     done = subprocess.run([KVPOOL, "doctor", "--json"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    said = output_of("doctor", done.stdout)
     works = {(each["kind"], each["name"]) for each in said["found"] if each["problem"] is None}
     assert works >= {("device", "cpu"), ("device", "meta"), *(("engine", name) for name in ENGINES)}
     assert ("helper", "native copies") in works

@@ -15,6 +15,7 @@ from disagg.cli.sides import parse_link
 from kvpool import MHAPool, Shard
 from kvpool.cli import app
 from kvpool.layout import Axis, Region
+from tests.outputs import output_of
 
 LLAMA = 80 * 2 * 128 * 2  # bytes of a token and head: layers, k and v, a head of bfloat16
 COMMON = {"layers": range(4), "num_kv_heads": 4, "head_dim": 8, "num_pages": 9, "page_size": 16}
@@ -27,7 +28,7 @@ def run(*arguments):
 def told(*arguments, status=0):
     done = run(*arguments, "--json")
     assert done.exit_code == status, done.output
-    return json.loads(done.stdout)
+    return output_of("explain", done.stdout)
 
 
 def write(path, **changes):

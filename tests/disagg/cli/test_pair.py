@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from disagg.contract.server import ContractServer
 from kvpool.cli import app
 from tests.disagg.contract.sides import Split
+from tests.outputs import output_of
 
 PREFILL = Split(tp=2, conventions={"model": "a"}, serves=("prefill",))
 DECODE = Split(page=8, conventions={"model": "a"}, serves=("decode",))
@@ -22,7 +23,7 @@ def run(*arguments):
 def told(*arguments, status=0):
     done = run(*arguments, "--json")
     assert done.exit_code == status, done.output
-    return json.loads(done.stdout)
+    return output_of("pair", done.stdout)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from disagg.cli.snapshot import snapshot
 from disagg.snapshot import inspect, save
 from kvpool import PoolLayout, Shard
 from tests import oracle
+from tests.outputs import output_of
 from tests.pools import hybrid
 
 APP = typer.Typer(rich_markup_mode=None)  # as kvpool.cli
@@ -43,7 +44,7 @@ def test_show_names_request_model_conventions_and_every_region(file):
 
 def test_json_has_what_the_header_says(file, tmp_path):
     done = CliRunner().invoke(APP, ["show", str(file), str(tmp_path / "none"), "--json"])
-    told, refused = json.loads(done.stdout)
+    told, refused = output_of("snapshot", done.stdout)
     assert [*refused] == ["file", "refused"] and "No such file" in refused["refused"]
     assert [*told] == ["file", "request", "tokens", "data_bytes", "conventions", "layout"]
     assert (told["file"], told["request"], told["tokens"]) == (str(file), "chat-7", 21)

@@ -23,6 +23,7 @@ from kvpool.cli import app as kvpool
 from kvpool.prefix.chain import Chain, token_ids
 from tests import oracle
 from tests.disagg.store.stores import CHUNK, put, stores
+from tests.outputs import output_of
 from tests.pools import hybrid, mha, swa
 
 LLAMA = {"model": "llama", "rope": "a", "weights": "w"}
@@ -40,7 +41,7 @@ def run(*arguments, width=200):
 def told(*arguments, status=0):
     done = run(*arguments, "--json")
     assert done.exit_code == status, done.output
-    return json.loads(done.stdout)
+    return output_of(f"store {arguments[0]}", done.stdout)
 
 
 def refused(*arguments, status=2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.outputs import output_of
 from tests.ports import free_port
 from tests.processes import started
 
@@ -182,7 +182,7 @@ def serving(*options: str) -> Iterator[tuple[subprocess.Popen[Any], dict[str, An
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         line = process.stdout.readline()
         assert line, "kvpool store serve has ended"
-        yield process, json.loads(line)
+        yield process, output_of("store serve", line)
 
 
 @contextmanager

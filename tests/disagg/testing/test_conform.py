@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -12,6 +10,7 @@ from disagg.cli.conform import conform
 from disagg.testing.conform import REPORTS
 from disagg.testing.report import read_report
 from tests.disagg.testing.suites import AWAY, BAD, FIRST, LAST, NAMES, REFUSED, TEXT, Servers
+from tests.outputs import output_of
 
 APP = typer.Typer(rich_markup_mode=None)  # as kvpool.cli
 APP.command()(conform)
@@ -80,7 +79,7 @@ def test_the_exit_status_is_1_for_a_wrong_row_of_ours_only(kvpool, shown, code):
 def test_json_is_all_that_is_on_standard_output(kvpool, tmp_path):
     done, _ = kvpool("--json", shown={LAST: REFUSED})
     assert done.stdout.encode() == (tmp_path / "reports" / REPORTS[0]).read_bytes()
-    assert [row["verdict"]["result"] for row in json.loads(done.stdout)["rows"]] == [
+    assert [row["verdict"]["result"] for row in output_of("conform", done.stdout)["rows"]] == [
         *("serves", "serves", "refuses")
     ]
 

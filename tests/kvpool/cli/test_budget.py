@@ -17,6 +17,7 @@ from kvpool.device.cpu import CPUDevice
 from kvpool.layout.formats import Shard
 from kvpool.models import declare, declare_draft, shipped
 from kvpool.models.sizing import DoesNotFit, figures, parse_memory, split
+from tests.outputs import output_of
 
 GIB = 1 << 30
 KVPOOL = Path(sys.executable).with_name("kvpool")
@@ -34,7 +35,7 @@ def read(*arguments):
     weights = [] if "--weights" in arguments else ["--weights", "none"]
     done = run(*arguments, *weights, "--json")
     assert done.exit_code == 0, done.output
-    return json.loads(done.output)
+    return output_of("budget", done.output)
 
 
 def of(name, memory=GIB, **more):

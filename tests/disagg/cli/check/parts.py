@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from disagg.contract import Contract, ContractRank
 from kvpool import MHAPool
 from kvpool.cli import app
 from kvpool.layout.formats import Shard
+from tests.outputs import output_of
 from tests.ports import free_port
 
 HEADS = 4
@@ -54,7 +54,7 @@ def told(*arguments, status=0):
     """What it says as JSON, in this process."""
     done = run(*arguments, "--json")
     assert done.exit_code == status, done.output
-    return json.loads(done.stdout)
+    return output_of("check", done.stdout)
 
 
 def reason(*arguments):
@@ -78,7 +78,7 @@ def told_by_process(*arguments, before=(), status=0):
     line = [*before, *command(*arguments)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stdout + done.stderr
-    return json.loads(done.stdout)
+    return output_of("check", done.stdout)
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def serving(path, *arguments, place=None, before=()):
     line = [*before, *command(path, "--serve", place, *arguments)]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
     try:
-        yield json.loads(process.stdout.readline())["serves"]
+        yield output_of("check", process.stdout.readline())["serves"]
         if not before:  # on another host it ends with that
             process.terminate()
             assert process.wait(60) == 0
