@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,9 @@ from pathlib import Path
 from statistics import median, quantiles
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+TABLES = re.compile(r"<!-- figures of (.+?) -->(.*?)<!-- end of figures -->", re.S)
+UNITS = ((0, "s"), (3, "ms"), (6, "µs"))
+SHARED = "all tables"  # what stands here is not said again above each of them
 ENGINES = ("nixl-tcp", "local", "nixl", "mooncake")
 PACKAGES = ("torch", "nixl-cu12", "mooncake-transfer-engine-non-cuda")
 
@@ -25,7 +29,8 @@ PACKAGES = ("torch", "nixl-cu12", "mooncake-transfer-engine-non-cuda")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
     """A case's seconds, and its reference's over them: the median of rounds, and how far the middle
-    half of the rounds lies from it at most. `file` is the benchmark's, as the page's marks have it.
+    half of the rounds lies from it at most (None: of one round). `file` is the benchmark's, as the
+    page's marks have it.
     """
 
     file: str
@@ -33,7 +38,7 @@ class Figure:
     engine: str
     seconds: float
     ratio: float
-    spread: float
+    spread: float | None
 
 
 def figure(file: str, title: str, ours: Sequence[float], reference: Sequence[float]) -> Figure:
@@ -49,18 +54,19 @@ def figure(file: str, title: str, ours: Sequence[float], reference: Sequence[flo
         engine=engine,
         seconds=median(ours),
         ratio=ratio,
-        spread=max(ratio - low, high - ratio),
+        spread=max(ratio - low, high - ratio) if ratios[1:] else None,
     )
 
 
 def table(figures: Iterable[Figure]) -> str:
-    """Cases as rows, with a column of ratios for each engine, or the time and the ratio."""
+    """Cases as rows; ratio and time in a column for each engine, or in a column each."""
     cells: dict[str, dict[str, str]] = {}
     for row in figures:
         by_head = cells.setdefault(row.case, {})
-        if not row.engine:
-            by_head["time"] = time_of(row.seconds)
-        by_head[f"`{row.engine}`" if row.engine else "ratio"] = ratio_of(row)
+        if row.engine:
+            by_head[f"`{row.engine}`"] = f"{ratio_of(row)}, {time_of(row.seconds)}"
+        else:
+            by_head.update(ratio=ratio_of(row), time=time_of(row.seconds))
     heads = [*dict.fromkeys(head for by_head in cells.values() for head in by_head)]
     lines = [["case", *heads], ["---", *("--:" for _ in heads)]]
     lines += [[case, *(by_head.get(head, "") for head in heads)] for case, by_head in cells.items()]
@@ -70,12 +76,14 @@ def table(figures: Iterable[Figure]) -> str:
 def ratio_of(row: Figure) -> str:
     """`0.96 ±0.03`, with more digits for small ratios."""
     digits = 0 if row.ratio >= 100 else 1 if row.ratio >= 10 else 2 if row.ratio >= 0.1 else 4
-    return f"{row.ratio:,.{digits}f} ±{row.spread:,.{digits}f}"
+    spread = "" if row.spread is None else f" ±{row.spread:,.{digits}f}"
+    return f"{row.ratio:,.{digits}f}{spread}"
 
 
 def time_of(seconds: float) -> str:
-    """In milliseconds or microseconds, with three digits."""
-    return f"{1e3 * seconds:,.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.3g} µs"
+    """With three digits."""
+    power, unit = next((p, unit) for p, unit in UNITS if abs(seconds) >= 10**-p or unit == "µs")
+    return f"{10**power * seconds:.3g} {unit}"
 
 
 def where_and_when() -> str:
@@ -89,19 +97,31 @@ def where_and_when() -> str:
 
 
 def write_all(figures: Sequence[Figure], page: Path = PAGE) -> None:
-    """Writes the tables of all benchmarks that have figures, each between the marks of its file.
-    Raises ValueError if the page has no such marks.
+    """Writes the tables of all benchmarks that have figures, each between the marks of its file,
+    and above it where and when it was measured; once for the page, if that is the same for all of
+    its tables. Raises ValueError if the page has no such marks.
     """
     text = page.read_text()
+    bodies = {file: body.strip() for file, body in TABLES.findall(text)}
+    shared = bodies.pop(SHARED)
+    if shared:
+        bodies = {file: f"{shared}\n\n{body}" for file, body in bodies.items()}
     for file, rows in groupby(sorted(figures, key=attrgetter("file")), attrgetter("file")):
-        first, last = f"<!-- figures of {file} -->", "<!-- end of figures -->"
-        before, mark, rest = text.partition(first)
-        _, end, after = rest.partition(last)
-        if not (mark and end):
-            raise ValueError(f"{page}: no table of {file}. Write {first} and {last} into it.")
-        body = f"{where_and_when()}\n\n{table(rows)}"
-        text = f"{before}{first}\n\n{body}\n\n{last}{after}"
-    page.write_text(text)
+        if file not in bodies:
+            marks = f"<!-- figures of {file} --> and <!-- end of figures -->"
+            raise ValueError(f"{page}: no table of {file}. Write {marks} into it.")
+        bodies[file] = f"{where_and_when()}\n\n{table(rows)}"
+    shared, *others = {body.partition("\n")[0] for body in bodies.values()}
+    if others:
+        shared = ""
+    bodies = {file: body.removeprefix(f"{shared}\n\n") for file, body in bodies.items()}
+    bodies[SHARED] = shared
+
+    def written(match: re.Match[str]) -> str:
+        file = match[1]
+        return f"<!-- figures of {file} -->\n\n{bodies[file]}\n\n<!-- end of figures -->"
+
+    page.write_text(TABLES.sub(written, text))
 
 
 def main() -> None:

@@ -185,7 +185,7 @@ def test_main_thread_spins_against_another_process(paired, rooms, beside_a_proce
 
 @ways
 @pytest.mark.parametrize("progress", [wait, spin], ids=["waits", "spins"])
-def test_many_rooms_at_once_against_one(paired, rooms, progress):
+def test_many_rooms(paired, rooms, progress):
     decode_of, hand_over = rooms
     one = partial(hand_over, decode_of(), progress)
     paired(partial(one, rooms=ROOMS), one, rounds=ROUNDS)

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.figures import PAGE as FIGURES, figure, write_all
+from tests.bench.figures import PAGE as FIGURES, SHARED, figure, time_of, write_all
 
 PAGE = """# Figures
+
+<!-- figures of all tables -->
+<!-- end of figures -->
 
 <!-- figures of test_a.py -->
 old
@@ -38,10 +41,18 @@ def test_a_ratio_is_the_median_of_rounds_with_its_middle_half(page):
     ours, reference = [0.001] * 5, [0.004, 0.001, 0.009, 0.003, 0.002]
     write_all([figure("test_a.py", "test_of_one_page[2048]", ours, reference)], page)
     assert rows(page) == [
-        "|case|time|ratio|",
+        "|case|ratio|time|",
         "|---|--:|--:|",
-        "|of one page, 2048|1 ms|3.00 ±1.00|",
+        "|of one page, 2048|3.00 ±1.00|1 ms|",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "written"),
+    [(1.5, "1.5 s"), (0.0123, "12.3 ms"), (-0.0024, "-2.4 ms"), (3e-7, "0.3 µs")],
+)
+def test_times_have_three_digits(seconds, written):
+    assert time_of(seconds) == written
 
 
 def test_engines_are_columns(page):
@@ -50,8 +61,8 @@ def test_engines_are_columns(page):
     assert rows(page) == [
         "|case|`nixl`|`local`|`nixl-tcp`|",
         "|---|--:|--:|--:|",
-        "|room, 4 KiB|2.00 ±0.00|2.00 ±0.00||",
-        "|room, waits, memfd|||2.00 ±0.00|",
+        "|room, 4 KiB|2.00, 1 s|2.00, 1 s||",
+        "|room, waits, memfd|||2.00, 1 s|",
     ]
 
 
@@ -60,7 +71,23 @@ def test_other_words_of_the_page_stay(page):
         write_all([figure("test_a.py", "test_x", [1.0], [2.0])], page)
     text = page.read_text()
     assert "old" not in text and text.count("|x|") == 1
-    assert text.endswith(PAGE.partition("old\n")[2])
+    assert "<!-- end of figures -->\n\nWords stay.\n\n<!-- figures of test_b.py -->" in text
+
+
+def test_where_and_when_stands_above_tables_that_differ_in_it(page, monkeypatch):
+    def measured(where, *names):
+        monkeypatch.setattr("tests.bench.figures.where_and_when", lambda: where)
+        write_all([figure(f"test_{name}.py", "test_x", [1.0], [2.0]) for name in names], page)
+        return page.read_text()
+
+    first, second = "2 cores, Monday.", "4 cores, Friday."
+    assert measured(first, "a", "b").count(first) == 1
+    assert page.read_text().index(first) < page.read_text().index("figures of test_a.py")
+    text = measured(second, "b")
+    assert text.count(first) == text.count(second) == 1
+    assert text.index("test_a.py") < text.index(first) < text.index("test_b.py")
+    text = measured(second, "a")
+    assert (text.count(first), text.count(second)) == (0, 1)
 
 
 def test_a_page_without_marks_is_refused_and_stays(page):
@@ -72,6 +99,7 @@ def test_a_page_without_marks_is_refused_and_stays(page):
 def test_every_benchmark_has_its_table():
     files = {path.name for path in Path(__file__).parent.glob("test_*.py")} - {Path(__file__).name}
     files |= {f"kvpool bench, {kind}" for kind in ("rows", "engines", "hand-offs")}
+    files.add(SHARED)
     marks = re.findall(
         r"<!-- figures of (.+?) -->.+?<!-- end of figures -->", FIGURES.read_text(), re.S
     )
