@@ -59,11 +59,15 @@ class ExplainedPlan(TypedDict):
 
 
 class ExplainedRank(TypedDict):
+    """A rank: the model or file that it is of, and its number, null where there is one rank."""
+
     of: str
     number: int | None
 
 
 class Refusal(TypedDict):
+    """Two ranks that cannot be paired, and why."""
+
     prefill: str
     decode: str
     reason: str
@@ -102,6 +106,8 @@ class ExplainJSON(TypedDict):
 
 
 class ContractSummary(TypedDict):
+    """What a side says of itself: its packages, and how many ranks it has for which roles."""
+
     versions: dict[str, str]
     engine: str
     protocol: int
@@ -111,6 +117,8 @@ class ContractSummary(TypedDict):
 
 
 class ObjectionJSON(TypedDict):
+    """A fact in which the sides do not fit, both values, and what would make it work."""
+
     about: str
     prefill: str
     decode: str
@@ -128,11 +136,15 @@ class PairJSON(TypedDict):
 
 
 class DemoCheck(TypedDict):
+    """What was compared with what transformers keeps."""
+
     passed: bool
     found: str
 
 
 class DemoPrompt(TypedDict):
+    """What moved of a prompt. `bind_seconds`: spent on making its runs."""
+
     tokens: int
     bytes: int
     runs: int
@@ -155,6 +167,8 @@ class Demo(TypedDict):
 
 
 class CheckMoved(TypedDict):
+    """The test state that moved. `complete`: every byte was as prefill had it."""
+
     bytes: int
     seconds: float
     rooms: int
@@ -164,6 +178,8 @@ class CheckMoved(TypedDict):
 
 
 class CheckTransport(TypedDict):
+    """What carried bytes and messages, and NIXL's lanes, or null."""
+
     engine: str
     bytes: str
     messages: str

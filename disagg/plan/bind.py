@@ -64,10 +64,12 @@ class CopyBatch:
 
     @property
     def runs(self) -> int:
+        """How many runs."""
         return self.src.size
 
     @property
     def total(self) -> int:
+        """Bytes of all runs."""
         if self.runs and self.nbytes.strides == (0,):
             return self.runs * int(self.nbytes[0])
         return int(self.nbytes.sum())

@@ -37,6 +37,7 @@ class ExplainRow:
 
     @property
     def bytes_per_run(self) -> float:
+        """Mean length of a run."""
         return self.nbytes / self.runs if self.runs else 0.0
 
     def converted(self, words: str) -> ExplainRow:
@@ -53,13 +54,16 @@ class Explanation:
 
     @property
     def runs(self) -> int:
+        """Runs of all rows."""
         return sum(row.runs for row in self.rows)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all rows."""
         return sum(row.nbytes for row in self.rows)
 
     def table(self) -> Table:
+        """The rows as a table of `rich`."""
         from rich.markup import escape
 
         from kvpool.render.table import FittedTable
@@ -77,6 +81,7 @@ class Explanation:
 
     @property
     def title(self) -> str:
+        """What is explained, in a line."""
         return f"plan for {self.tokens:,} tokens (worst case: no two pages adjacent)"
 
     def cells(self) -> list[tuple[str, ...]]:

@@ -127,6 +127,7 @@ class RoomMetrics:
         self.bind_seconds += seconds
 
     def moved(self, nbytes: int, seconds: float) -> None:
+        """Counts what was read in so much time."""
         self.bytes_moved += nbytes
         self.wire_seconds += seconds
 
@@ -136,6 +137,7 @@ class RoomMetrics:
         return {name: round(value, 6) for name, value in seconds if value}
 
     def copy(self) -> RoomMetrics:
+        """The figures of now, which do not change any more."""
         reads, released = list(self.reads), dict(self.released)
         return replace(self, by_role=dict(self.by_role), reads=reads, released=released)
 

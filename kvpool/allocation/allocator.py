@@ -192,6 +192,10 @@ class Allocator:
         `truncate(request, number)` gives back what is beyond it, and has to be called, also if all
         came: until then the request is not extended, forked, stored, offered or saved.
 
+        With pages of 16 and a window of 32, a new request that receives 100 tokens takes 3 pages
+        for the window, those of tokens 64 to 99; one that receives at most 100 takes all 7, and
+        `truncate(request, 70)` gives 2 of them back.
+
         If too few items are free, raises OutOfPages; RequestPinned if a room needs a state that the
         tokens would overwrite, or a page of a window that they would free. Both change nothing.
         """

@@ -43,6 +43,7 @@ class Interleave:
             )
 
     def number(self, index: Numbers) -> Numbers:
+        """The number of an index: 20, of 4 on the second of two ranks with stretches of 16."""
         return (index // self.size * self.ranks + self.rank) * self.size + index % self.size
 
     def index(self, number: Numbers) -> Numbers:
@@ -80,6 +81,10 @@ class Space:
     its last position. `window`: of n entries those from `n // window_step * window_step - window`
     are alive (None: all). The first `reserved` items are padding. `ids`: the space whose id list
     this one shares (None: it has its own).
+
+    Position 130 in pages of 64 entries is step 2 of item `ids[2]`; where an entry has 4 tokens, it
+    is entry 32, of item `ids[0]`; in a ring of 128 it is at step 2, where position 2 was. With
+    `window` 128, of 1,000 entries those from 872 are alive.
 
     `block_pool`: the pool of blocks that the ids come from (None: ids of its own). A block is in
     use by one of the pool's id lists at a time, so their buffers may lie over one another, block
@@ -156,6 +161,7 @@ class Space:
 
     @property
     def traits(self) -> SpaceKind:
+        """The rules of its kind."""
         return KINDS[self.kind]
 
     @property

@@ -77,6 +77,7 @@ class Axis:
 
     @property
     def stop(self) -> int:
+        """The step after the last one that is held."""
         return self.start + self.size
 
 
@@ -162,6 +163,7 @@ class Region:
         return sorted(self.axes, key=lambda axis: -axis.stride)
 
     def axis(self, name: str) -> Axis | None:
+        """The axis of that name, if there is one."""
         return next((axis for axis in self.axes if axis.name == name), None)
 
 
@@ -202,6 +204,7 @@ class Buffer:
 
     @property
     def on_host(self) -> bool:
+        """Whether the CPU can address it."""
         return self.memory == HOST
 
     @property
@@ -220,6 +223,7 @@ class Slab:
 
     @property
     def on_host(self) -> bool:
+        """Whether the CPU can address it."""
         return self.memory == HOST
 
     @property

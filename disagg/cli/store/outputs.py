@@ -32,12 +32,16 @@ class Checked(TypedDict):
 
 
 class RemovedChunks(TypedDict):
+    """What was removed, or would be."""
+
     chunks: int
     objects: int
     bytes: int
 
 
 class KeptChunks(TypedDict):
+    """What is left."""
+
     chunks: int
     bytes: int
 
@@ -54,6 +58,8 @@ class Collected(TypedDict):
 
 
 class StoredKind(TypedDict):
+    """The objects of one kind of state."""
+
     kind: str
     objects: int
     bytes: int
@@ -72,6 +78,8 @@ class StoredGeometry(TypedDict):
 
 
 class UnreadGeometry(TypedDict):
+    """A geometry of the catalogue that cannot be read."""
+
     number: int
     reason: str
 
@@ -92,6 +100,8 @@ class StoredNamespace(TypedDict):
 
 
 class ForeignObjects(TypedDict):
+    """What the floor holds that is not kvpool's."""
+
     objects: int
     bytes: int
     names: list[str]
@@ -137,6 +147,8 @@ class Shown(TypedDict):
 
 
 class ComparedSide(TypedDict):
+    """One side, and the kinds of state that a reader of its chunks needs."""
+
     name: str
     namespace: str
     chunk_tokens: int

@@ -75,6 +75,7 @@ class Link:
 
     @property
     def hellos(self) -> list[Hello | None]:
+        """What each rank has said of itself, None of one that has not answered."""
         return [rank.hello for rank in self.ranks]
 
     @property

@@ -60,6 +60,7 @@ class Shard:
         )
 
     def heads(self, total: int) -> Heads:
+        """The heads held, of `total`."""
         start, size = self.of(total)
         return Heads(start, size, total)
 
@@ -129,9 +130,11 @@ class BufferSpec:
         return -(-item_bytes(self.item) // multiple) * multiple
 
     def buffer_name(self, owner: str, layer: int) -> str:
+        """As layouts name it: `target.k.3`."""
         return f"{owner}.{self.name}.{layer}"
 
     def regions(self, owner: str) -> list[Region]:
+        """What the items hold, for each layer."""
         names = {layer: self.buffer_name(owner, layer) for layer in self.layers}
         return [
             region
@@ -162,6 +165,7 @@ class At:
             object.__setattr__(self, "packing", dtype_name(self.packing))
 
     def buffer(self, name: str, item: Template) -> BufferSpec:
+        """One buffer a layer, with such items."""
         item = prefixed(item, self.prefix)
         return BufferSpec(self.prefix + name, self.layers, self.space, item, state=self.state)
 

@@ -115,9 +115,11 @@ class LinearState(PerRequest):
             yield at.buffer("temporal", state)
 
     def conv_sections(self, shard: Shard) -> list[ConvSection]:
+        """The sections, with the heads that a shard holds."""
         return [ConvSection(name, shard.heads(total), dim) for name, total, dim in self.sections]
 
     def channels(self, shard: Shard) -> int:
+        """Channels of the convolution on a shard."""
         return sum(section.channels for section in self.conv_sections(shard))
 
 
