@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 
 from kvpool.layout import Buffer, LayoutError, Space
 from kvpool.layout.formats import BufferSpec
-from kvpool.layout.template import alignment
 
 if TYPE_CHECKING:
     from kvpool.pools.base import KVPool
@@ -176,7 +175,7 @@ def place(
         start = base = 0 if block else top
         stride = block or _stride([record])
         # largest alignment first keeps every item aligned without gaps
-        for spec, layer in sorted(record, key=lambda row: -alignment(row[0].item)):
+        for spec, layer in sorted(record, key=lambda row: -row[0].alignment):
             buffer = Buffer(
                 name=spec.buffer_name(pool.owner, layer),
                 space=spec.space,
@@ -198,7 +197,7 @@ def _stride(records: Iterable[Sequence[tuple[BufferSpec, int]]]) -> int:
     """Bytes of the largest of several records, aligned for all of them."""
     rows = [row for record in records for row in record]
     most = max(sum(spec.item_bytes for spec, _ in record) for record in records)
-    return _up(most, max((alignment(spec.item) for spec, _ in rows), default=1))
+    return _up(most, max((spec.alignment for spec, _ in rows), default=1))
 
 
 def _up(value: int, multiple: int) -> int:

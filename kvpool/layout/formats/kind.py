@@ -7,7 +7,7 @@ gives its buffers for the layers, space, shard and packing in `at`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -113,7 +113,8 @@ class StateType(str, Enum):
 class BufferSpec:
     """Buffers of one name: one for each of `layers`, in `space`, with items of template `item`.
 
-    `state` is the component under which connectors list them (None: the main cache).
+    `state` is the component under which connectors list them (None: the main cache). `item_bytes`:
+    those of an item, rounded up to `alignment`.
     """
 
     name: str
@@ -122,12 +123,14 @@ class BufferSpec:
     item: Template
     _: KW_ONLY
     state: StateType | None = None
+    alignment: int = field(init=False, repr=False, compare=False)
+    item_bytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of an item, rounded up to its alignment."""
+    def __post_init__(self) -> None:
+        # once: placements ask for them at every size that is tried
         multiple = alignment(self.item)
-        return -(-item_bytes(self.item) // multiple) * multiple
+        object.__setattr__(self, "alignment", multiple)
+        object.__setattr__(self, "item_bytes", -(-item_bytes(self.item) // multiple) * multiple)
 
     def buffer_name(self, owner: str, layer: int) -> str:
         """As layouts name it: `target.k.3`."""
