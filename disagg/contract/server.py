@@ -27,6 +27,8 @@ MAX_READERS = 8
 MAX_HEAD = 8 << 10
 HEAD_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
+CLOSE_SECONDS = 0.05
+"""After which a server that waits for clients notices that it is closed."""
 
 
 class ContractServer(AbstractContextManager["ContractServer"]):
@@ -60,7 +62,7 @@ class ContractServer(AbstractContextManager["ContractServer"]):
         }
         self.address = tcp_text(self._server.socket.getsockname()).removeprefix("tcp://")
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="contract", daemon=True
+            target=self._server.serve_forever, args=(CLOSE_SECONDS,), name="contract", daemon=True
         )
         self._thread.start()
 
