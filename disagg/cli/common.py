@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def need_known(option: str, values: Collection[str], choices: Collection[str]) -> None:
     """Raises typer.BadParameter for a value of an option that is none of `choices`."""
-    from kvpool.layout.sentences import nearest
+    from kvpool.layout.text import nearest
 
     for value in values:
         if value not in choices:

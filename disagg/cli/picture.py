@@ -14,8 +14,8 @@ from disagg.contract.hand_off import HandOff
 from disagg.plan import TransferPlan
 from disagg.plan.runs import Box
 from kvpool.layout import Axis, Buffer, Key, PoolLayout, Region
-from kvpool.layout.sentences import axis_steps, ranges
 from kvpool.layout.summary import html_table
+from kvpool.layout.text import axis_steps, ranges
 from kvpool.render.memory_map import ItemMap, item_maps
 from kvpool.render.page import asset, legend, page as frame
 from kvpool.render.svg import SHADES, common_scale, facts, heading, map_svg, scale_bar

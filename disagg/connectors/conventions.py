@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.protocol.messages import MAX_CONVENTION, Convention
-from kvpool.layout.sentences import is_printable
+from kvpool.layout.text import is_printable
 
 FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",

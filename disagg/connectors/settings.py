@@ -14,7 +14,7 @@ from disagg.protocol.messages import Convention, checked_conventions
 from disagg.runtime.options import STEPPED_PEER_TIMEOUT, Options, check_values
 from disagg.runtime.sockets.listen_address import ListenAddress
 from disagg.runtime.sockets.tls import TLSFiles
-from kvpool.layout.sentences import nearest
+from kvpool.layout.text import nearest
 from kvpool.layout.units import parse_memory
 
 

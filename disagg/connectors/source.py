@@ -11,7 +11,7 @@ from typing import Any
 from disagg.errors import RoomError
 from disagg.protocol.messages import MAX_ROOM_NAME, Room, room_name
 from disagg.protocol.trace_context import is_traceparent
-from kvpool.layout.sentences import is_name
+from kvpool.layout.text import is_name
 
 FIRST_TOKEN = "first_token"
 """The aux value that names the token after those whose state is handed over: decode computes it

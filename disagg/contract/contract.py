@@ -18,7 +18,7 @@ from disagg.protocol.codec import decoder_reason
 from disagg.protocol.messages import MAX_CONVENTIONS, Convention, checked_conventions
 from disagg.protocol.versions import PROTOCOL
 from kvpool.layout import LayoutError, PoolLayout
-from kvpool.layout.sentences import PRINTABLE, ranges
+from kvpool.layout.text import PRINTABLE, ranges
 from kvpool.layout.types import Name
 from kvpool.version import __version__
 

@@ -20,7 +20,7 @@ from disagg.protocol.agreement import (
     protocol_problems,
     unsaid_conventions,
 )
-from kvpool.layout.sentences import ranges
+from kvpool.layout.text import ranges
 
 
 @dataclass(frozen=True, slots=True)

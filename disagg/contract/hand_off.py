@@ -12,7 +12,7 @@ from disagg.plan.bind import run_lengths
 from disagg.plan.cache import PlanCache
 from disagg.plan.explain import Explanation
 from kvpool.layout import Key, PoolLayout
-from kvpool.layout.sentences import by_layers, ranges
+from kvpool.layout.text import by_layers, ranges
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from disagg.plan.pairing import cut
 from disagg.plan.runs import Box, volume
 from kvpool.layout import Axis, Interleave, Key, PoolLayout, Region, RequestAddress
 from kvpool.layout.grid import Ints
-from kvpool.layout.sentences import axis_steps, by_layers, held_words, one_line, ranges
 from kvpool.layout.spaces import EVERY
+from kvpool.layout.text import axis_steps, by_layers, held_words, one_line, ranges
 from kvpool.layout.types import MAX_AXES, MAX_INT, MAX_PARTS, MAX_REASON, Name
 
 STEP_BYTES = 4 << 20

@@ -20,7 +20,7 @@ from disagg.errors import PeerError
 from disagg.host.exits import keep_for_ever
 from disagg.plan.bind import CopyBatch
 from kvpool.layout import Slab
-from kvpool.layout.sentences import nearest
+from kvpool.layout.text import nearest
 
 PeerT = TypeVar("PeerT", default=Any)
 TransferT = TypeVar("TransferT", default=Any)

@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin
 
 import msgspec
 
-from kvpool.layout.sentences import nearest
+from kvpool.layout.text import nearest
 
 WORDS = {
     str: "a text",

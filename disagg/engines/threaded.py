@@ -19,8 +19,8 @@ import numpy as np
 
 from disagg.engines.base import Engine, TransferError
 from disagg.engines.ranges import Ranges
-from disagg.host.brief import Waker
 from disagg.host.interfaces import is_loopback, leads_back
+from disagg.host.system_calls import Waker
 from disagg.log import log
 from disagg.plan.bind import CopyBatch
 from kvpool.layout.grid import Ints

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from disagg.plan.bind import cost
 from disagg.plan.runs import Route
 from kvpool.layout import Key, PoolLayout, Region
-from kvpool.layout.sentences import held_words, ranges, steps
 from kvpool.layout.summary import html_table
+from kvpool.layout.text import held_words, ranges, steps
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,7 +18,7 @@ from disagg.plan.pairing import Alike, SourceRegion
 from disagg.plan.runs import Box, volume
 from kvpool.layout import Interleave, Key, PoolLayout, Region, Space, need_layouts
 from kvpool.layout.dtypes import ITEMSIZE
-from kvpool.layout.sentences import ranges
+from kvpool.layout.text import ranges
 
 MAX_LISTED = 20
 """Owners and roles that a reason names."""

@@ -13,7 +13,7 @@ from disagg.plan.match import Group, Part, absent, mismatches, named_pairs, tile
 from disagg.plan.pairing import Pairing, pair
 from disagg.plan.refusal import IncompatibleLayouts, Reason
 from kvpool.layout import Key, PoolLayout
-from kvpool.layout.sentences import ranges
+from kvpool.layout.text import ranges
 
 CAST_VALUES = 'True, False, or a list of roles, such as ["k", "v"]'
 """What `cast` may be."""

@@ -22,7 +22,7 @@ from disagg.plan.proof import prove
 from disagg.plan.routes import records_of, routes_of
 from disagg.plan.runs import Route
 from kvpool.layout import Key, PoolLayout, RequestAddress, need_layouts
-from kvpool.layout.sentences import counted, ranges
+from kvpool.layout.text import counted, ranges
 
 
 class Cast(NamedTuple):

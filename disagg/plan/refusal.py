@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from disagg.errors import PeerError
-from kvpool.layout.sentences import by_layers
+from kvpool.layout.text import by_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from disagg.protocol.messages import MIN_TIMEOUT, Hello, Message
 from disagg.protocol.versions import PROTOCOL, fields_lacked, spoken, tag_of
 from kvpool.layout import VERSION, PoolLayout, Region, Space
 from kvpool.layout.codec import MAX_BYTES
-from kvpool.layout.sentences import PRINTABLE, one_line
+from kvpool.layout.text import PRINTABLE, one_line
 from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON, SCALE, Name
 
 MAX_MESSAGE = 64 << 20

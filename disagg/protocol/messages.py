@@ -22,7 +22,7 @@ from disagg.protocol.rooms.offered import LayerRange
 from disagg.protocol.trace_context import Traceparent
 from kvpool.layout import RequestAddress, Span
 from kvpool.layout.request_address import MAX_TOKENS
-from kvpool.layout.sentences import PRINTABLE, is_name, one_line
+from kvpool.layout.text import PRINTABLE, is_name, one_line
 from kvpool.layout.types import MAX_NAME, MAX_PARTS, MAX_REASON, Name
 
 MAX_TEXT = 1 << 16

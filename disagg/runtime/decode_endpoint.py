@@ -32,7 +32,7 @@ from disagg.runtime.endpoint import Endpoint
 from disagg.runtime.options import Options, check_values
 from disagg.runtime.staging import staging_buffers
 from kvpool.layout import PoolLayout, RequestAddress
-from kvpool.layout.sentences import is_name
+from kvpool.layout.text import is_name
 
 READ_TIMEOUT = 30.0
 OFFER_TIMEOUT = 300.0

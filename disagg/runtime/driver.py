@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from disagg.errors import UsageError
-from disagg.host import brief
+from disagg.host import system_calls
 from disagg.host.signals import deferred_signals
 from disagg.log import log
 from disagg.protocol import events
@@ -54,7 +54,7 @@ class Driver:
         self._thread: threading.Thread | None = None
         self.has_thread = threaded
         """Whether rooms move without `step`."""
-        self._wake, self._waker, self._taken = -1, -1, brief.Scratch(4096)
+        self._wake, self._waker, self._taken = -1, -1, system_calls.Scratch(4096)
         if threaded:
             self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name=loop.name, daemon=True)
@@ -204,7 +204,7 @@ class Driver:
         """Ends the wait of the thread's current turn, or of the next."""
         # under the lock, or while the thread runs: after `close` it may be another file's number
         if self._wake >= 0:
-            brief.write_byte(self._waker)  # a full pipe wakes as well
+            system_calls.write_byte(self._waker)  # a full pipe wakes as well
 
     def _run(self) -> None:
         pause = 0.0

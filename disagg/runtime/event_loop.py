@@ -28,8 +28,8 @@ from disagg.runtime.reader import Reader
 from disagg.runtime.transport import Lost, Transport
 from disagg.tracing import record_span
 from kvpool.layout import PoolLayout
-from kvpool.layout.sentences import counted, one_line
 from kvpool.layout.summary import summary
+from kvpool.layout.text import counted, one_line
 from kvpool.layout.types import MAX_REASON
 
 TELEMETRY_SECONDS = 0.5

@@ -19,7 +19,7 @@ from disagg.runtime.sockets.tls import TLSFiles, open_keys, open_tls_files
 from disagg.runtime.staging import MIN_STAGING
 from disagg.runtime.transport import Transport
 from kvpool.layout.dtypes import dtype_name
-from kvpool.layout.sentences import nearest
+from kvpool.layout.text import nearest
 from kvpool.layout.units import MIN_BYTES, parse_memory
 
 PEER_TIMEOUT = 10.0

@@ -20,7 +20,7 @@ from disagg.protocol.events import ReadEnded, ReaderEvent, ReadFailed, ReadMoved
 from disagg.protocol.peers.link import Read
 from disagg.runtime.staging import NUM_BUFFERS, ReadPart, StagingBuffers
 from kvpool.layout import PoolLayout
-from kvpool.layout.sentences import one_line
+from kvpool.layout.text import one_line
 from kvpool.layout.types import MAX_REASON
 
 if TYPE_CHECKING:

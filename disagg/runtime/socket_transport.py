@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from disagg.host.brief import Scratch
+from disagg.host.system_calls import Scratch
 from disagg.host.unix_sockets import new_path
 from disagg.log import log
 from disagg.protocol.events import Peer

@@ -18,7 +18,7 @@ from disagg.portable.staging import Bytes
 from disagg.snapshot.header import LENGTH, SnapshotRefused, decode, header_bytes
 from kvpool.layout import Buffer, Key, RequestAddress
 from kvpool.layout.grid import Ints
-from kvpool.layout.sentences import by_layers
+from kvpool.layout.text import by_layers
 
 MAX_SPAN = 4 << 20
 """Bytes that are read at once for cells that lie apart."""

@@ -20,7 +20,7 @@ from disagg.portable.layout import data_bytes, live_pieces, portable
 from disagg.protocol.messages import Convention, checked_conventions
 from kvpool.layout import Key, LayoutError, PoolLayout
 from kvpool.layout.dtypes import ITEMSIZE
-from kvpool.layout.sentences import is_name
+from kvpool.layout.text import is_name
 from kvpool.layout.types import MAX_NAME, MAX_REASON
 
 VERSION = 1

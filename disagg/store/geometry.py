@@ -23,7 +23,7 @@ from disagg.protocol.messages import Convention, checked_conventions
 from disagg.store.chunks import KINDS, ChunkLayout, chunk_layouts, elected, of_kind
 from kvpool.layout import LayoutError, PoolLayout
 from kvpool.layout.dtypes import ITEMSIZE
-from kvpool.layout.sentences import one_line
+from kvpool.layout.text import one_line
 from kvpool.layout.types import MAX_REASON
 
 VERSION = 1

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvpool.layout.sentences import nearest
+from kvpool.layout.text import nearest
 
 if sys.version_info >= (3, 11):
     import tomllib

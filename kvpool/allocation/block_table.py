@@ -11,7 +11,7 @@ from kvpool.allocation.free_list import FreeList
 from kvpool.layout import Space
 from kvpool.layout.grid import Ints, ragged
 from kvpool.layout.kinds import alive_start
-from kvpool.layout.sentences import ranges
+from kvpool.layout.text import ranges
 
 NO_ITEM = -1
 Cells = tuple[Ints, Ints]

@@ -16,7 +16,7 @@ from kvpool.allocation.block_table import BlockTable, Change
 from kvpool.layout import Pin, RequestAddress, Span
 from kvpool.layout.grid import Ints
 from kvpool.layout.request_address import MAX_TOKENS
-from kvpool.layout.sentences import ranges
+from kvpool.layout.text import ranges
 
 if TYPE_CHECKING:
     from kvpool.allocation.tables import Tables

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvpool.allocation.prefix_cache import PrefixStats
-from kvpool.layout.sentences import counted
+from kvpool.layout.text import counted
 
 
 class Usage(NamedTuple):

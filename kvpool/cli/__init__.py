@@ -70,7 +70,7 @@ class _Commands(TyperGroup):
         if cmd_name in known_commands:
             return _Command(known_commands[cmd_name])
         if not ctx.resilient_parsing:
-            from kvpool.layout.sentences import nearest  # and with it numpy
+            from kvpool.layout.text import nearest  # and with it numpy
 
             ctx.fail(f"No such command {cmd_name!r}.{nearest(cmd_name, known_commands)}")
         return None

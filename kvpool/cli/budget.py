@@ -13,7 +13,7 @@ import typer
 from kvpool.cli.memory import NAMES, memory_of, weights_option, weights_words
 from kvpool.cli.output import fail
 from kvpool.layout.dtypes import PACKINGS
-from kvpool.layout.sentences import counted, nearest, ranges
+from kvpool.layout.text import counted, nearest, ranges
 from kvpool.layout.units import human
 from kvpool.pools.placement import ITEM_COUNTS
 

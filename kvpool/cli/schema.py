@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from kvpool.cli.output import FailureJSON
-from kvpool.layout.sentences import nearest
+from kvpool.layout.text import nearest
 
 GROUP = "kvpool.outputs"  # entry points: a command's name, and the type of its JSON
 

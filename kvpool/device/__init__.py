@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvpool.extras import missing
 from kvpool.layout.grid import Ints
-from kvpool.layout.sentences import nearest
+from kvpool.layout.text import nearest
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ import msgspec
 from msgspec import Meta
 
 from kvpool.layout import VERSION, PoolLayout
-from kvpool.layout.sentences import one_line
 from kvpool.layout.spaces import Interleave, Space
+from kvpool.layout.text import one_line
 from kvpool.layout.types import MAX_AXES, MAX_PARTS, MAX_REASON, Axis, Buffer, LayoutError, Region
 
 MAX_BYTES = 8 << 20

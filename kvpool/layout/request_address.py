@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
-from kvpool.layout.sentences import ranges
+from kvpool.layout.text import ranges
 
 if TYPE_CHECKING:
     from kvpool.layout import PoolLayout

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpool.layout.sentences import axis_steps, ranges, steps
+from kvpool.layout.text import axis_steps, ranges, steps
 from kvpool.layout.types import SCALE
 from kvpool.layout.units import human
 

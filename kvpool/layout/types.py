@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
-from kvpool.layout.sentences import PRINTABLE, is_printable
+from kvpool.layout.text import PRINTABLE, is_printable
 
 MAX_INT = (1 << 63) - 1
 MAX_NAME = 128

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from kvpool.layout.grid import region_runs, run_count
-from kvpool.layout.sentences import is_printable, ranges
 from kvpool.layout.spaces import Space
+from kvpool.layout.text import is_printable, ranges
 from kvpool.layout.types import MAX_NAME, MAX_PARTS, Buffer, LayoutError, Region, need_int
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvpool.layout.sentences import nearest
+from kvpool.layout.text import nearest
 from kvpool.models.config import Fields, read_config, shipped as shipped, short
 from kvpool.models.families import DRAFTS, FAMILIES, TARGETS, WRAPPERS
 from kvpool.models.rules import Declaration as Declaration, refuse_unread

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvpool.layout.sentences import nearest
+from kvpool.layout.text import nearest
 
 MAX_VALUE = 1 << 31
 MAX_LAYERS = 1 << 16

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvpool.layout.formats import MHA, MLA, IndexKey
-from kvpool.layout.sentences import steps
+from kvpool.layout.text import steps
 from kvpool.models.config import MAX_VALUE, Fields
 from kvpool.models.layer_types import CHUNKED, FULL, INDEXED, SLIDING, Types, all_full, types_of
 from kvpool.pools.states import LayeredPool, State, UnionPool

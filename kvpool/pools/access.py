@@ -19,7 +19,7 @@ from kvpool.layout import Buffer, LayoutError, PoolLayout, Region
 from kvpool.layout.dtypes import ITEMSIZE, PACKINGS
 from kvpool.layout.formats import BufferSpec, StateType, scale_role
 from kvpool.layout.grid import StateSection, sharded
-from kvpool.layout.sentences import nearest
+from kvpool.layout.text import nearest
 from kvpool.pools.placement import Placement
 
 # a layout needs no tensor: PyTorch is imported with the first one

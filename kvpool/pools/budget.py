@@ -8,7 +8,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from kvpool.layout import Space
-from kvpool.layout.sentences import counted
+from kvpool.layout.text import counted
 from kvpool.pools.placement import count_argument, place
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from itertools import chain
 from math import log2
 
 from kvpool.layout import PoolLayout, Region
-from kvpool.layout.sentences import axis_steps, steps
+from kvpool.layout.text import axis_steps, steps
 from kvpool.render.memory_map import MIN_ROW_BYTES, Band, ItemMap, item_maps
 from kvpool.render.page import asset, text
 from kvpool.render.text import space_words

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpool.layout import PoolLayout, Space
-from kvpool.layout.sentences import held_words
 from kvpool.layout.summary import shape_rows
+from kvpool.layout.text import held_words
 
 if TYPE_CHECKING:
     from rich.table import Table

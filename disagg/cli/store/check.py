@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disagg.cli.store.common import AsJson, Url, bar, full_namespace, opened
-from kvpool.layout.sentences import counted
+from kvpool.layout.text import counted
 
 if TYPE_CHECKING:
     from disagg.store.upkeep.check import ObjectVerdict
@@ -95,7 +95,7 @@ def _as_dict(
 
 def _print(url: str, counts: Counter[str], nbytes: int, problems: list[ObjectVerdict]) -> None:
     from disagg.store.upkeep.check import STATES
-    from kvpool.layout.sentences import one_line
+    from kvpool.layout.text import one_line
     from kvpool.layout.units import human
 
     for verdict in problems:

@@ -14,7 +14,7 @@ import typer
 
 from disagg.cli.store.common import AsJson, opened
 from kvpool.cli.budget import model_names
-from kvpool.layout.sentences import counted
+from kvpool.layout.text import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

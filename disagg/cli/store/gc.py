@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from disagg.cli.store.common import AsJson, Url, bar, opened, parsed, used_word, when
-from kvpool.layout.sentences import counted
+from kvpool.layout.text import counted
 
 if TYPE_CHECKING:
     from disagg.store.floors.base import Floor

@@ -10,7 +10,7 @@ import typer
 
 from disagg.cli.store.common import AsJson, Url, bar, opened, used_word, when
 from kvpool.cli import check_output, write_output
-from kvpool.layout.sentences import counted
+from kvpool.layout.text import counted
 
 if TYPE_CHECKING:
     from disagg.store.upkeep.inventory import Amount, Held, Inventory
@@ -124,7 +124,7 @@ def _print(url: str, inventory: Inventory) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from kvpool.layout.sentences import one_line
+    from kvpool.layout.text import one_line
     from kvpool.layout.units import human
     from kvpool.render.table import FittedTable
 

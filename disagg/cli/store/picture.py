@@ -9,7 +9,7 @@ from disagg.cli.store.ls import model_words
 from disagg.store.chunks import KINDS
 from disagg.store.upkeep.inventory import Held, Inventory
 from disagg.store.upkeep.tree import Chunk, Forest, Run, runs
-from kvpool.layout.sentences import counted
+from kvpool.layout.text import counted
 from kvpool.layout.units import human
 from kvpool.render.chart import COLOURS, Chart, ChartRow, Kind, Mark, Panel, chart_html, linear_axis
 

@@ -9,7 +9,7 @@ import typer
 
 from disagg.cli.store.common import AsJson, Url, full_namespace, opened
 from kvpool.cli.output import fail
-from kvpool.layout.sentences import counted
+from kvpool.layout.text import counted
 
 if TYPE_CHECKING:
     from disagg.store.floors.base import Floor
@@ -127,7 +127,7 @@ def _print_namespace(namespace: Held) -> None:
     from rich.markup import escape
 
     from disagg.store.upkeep.compare import form_words
-    from kvpool.layout.sentences import one_line
+    from kvpool.layout.text import one_line
     from kvpool.layout.units import human
     from kvpool.render.table import FittedTable
 

@@ -25,7 +25,7 @@ from disagg.engines.local.offer import Offer, OfferServer, dial, read_offer, rec
 from disagg.engines.local.peer import BY_DEVICE, BY_KERNEL, BY_MAPPING, LocalPeer, finished
 from disagg.engines.ranges import NO_RANGES
 from disagg.engines.shared_files import PRIVATE, Files, Segment, map_files, this_host
-from disagg.host.brief import Waker
+from disagg.host.system_calls import Waker
 from disagg.plan.bind import CopyBatch
 from kvpool import _native
 from kvpool.device.host_copy import copy_runs

@@ -25,7 +25,7 @@ from disagg.engines.base import TransferError
 from disagg.engines.nixl.agent import Agent, memory_of
 from disagg.engines.shared_files import PRIVATE, Files
 from kvpool.layout import Slab
-from kvpool.layout.sentences import one_line
+from kvpool.layout.text import one_line
 from kvpool.layout.types import HOST, MAX_REASON
 
 START_SECONDS = 20.0

@@ -14,7 +14,7 @@ from disagg.plan.lookup import BlockLookup, id_clash
 from disagg.protocol.messages import Room
 from kvpool.layout import PoolLayout, RequestAddress, Space
 from kvpool.layout.grid import Ints
-from kvpool.layout.sentences import ranges
+from kvpool.layout.text import ranges
 
 MAX_NAMED = 20
 """Items or blocks that a refusal names."""

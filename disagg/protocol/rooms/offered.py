@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvpool.layout import PoolLayout
-from kvpool.layout.sentences import ranges
+from kvpool.layout.text import ranges
 from kvpool.layout.types import Name
 
 MAX_LAYER = 1 << 40

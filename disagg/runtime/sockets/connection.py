@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from disagg.host import brief
+from disagg.host import system_calls
 from disagg.protocol.codec import MAX_MESSAGE
 from disagg.protocol.events import Peer
 from disagg.runtime.sockets.address import DialledAddress
@@ -113,7 +113,7 @@ class Connection:
         try:
             while self.waiting:
                 self._piece = self._piece or self._next_piece()
-                sent = brief.send(self.stream.fileno(), self._piece, _FLAGS)
+                sent = system_calls.send(self.stream.fileno(), self._piece, _FLAGS)
                 self._piece = self._piece[sent:]
         except BlockingIOError:
             return
@@ -123,7 +123,7 @@ class Connection:
             with suppress(OSError):
                 self.stream.shutdown(socket.SHUT_RDWR)
 
-    def receive(self, scratch: brief.Scratch) -> int | None:
+    def receive(self, scratch: system_calls.Scratch) -> int | None:
         """Bytes of the stream in `scratch` now; None if it has none, 0 at its end: `problem`."""
         if self.stream is None:
             return None
@@ -139,7 +139,7 @@ class Connection:
             self.problem = self.problem or ENDED
         return count
 
-    def read(self, scratch: brief.Scratch) -> memoryview:
+    def read(self, scratch: system_calls.Scratch) -> memoryview:
         """What has arrived for messages, in `scratch`. Raises ValueError for a fault of its TLS."""
         count = self.receive(scratch) or 0
         if self.session is not None and (count or self.session.incoming.pending):
@@ -228,7 +228,7 @@ class Watch:
         unlimited = files == resource.RLIM_INFINITY
         self._most = MAX_CONNECTIONS if unlimited else min(MAX_CONNECTIONS, files // 2)
         self._epoll = select.epoll()
-        self._ready = brief.ReadyFiles(self._epoll.fileno())
+        self._ready = system_calls.ReadyFiles(self._epoll.fileno())
         self._connections: dict[int, Connection] = {}
         self._wake: int | None = None
 

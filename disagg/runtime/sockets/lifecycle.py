@@ -7,7 +7,7 @@ import socket
 import time
 from contextlib import suppress
 
-from disagg.host.brief import Scratch
+from disagg.host.system_calls import Scratch
 from disagg.runtime.sockets.address import distrust, tune
 from disagg.runtime.sockets.connection import Connection, Excess, Watch
 from disagg.runtime.sockets.tls import Session, TLSCredentials

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypedDict
 from disagg.host.trusted_files import ANY, WRITE, open_folder, read_file, read_in_folder
 from disagg.log import log
 from disagg.protocol.status import Side
-from kvpool.layout.sentences import one_line
+from kvpool.layout.text import one_line
 
 USAGES: Mapping[Side, str] = {"prefill": "serverAuth", "decode": "clientAuth"}
 """The extended key usage of each side's certificate: prefill listens, decode dials."""

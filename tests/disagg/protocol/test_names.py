@@ -15,7 +15,7 @@ from disagg.protocol.events import Received
 from disagg.protocol.messages import WireError, room_name
 from disagg.protocol.versions import PROTOCOL
 from kvpool.layout import Axis, LayoutError
-from kvpool.layout.sentences import UNPRINTABLE, is_printable, one_line
+from kvpool.layout.text import UNPRINTABLE, is_printable, one_line
 from tests.disagg.protocol.pair import Pair, hello
 from tests.fuzz import build
 

@@ -12,7 +12,7 @@ from msgspec import inspect
 from disagg.protocol import messages, trace_context
 from disagg.protocol.status import TRANSITIONS, Phase, RoomEvent
 from disagg.protocol.versions import PROTOCOL
-from kvpool.layout import sentences
+from kvpool.layout import text
 
 DOCS = Path(__file__).parents[3] / "docs"
 TEXT = (DOCS / "protocol.md").read_text()
@@ -40,10 +40,8 @@ def words(kind):
         case inspect.StrType(pattern=trace_context.PATTERN):
             return "traceparent"
         case inspect.StrType(max_length=int(most), pattern=pattern):
-            printable = {None: "text", sentences.PRINTABLE: "printable text"}
-            what = (
-                "name" if pattern == sentences.PRINTABLE and kind.min_length else printable[pattern]
-            )
+            printable = {None: "text", text.PRINTABLE: "printable text"}
+            what = "name" if pattern == text.PRINTABLE and kind.min_length else printable[pattern]
             return f"{what} of at most {most:,} characters"
         case inspect.ListType(item_type=item):
             return f"list of {words(item)}"
@@ -78,8 +76,7 @@ def test_the_document_has_no_other_message_and_this_protocol_number():
 
 def test_the_document_has_the_rule_of_names():
     spans = [
-        f"U+{low:04X}" + (f"-U+{high:04X}" if high > low else "")
-        for low, high in sentences.UNPRINTABLE
+        f"U+{low:04X}" + (f"-U+{high:04X}" if high > low else "") for low, high in text.UNPRINTABLE
     ]
     assert f"\n{', '.join(spans)}\n" in TEXT
 

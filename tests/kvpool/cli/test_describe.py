@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvpool import NSAPool, Shard
 from kvpool.cli.describe import describe
 from kvpool.layout import Interleave, PoolLayout
-from kvpool.layout.sentences import steps
+from kvpool.layout.text import steps
 from kvpool.models import declare, declare_draft
 
 APP = typer.Typer(rich_markup_mode=None)  # as kvpool.cli

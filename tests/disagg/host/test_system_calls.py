@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from disagg.host import brief
+from disagg.host import system_calls
 
 
 @pytest.fixture
@@ -21,38 +21,38 @@ def pair():
 
 
 def test_bytes_go_over_a_socket_and_its_end_is_seen(pair):
-    scratch, data = brief.Scratch(64), os.urandom(40)
+    scratch, data = system_calls.Scratch(64), os.urandom(40)
     with pytest.raises(BlockingIOError):
         scratch.receive(pair[1].fileno(), 64, 0)
-    assert brief.send(pair[0].fileno(), data, 0) == 40
+    assert system_calls.send(pair[0].fileno(), data, 0) == 40
     assert scratch.receive(pair[1].fileno(), 64, 0) == 40
     assert scratch.view[:40] == data
     pair[1].close()
     with pytest.raises(BrokenPipeError):
-        brief.send(pair[0].fileno(), data, socket.MSG_NOSIGNAL)
+        system_calls.send(pair[0].fileno(), data, socket.MSG_NOSIGNAL)
     assert scratch.receive(pair[0].fileno(), 64, 0) == 0
 
 
 def test_a_socket_that_is_full_takes_a_part_and_then_nothing(pair):
     data = bytes(32 << 20)
-    assert 0 < brief.send(pair[0].fileno(), data, 0) < len(data)
+    assert 0 < system_calls.send(pair[0].fileno(), data, 0) < len(data)
     with pytest.raises(BlockingIOError):
         while True:
-            brief.send(pair[0].fileno(), data, 0)
+            system_calls.send(pair[0].fileno(), data, 0)
 
 
 def test_a_pipe_wakes_until_it_was_read_and_may_be_full():
     read, write = os.pipe()
     for end in (read, write):
         os.set_blocking(end, False)
-    scratch = brief.Scratch(1 << 20)
+    scratch = system_calls.Scratch(1 << 20)
     with select.epoll() as epoll:
-        ready = brief.ReadyFiles(epoll.fileno())
+        ready = system_calls.ReadyFiles(epoll.fileno())
         for _ in range(2):  # a file may be watched already
             ready.watch(read, select.EPOLLIN)
         assert ready.take() == []
         for _ in range(1 << 17):
-            brief.write_byte(write)
+            system_calls.write_byte(write)
         assert ready.take() == [(read, select.EPOLLIN)]
         scratch.read(read)
         assert ready.take() == []
