@@ -12,7 +12,8 @@ from typing_extensions import Self
 
 from disagg.protocol.messages import Convention, checked_conventions
 from disagg.store.family import NamespaceFamily
-from disagg.store.floors.base import Floor, FloorError, NotThere, open_floor
+from disagg.store.floors import open_floor
+from disagg.store.floors.base import Floor, FloorError, NotThere
 from disagg.store.geometry import Geometry, namespace
 from disagg.store.jobs import DeferredAddress, EndedJob, Jobs, LookupJob, ReadJob
 from disagg.store.keys import ChunkKeys, grown

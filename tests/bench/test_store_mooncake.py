@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("mooncake")
 
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 from disagg.store.floors.mooncake_client import store_module
 from tests.bench.conftest import shuffled
 from tests.bench.test_store import PAGE, filled, prompt

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from disagg.store import Store
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 from disagg.store.upkeep.compare import compare, of_ranks
 from disagg.store.upkeep.inventory import take
 from kvpool.layout.formats import Shard

@@ -6,7 +6,8 @@ import time
 from contextlib import closing
 
 from disagg.store.chunks import KINDS
-from disagg.store.floors.base import Floor, open_floor
+from disagg.store.floors import open_floor
+from disagg.store.floors.base import Floor
 from disagg.store.upkeep.inventory import object_name, taken
 from kvpool.prefix.chain import Chain, PrefixKey, token_ids
 from tests.engines.process import EngineFailed

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from disagg.connectors.store.identity import Identity
 from disagg.store import Store
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 from kvpool import Allocator, PrefixCache
 from kvpool.describe import describe
 from kvpool.layout import PoolLayout, RequestAddress, Space, Span

@@ -15,7 +15,7 @@ from kvpool.cli.output import fail
 if TYPE_CHECKING:
     from disagg.store.floors.base import Floor
     from disagg.store.floors.url import FloorURL
-    from disagg.store.upkeep.inventory import Inventory
+    from disagg.store.upkeep.inventory import Held, Inventory
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store: file:///path, s3://bucket/...")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -42,7 +42,8 @@ def opened(url: str) -> Iterator[Floor]:
     """A floor to look at: what is read there does not count as used. Ends the command with status 1
     and the reason where there is none, or where it does not answer.
     """
-    from disagg.store.floors.base import FloorError, open_floor
+    from disagg.store.floors import open_floor
+    from disagg.store.floors.base import FloorError
     from kvpool.extras import MissingExtra
 
     parts = parsed(url)
@@ -90,3 +91,9 @@ def when(seconds: float | None) -> str:
 def used_word(url: str) -> str:
     """What the times of a floor say: only folders note when objects are read."""
     return "used" if parsed(url).scheme == "file" else "written"
+
+
+def model_words(namespace: Held) -> str:
+    """The model of a namespace, as its conventions say."""
+    text = namespace.text
+    return "-" if text is None else str(text["model"] or "-")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from disagg.cli.store.common import AsJson, Url, bar, opened, used_word, when
+from disagg.cli.store.common import AsJson, Url, bar, model_words, opened, used_word, when
 from kvpool.cli import check_output, write_output
 from kvpool.layout.text import counted
 
@@ -112,12 +112,6 @@ def namespace_dict(namespace: Held) -> dict[str, Any]:
 def _amount(amount: Amount) -> dict[str, Any]:
     times = {"oldest": amount.oldest, "newest": amount.newest}
     return {"objects": amount.objects, "bytes": amount.nbytes, **times}
-
-
-def model_words(namespace: Held) -> str:
-    """The model of a namespace, as its conventions say."""
-    text = namespace.text
-    return "-" if text is None else str(text["model"] or "-")
 
 
 def _print(url: str, inventory: Inventory) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from disagg.cli.store.common import used_word, when
-from disagg.cli.store.ls import model_words
+from disagg.cli.store.common import model_words, used_word, when
 from disagg.store.chunks import KINDS
 from disagg.store.upkeep.inventory import Held, Inventory
 from disagg.store.upkeep.tree import Chunk, Forest, Run, runs

@@ -193,7 +193,7 @@ def _check_free(host: str, port: int) -> None:
 
 def _offer(url: str, nbytes: int) -> Any:
     """A floor that offers memory as long as it is open."""
-    from disagg.store.floors.base import open_floor
+    from disagg.store.floors import open_floor
 
     floor = open_floor(f"{url}{'&' if '?' in url else '?'}memory={nbytes}b")
     floor.exists(["joined"])  # floors join at the first call

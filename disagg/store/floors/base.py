@@ -1,6 +1,4 @@
-"""What a floor is: objects by name, created whole, read by ranges of bytes.
-
-`open_floor` makes one of a URL and asks no network; the first call does. A floor that was away
+"""What a floor is: objects by name, created whole, read by ranges of bytes. A floor that was away
 answers again when it is back, without being opened again.
 """
 
@@ -14,8 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from disagg.store.floors.url import parse_url
 
 BytesLike = Any
 """What has bytes: bytes, memoryview, a contiguous array. Python has no type for it below 3.12."""
@@ -95,28 +91,6 @@ class Floor(Protocol):
 
     def close(self) -> None:
         """Waits for calls that run, as long as those are bounded. May be called again."""
-
-
-def open_floor(url: str, *, notes_use: bool = True) -> Floor:
-    """The floor of a URL: memory://name, file:///path, s3://bucket/prefix, gs://bucket/prefix,
-    az://container/prefix, mooncake://host:port. Without `notes_use`, what is
-    read does not count as used: for commands that only look.
-
-    Raises ValueError for another URL, MissingExtra without the package that it needs, and
-    FloorError for a path that cannot be used.
-    """
-    parsed = parse_url(url)
-    if parsed.scheme == "mooncake":
-        from disagg.store.floors.mooncake import MooncakeFloor
-
-        return MooncakeFloor(parsed)
-    if parsed.scheme == "file":
-        from disagg.store.floors.folder import FolderFloor
-
-        return FolderFloor(parsed, notes_use)
-    from disagg.store.floors.object_store import ObjectFloor
-
-    return ObjectFloor(parsed)
 
 
 def valid_name(name: str) -> bool:

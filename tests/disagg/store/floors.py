@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 from tests.disagg.store.servers import CREDENTIALS, S3Server, serving
 
 HERE = find_spec("mooncake") is not None

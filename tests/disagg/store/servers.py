@@ -149,7 +149,8 @@ class Master:
 
 JOIN = """
 import sys, time
-from disagg.store.floors.base import FloorError, open_floor
+from disagg.store.floors import open_floor
+from disagg.store.floors.base import FloorError
 floor = open_floor(sys.argv[1])
 for left in range(20, -1, -1):  # on a busy machine a master may take too long to answer
     try:

@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack, contextmanager
 
 from disagg.store import Store
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 
 CHUNK = 24
 """Tokens of a chunk: pages of 4 and of 12, windows in pages of 5 and rings fit or do not."""

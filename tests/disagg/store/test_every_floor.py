@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from disagg.store.floors.base import BeyondEnd, FloorError, NotThere, open_floor
+from disagg.store.floors import open_floor
+from disagg.store.floors.base import BeyondEnd, FloorError, NotThere
 from tests.disagg.store.servers import MIB
 
 HOSTILE = [

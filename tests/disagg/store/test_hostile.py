@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from disagg.store.catalogue import LENGTH, MAX_GEOMETRIES, Catalogue, catalogue_name
 from disagg.store.chunks import ChunkLayout
-from disagg.store.floors.base import Listed, open_floor
+from disagg.store.floors import open_floor
+from disagg.store.floors.base import Listed
 from disagg.store.geometry import MAX_ALL_BLOCKS, MAX_BYTES, Geometry, namespace_of
 from disagg.store.objects import (
     NO_PARENT,

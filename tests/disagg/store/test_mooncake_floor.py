@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 import numpy as np
 import pytest
 
-from disagg.store.floors import staging as staging_module
-from disagg.store.floors.base import FloorError, FloorFull, NotThere, open_floor
+from disagg.store.floors import open_floor, staging as staging_module
+from disagg.store.floors.base import FloorError, FloorFull, NotThere
 from tests.disagg.store.servers import JOIN, MIB, Master, memory_of, stopped
 from tests.processes import started, until
 

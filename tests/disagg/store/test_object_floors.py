@@ -17,7 +17,8 @@ from uuid import uuid4
 import numpy as np
 import pytest
 
-from disagg.store.floors.base import FloorError, NotThere, open_floor
+from disagg.store.floors import open_floor
+from disagg.store.floors.base import FloorError, NotThere
 from tests.disagg.store.servers import CREDENTIALS, MIB, S3Server, stopped
 from tests.gil import gil_held
 from tests.processes import started, until
@@ -94,7 +95,7 @@ def test_floors_of_one_name_share_a_memory_that_ends_with_the_last():
 
 WRITER = """
 import sys
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 floor = open_floor(sys.argv[1])
 for number in range(10_000):
     floor.create(f"killed/{number}", [bytes([number % 251]) * (32 << 20)])
@@ -191,7 +192,8 @@ def test_a_folder_in_the_place_of_an_object_is_no_object(tmp_path):
 
 FULL = """
 import resource, sys
-from disagg.store.floors.base import FloorFull, open_floor
+from disagg.store.floors import open_floor
+from disagg.store.floors.base import FloorFull
 floor = open_floor(sys.argv[1])
 floor.create("a/small", [b"x" * 1000])
 if sys.argv[2:]:

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from disagg.cli.store.command import store
-from disagg.store.floors.base import FloorFull, open_floor
+from disagg.store.floors import open_floor
+from disagg.store.floors.base import FloorFull
 from tests.disagg.store.servers import SERVE, serving
 from tests.ports import free_port
 from tests.processes import until

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from disagg.store import Store
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 from disagg.store.upkeep.check import check_all
 from disagg.store.upkeep.collect import choose, remove
 from disagg.store.upkeep.inventory import take

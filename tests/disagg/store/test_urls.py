@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 from disagg.store.floors.url import parse_url
 
 REFUSED = {
@@ -79,7 +79,7 @@ def test_a_url_has_its_parts_and_options():
 def test_a_url_is_read_without_the_packages_of_floors():
     code = """
 import sys
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 try:
     open_floor("s4://x")
 except ValueError:
@@ -106,7 +106,7 @@ def test_a_package_that_is_missing_is_named_with_the_command(package, url, words
     code = f"""
 import sys
 sys.modules[{package!r}] = None
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 from kvpool.extras import MissingExtra
 try:
     open_floor({url!r})

@@ -23,7 +23,7 @@ from sglang.srt.managers.schedule_batch import (
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from disagg.connectors.sglang_store.requests import PAD, keyed_tokens
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 from tests.engines.sglang import sides
 from tests.engines.sglang.caches import CHUNK, Engine, Side, contexts
 from tests.engines.vllm.engines import prompts

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from disagg.store.floors.base import open_floor
+from disagg.store.floors import open_floor
 from tests.disagg.connectors.store.engines import CHUNK, Engine
 from tests.disagg.store.stores import fresh
 
