@@ -72,6 +72,7 @@ class Engine(ABC, Generic[PeerT, TransferT]):
     """Reads batches from peers; each engine has types of its own for peers and transfers."""
 
     name: ClassVar[str]
+    """That of its entry point."""
     max_bytes: int = 16 << 20
     """Most bytes per `read`: a part. If `read` or `poll` copy before they return, few enough that
     control messages are served in between; else many, since each part needs the reader's thread.
@@ -204,8 +205,19 @@ def create_engine(name: str, **options: Any) -> Engine:
     ValueError for options that it does not have.
     """
     kind = engine_class(name)
+    if not hasattr(kind, "name"):
+        raise EngineUnavailable(
+            f"engine {name!r}: {kind.__qualname__} says no name. Set `name` to that of its entry "
+            "point."
+        )
     check_engine_options(name, kind, options)
     reason = kind.availability()
     if reason is not None:
         raise EngineUnavailable(f"engine {name!r}: {reason}")
     return kind(**options)
+
+
+def need_engine(engine: object) -> None:
+    """Raises TypeError for what is none."""
+    if not isinstance(engine, Engine):
+        raise TypeError(f"engine: an Engine such as create_engine('local'), got {engine!r}.")

@@ -108,7 +108,8 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join(
-            f"{row.owner} {', '.join(row.roles)} (layers {ranges(row.layers)}): {row.how}, "
+            f"{row.owner} {', '.join(row.roles)} (layer{'s' * (len(row.layers) > 1)} "
+            f"{ranges(row.layers)}): {row.how}, "
             f"{row.runs} runs, {row.nbytes} bytes, {row.bytes_per_run:.0f} a run: {row.why}"
             for row in self.rows
         )

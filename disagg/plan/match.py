@@ -129,6 +129,8 @@ def mismatches(alike: Alike) -> dict[str, list[int]]:
             theirs, ours = (side[what] for side in facts)
             if theirs != ours:
                 cure = cure.format(packing=wanted.packing)
+                if not what and "uint8" in (theirs, ours):
+                    cure += ", or give describe(dtype=...) of a tensor that holds raw bytes"
                 reason = f"{theirs}{what} on prefill, {ours}{what} on decode. {cure}."
                 reasons.setdefault(reason, []).extend(holder.sources)
     return reasons

@@ -15,7 +15,7 @@ from typing import Literal
 
 from typing_extensions import Unpack
 
-from disagg.engines.base import Engine
+from disagg.engines.base import Engine, need_engine
 from disagg.errors import HandshakeRefused, RoomError, UsageError
 from disagg.host.signals import deferred_signals
 from disagg.plan import Group
@@ -32,6 +32,7 @@ from disagg.runtime.endpoint import Endpoint
 from disagg.runtime.options import Options, check_values
 from disagg.runtime.staging import staging_buffers
 from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout.request_address import need_block_table
 from kvpool.layout.text import is_name
 
 READ_TIMEOUT = 30.0
@@ -78,6 +79,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
             ranks.check(layout)
         else:
             check_values(ranks=ranks)
+        need_engine(engine)
         check_values(
             read_timeout=read_timeout,
             offer_timeout=offer_timeout,
@@ -209,6 +211,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
         """
         if isinstance(aux, str):
             raise ValueError(f"aux={aux!r}: a list of names.")
+        need_block_table(address)
         name = room_name(room)
         with deferred_signals, self._loop.lock:
             self._call_pinned(
@@ -291,5 +294,6 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     def _only_link(self, name: Room) -> Link:
         links = self.machine.peers.links
         if len(links) != 1:
-            raise RoomError(f"room {name!r}: {len(links)} prefills, name one.")
+            which = "name one by link=" if links else "call connect first"
+            raise RoomError(f"room {name!r}: {len(links)} prefills are connected: {which}.")
         return links[0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Unpack
 
-from disagg.engines.base import Engine
+from disagg.engines.base import Engine, need_engine
 from disagg.host.signals import deferred_signals
 from disagg.protocol.codec import Aux
 from disagg.protocol.events import OfferChunk, RejectRoom
@@ -22,6 +22,7 @@ from disagg.runtime.options import Options, check_values
 from disagg.runtime.sockets.offered import host_in, offered_address
 from disagg.runtime.transport import Transport
 from kvpool.layout import PoolLayout, RequestAddress
+from kvpool.layout.request_address import need_block_table
 
 if TYPE_CHECKING:
     from kvpool.device import Event
@@ -52,6 +53,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         lease: float | None = LEASE_SECONDS,
         **options: Unpack[Options],
     ) -> None:
+        need_engine(engine)
         check_values(lease=lease)
         plain = options.get("keys") is None and options.get("tls") is None
         place = bind or ("ipc://*" if plain else "tcp://127.0.0.1:*")
@@ -103,6 +105,7 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
         a block for two spaces of its pool; ValueError if the request is not what its block table
         says any more, RequestPinned while a room receives it.
         """
+        need_block_table(address)
         name, some = room_name(room), layer_range(layers, owner)
         with deferred_signals, self._loop.lock:
             start = self.machine.computed(name)

@@ -15,7 +15,8 @@ from typing_extensions import Unpack
 
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 from kvpool.layout.template import Template, item_bytes, item_regions
-from kvpool.layout.types import HOST, Axis, Buffer, Described, LayoutError, Region
+from kvpool.layout.text import ranges
+from kvpool.layout.types import HOST, Axis, Buffer, Described, LayoutError, Region, need_int
 
 if TYPE_CHECKING:
     import torch
@@ -184,6 +185,12 @@ class Array(NamedTuple):
 
 
 def array_of(tensor: torch.Tensor, dims: Dims) -> Array:
+    """What is read of a tensor whose dims have these names. Raises TypeError for what is none."""
+    if not hasattr(tensor, "data_ptr"):
+        raise TypeError(
+            f"a tensor: a torch.Tensor, got {type(tensor).__name__}. Other memory is described by "
+            "its pointer: describe_pointers."
+        )
     if tensor.device.type == "meta":  # no memory: counts from the start of its storage
         pointer = int(tensor.storage_offset()) * tensor.element_size()
     else:
@@ -201,19 +208,22 @@ def describe_array(
     sizes, strides, owner = array.sizes, array.strides, options.owner
     roles = [role] if isinstance(role, str) else list(role)
     layers = [layer] if isinstance(layer, int) else list(layer)
+    for number in layers:
+        need_int(number, 0, f"{owner} {', '.join(roles)} layer")
+    subject = f"{owner} layer{'s' * (len(layers) > 1)} {ranges(layers)} {', '.join(roles)}"
     for dim, named in (("layer", len(layers)), ("role", len(roles))):
         if named != sizes.get(dim, 1):
             holds = f"holds {sizes[dim]}" if dim in sizes else "has no such dim"
-            raise LayoutError(f"{owner} {roles}: {named} of {dim} named, but the tensor {holds}.")
+            raise LayoutError(f"{subject}: {named} of {dim} named, but the tensor {holds}.")
     if options.buffer is not None and options.padding and not options.buffer.padding:
         raise LayoutError(
-            f"{owner} {roles}: padding=True, but buffer {options.buffer.name} has padding=False. "
+            f"{subject}: padding=True, but buffer {options.buffer.name} has padding=False. "
             "Give describe_buffer padding=True."
         )
     meaning = dtype_name(array.dtype if options.dtype is None else options.dtype)
-    width, axes = _grid(array, options, f"{owner} {roles}")
+    width, axes = _grid(array, options, subject)
     if width % ITEMSIZE[meaning]:
-        raise LayoutError(f"{owner} {roles}: a cell of {width} bytes is no multiple of {meaning}.")
+        raise LayoutError(f"{subject}: a cell of {width} bytes is no multiple of {meaning}.")
     inner = sum((axis.size - 1) * axis.stride for axis in axes) + width
     # roles whose entries interleave are regions of one buffer
     shared = len(roles) > 1 and strides["role"] < inner
@@ -281,7 +291,11 @@ def _grid(array: Array, options: RegionOptions, subject: str) -> tuple[int, tupl
     axes = []
     for dim in dims:
         start, total = options.shards.get(dim, (0, sizes[dim]))
-        axes.append(Axis(name=dim, size=sizes[dim], stride=strides[dim], start=start, total=total))
+        try:
+            axis = Axis(dim, sizes[dim], strides[dim], start=start, total=total)
+        except LayoutError as error:
+            raise LayoutError(f"{subject}: {error} shards: (first, total) by axis.") from None
+        axes.append(axis)
     return width, tuple(axes)
 
 

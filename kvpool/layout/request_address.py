@@ -243,3 +243,13 @@ def _count(value: SupportsIndex, what: str, low: int = 0) -> int:
     if not low <= number <= MAX_TOKENS:
         raise ValueError(f"{what}: {low} to {MAX_TOKENS}, got {number}.")
     return number
+
+
+def need_block_table(table: object) -> None:
+    """Raises TypeError for what is none."""
+    if not isinstance(table, RequestAddress):
+        raise TypeError(
+            f"a block table: a RequestAddress, got {type(table).__name__}. An Allocator's requests "
+            "have one, `request.address()`; of your own ids it is RequestAddress(num_tokens, "
+            "{space: Span(ids)})."
+        )

@@ -296,7 +296,10 @@ def _overlap(layout: PoolLayout, buffer: Buffer, other: Buffer) -> str:
     )
     theirs, own = (layout.space_by_name[buffer_.space] for buffer_ in (other, buffer))
     if theirs.id_list == own.id_list:
-        return f"{says} An id of {theirs.id_list} is an item of both."
+        return (
+            f"{says} An id of {theirs.id_list} is an item of both. Slices of one tensor are "
+            "regions of one buffer: describe_buffer."
+        )
     alike = "block b over block b only: at one stride, and not beyond it"
     if _one_pool(layout, buffer, other):
         return (

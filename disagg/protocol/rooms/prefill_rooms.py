@@ -136,7 +136,10 @@ class PrefillRoom(PhasedRoom):
         if self.readers not in (0, request.readers):
             return f"one reader says that {request.readers} read it, another {self.readers}."
         if len(self.requests) == request.readers:
-            return f"all {request.readers} readers have asked for it already."
+            return (
+                f"all {request.readers} decode ranks that it is for have asked for it already. "
+                "Where n ranks share a room, each is a DecodeEndpoint with ranks=n."
+            )
         return None
 
 

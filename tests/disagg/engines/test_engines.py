@@ -113,6 +113,14 @@ def test_engines_are_known_by_name():
     assert all(engine_class(name).availability() is None for name in ENGINES)
 
 
+def test_an_engine_without_a_name_is_refused_where_it_is_made(monkeypatch):
+    kind = type("Nameless", (LocalEngine,), {})
+    monkeypatch.delattr(LocalEngine, "name")
+    monkeypatch.setattr("disagg.engines.base.engine_class", lambda name: kind)
+    with pytest.raises(EngineUnavailable, match=r"'mine': Nameless says no name. Set `name` to"):
+        create_engine("mine")
+
+
 @pytest.mark.parametrize("name", ["ascend", "mori"])
 def test_without_its_device_it_is_unavailable_and_imports_no_vendor_package(name):
     if engine_class(name).availability() is None:

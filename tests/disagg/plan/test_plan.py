@@ -55,6 +55,12 @@ def test_all_reasons_are_listed_at_once():
     assert "it holds none" in text
 
 
+def test_raw_bytes_without_a_type_are_told_how_to_have_one():
+    refused = refusal([mla(range(1), dtype="uint8")], mla(range(1), dtype="e4m3"))
+    assert "uint8 on prefill, float8_e4m3fn on decode. " in str(refused)
+    assert "or give describe(dtype=...) of a tensor that holds raw bytes." in str(refused)
+
+
 def test_layers_that_share_a_reason_share_a_line():
     refused = refusal([mla(range(6))], mla(range(6), dtype="e4m3"))
     assert len(refused.reasons) == 12

@@ -43,7 +43,11 @@ WRONG = {
         {"kv": [3, 4, 5]},
         "space kv needs items for positions 0 to 31, its block table covers 0 to 11. List",
     ),
-    "the reserved page": (SLOTS, {"kv": range(8)}, "item 0 of space kv lies outside 1 to 39."),
+    "the reserved page": (
+        SLOTS,
+        {"kv": range(8)},
+        "item 0 of space kv lies outside 1 to 39. Items below 1 are",
+    ),
     "a page beyond the pool": (
         SLOTS,
         {"kv": [3, 4, 5, 40, 6, 7, 8, 9]},

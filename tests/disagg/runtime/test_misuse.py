@@ -10,7 +10,14 @@ import time
 import numpy as np
 import pytest
 
-from disagg import EndpointClosed, KVPoll, PrefillEndpoint, SocketTransport
+from disagg import (
+    DecodeEndpoint,
+    EndpointClosed,
+    KVPoll,
+    PrefillEndpoint,
+    RoomError,
+    SocketTransport,
+)
 from disagg.engines.base import create_engine
 from disagg.engines.local import LocalEngine
 from kvpool import MLAPool, RequestAddress, Span
@@ -42,6 +49,26 @@ def works(pair, room):
     oracle.blank(pair[3])
     moves(*pair, room)
     succeeds(pair[0], room)
+
+
+def test_what_is_no_block_table_and_no_engine_is_a_sentence(pair):
+    prefill, _, decode, *_ = pair
+    words = r"a block table: a RequestAddress, got list. .* `request.address\(\)`"
+    for call in (decode.receive, prefill.send):
+        with pytest.raises(TypeError, match=words):
+            call("r", [1, 2])
+    for endpoint in (PrefillEndpoint, DecodeEndpoint):
+        with pytest.raises(TypeError, match=r"engine: an Engine such as create_engine\('local'\)"):
+            endpoint(prefill.layout, "local")
+    works(pair, "r")
+
+
+def test_without_a_prefill_a_room_says_to_connect_first(pair):
+    *_, pool, address = pair
+    words = "0 prefills are connected: call connect first"
+    alone = DecodeEndpoint(pool.layout, create_engine("local"))
+    with alone, pytest.raises(RoomError, match=words):
+        alone.receive("r", address)
 
 
 @pytest.mark.parametrize("room", [-1, 1 << 63, True, None, 1.5, "x" * 257, "\udce9", b"r", (1, 2)])

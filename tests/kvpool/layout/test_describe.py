@@ -190,7 +190,7 @@ def test_what_lies_between_is_padding_only_where_the_owner_says_so():
 def test_padding_is_said_of_the_buffer_that_several_slices_share():
     tensor = torch.zeros(5, 16, 24)
     home = describe_buffer(tensor, THREE, name="b")
-    says = r"\['k'\]: padding=True, but buffer b has padding=False. Give describe_buffer"
+    says = r"target layer 0 k: padding=True, but buffer b has padding=False. Give describe_buffer"
     with pytest.raises(LayoutError, match=says):
         describe(tensor[..., :8], THREE, role="k", layer=0, buffer=home, padding=True)
     home = replace(home, padding=True)
@@ -261,7 +261,11 @@ def test_one_item_fits_a_buffer_of_one_item_whatever_its_stride():
         (("role", "item", "dim"), {"role": ("k", "v")}, r"2 of role named, .* holds 5"),
         (THREE, {"shards": {"head": (0, 8)}}, r"shards names \['head'\], the axes are \['entry'\]"),
         (THREE, {"shards": {"dim": (0, 8)}}, r"shards names \['dim'\]"),
-        (THREE, {"shards": {"entry": (1, 16)}}, r"axis entry: steps 1 to 17 exceed .* 16"),
+        (
+            THREE,
+            {"shards": {"entry": (1, 16)}},
+            r"layer 0 k: axis entry: steps 1 to 17 exceed .*16",
+        ),
         (THREE, {"dtype": "bf17"}, r"dtype 'bf17' is not known"),
         (THREE, {"dtype": "f64", "cell": None}, r"a cell of 4 bytes is no multiple of float64"),
         (THREE, {"layer": -1}, r"target k layer: 0 to 2\*\*63-1, got -1"),
