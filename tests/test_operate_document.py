@@ -34,7 +34,7 @@ def section(heading):
 
 def rows(heading):
     """By each name or line in the first column, the other two columns."""
-    cells = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", section(heading), re.M)
+    cells = re.findall(r"^\|([^|]+)\|([^|]+)\|([^|]+)\|$", section(heading), re.M)
     return {
         name: (cause, cure)
         for first, cause, cure in cells

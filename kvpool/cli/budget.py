@@ -12,7 +12,7 @@ import typer
 
 from kvpool.cli.memory import NAMES, memory_of, weights_option, weights_words
 from kvpool.cli.output import fail
-from kvpool.layout.dtypes import PACKINGS
+from kvpool.layout.dtypes import ALIASES, PACKINGS, dtype_name
 from kvpool.layout.text import counted, nearest, ranges
 from kvpool.layout.units import human
 from kvpool.pools.placement import ITEM_COUNTS
@@ -171,10 +171,12 @@ def storage(dtype: str) -> dict[str, str]:
 
 
 def _dtype(option: str, name: str, choices: Collection[str] = DTYPE_NAMES) -> str:
-    """The library's name of a float dtype."""
-    if name not in DTYPE_NAMES:
+    """The library's name of a float dtype, which may be given by any of its names."""
+    known = {dtype_name(short): short for short in DTYPE_NAMES.values()}
+    short = known.get(ALIASES.get(name, name))
+    if short is None:
         raise ValueError(f"{option} {name!r}: one of {', '.join(choices)}.{nearest(name, choices)}")
-    return DTYPE_NAMES[name]
+    return short
 
 
 def draft_of(config: str) -> Declaration:
@@ -182,7 +184,10 @@ def draft_of(config: str) -> Declaration:
     from kvpool.models import declare_draft
 
     if (draft := declare_draft(config)) is None:
-        raise ValueError(f"{config}: the config has no draft layers. Leave out --draft.")
+        raise ValueError(
+            f"{config}: the config has no draft layers: nothing like num_nextn_predict_layers. "
+            "Leave out --draft."
+        )
     return draft
 
 
@@ -224,7 +229,7 @@ def share_table(figures: Figures, dtype: str) -> Table:
 
     split = f"tp {figures.tp}, pp {len(figures.stages)}"
     table = FittedTable("role", title=f"{escape(figures.model)} in {escape(dtype)}, {split}")
-    table.caption = "bytes of all stages, on one shard"
+    table.caption = "bytes of all stages, on one shard; windows for passes of one token"
     table.add_column("layers", justify="right")
     table.add_column("each")
     table.add_column("bytes", justify="right", no_wrap=True)

@@ -26,6 +26,8 @@ ALIASES = {
     "f16": "float16",
     "f32": "float32",
     "f64": "float64",
+    "fp16": "float16",
+    "fp32": "float32",
 }
 
 
@@ -35,7 +37,8 @@ def dtype_name(dtype: object) -> str:
     name = ALIASES.get(name, name)
     if name not in ITEMSIZE:
         names = ", ".join(sorted([*ITEMSIZE, *ALIASES]))
-        raise ValueError(f"dtype {dtype!r} is not known. Known: {names}.")
+        packing = f" It is a packing: packing={name!r}." if name in PACKINGS else ""
+        raise ValueError(f"dtype {dtype!r} is not known. Known: {names}.{packing}")
     return name
 
 

@@ -72,6 +72,7 @@ def test_json_and_msgpack_say_the_same_and_json_out_is_what_went_in(file, tmp_pa
     [
         ([], {"dtype": "bf16", "page_size": 64, "num_pages": 1024}),
         (["--dtype", "fp32"], {"dtype": "f32", "page_size": 64, "num_pages": 1024}),
+        (["--dtype", "float32"], {"dtype": "fp32", "page_size": 64, "num_pages": 1024}),
         (
             ["--packing", "fp8", "--page-size", 16, "--tp", 4, "--rank", 3, "--items", 7],
             {"packing": "fp8", "page_size": 16, "num_pages": 7, "shard": Shard(3, 4)},

@@ -106,6 +106,7 @@ def test_short_names_of_dtypes_are_spelled_out():
     [
         (lambda: Cell("k", 0, "bf16"), r"cell k count: 1 or more, got 0"),
         (lambda: Cell("k", 1, "bf17"), r"dtype 'bf17' is not known. Known: .*bfloat16"),
+        (lambda: Cell("k", 1, "fp8"), r"dtype 'fp8' is not known.* It is a packing: packing='fp8'"),
         (lambda: Skip(0), r"skip nbytes: 1 or more, got 0"),
         (lambda: Pad(0, Skip(1)), r"pad multiple: 1 or more, got 0"),
         (lambda: Seq(), r"seq: at least one part"),

@@ -23,8 +23,8 @@ The model types of transformers for which kvpool can build a pool.
 
 transformers {version} registers {total} types as causal language models.
 `kvpool.models.declare(config)` accepts {declared} of them. [Why not](#why-not) has the reason for
-each of the others, which is also what `declare` raises. `kvpool.models.known()` lists the accepted
-types; `kvpool budget CONFIG --memory 80GiB` prints the sizes for a model of yours.
+each of the others, which is also what `declare` raises. `kvpool.models.known()` lists all that it
+accepts, with those of multimodal models; `kvpool budget CONFIG --memory 80GiB` prints the sizes for a model of yours.
 
 Each type was tested with a tiny random model in float32 over `PoolCache` and over transformers' own
 cache, with the prompt in one piece and in chunks: logits are bit-equal, and the pool keeps as many
@@ -79,7 +79,8 @@ def main() -> str:
         reasons.setdefault(reason, []).append(name)
     end = (
         "\n## Drafts\n\n"
-        f"`declare_draft(config)` declares the multi-token prediction layers of {_names(DRAFTS)}.\n"
+        f"`declare_draft(config)` declares the multi-token prediction layers of {_names(DRAFTS)} "
+        "that the config counts (`num_nextn_predict_layers`).\n"
     )
     why = "\n## Why not\n\n| reason | types |\n|---|---|\n"
     why += "".join(f"| {reason} | {_names(names)} |\n" for reason, names in reasons.items())

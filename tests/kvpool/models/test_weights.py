@@ -136,6 +136,7 @@ def test_fp8_and_fp4_experts_take_the_bytes_of_transformers_own_modules():
         model = replace_with_fp8_linear(model, ["lm_head"], own)
         nbytes = sum(parameter.nbytes for parameter in model.parameters())
         assert weights_of(config).total == pytest.approx(nbytes, rel=0.01), name
+        assert (f"experts {experts}" in weights_of(config).words) == (experts == "fp4")
 
 
 def test_published_checkpoints_have_the_size_that_is_estimated():
