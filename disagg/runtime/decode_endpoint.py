@@ -57,7 +57,7 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     prefill may lack altogether (`"draft"`): their memory is left as it is. `cast` (True, or roles)
     lets prefill have rows in another format, which are converted as they arrive (docs/cast.md).
     `staging` bytes (0: none) are for small runs that lie close together on prefill, read as long
-    ones and scattered from there (docs/engines.md). `options`: see Options.
+    ones and scattered from there (docs/engines.md). `options`: as of PrefillEndpoint.
     """
 
     def __init__(

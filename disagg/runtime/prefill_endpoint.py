@@ -38,7 +38,8 @@ class PrefillEndpoint(Endpoint[PrefillMachine]):
     A room is Bootstrapping until a decode asks for it. `abort` frees its pages at once. The lease
     of what was sent ends `lease` seconds after the room's last chunk or request (None: never): the
     room fails, its pages are free, and a reader that is late is told that its read is void.
-    `options`: see Options.
+    `options`: `peer_timeout` (10 seconds), `keys`, `tls`, `insecure`, `threaded`, `conventions`,
+    `transport` and `clock`, as the API reference says of disagg.runtime.options.Options.
     """
 
     address: str

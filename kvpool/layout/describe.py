@@ -75,8 +75,9 @@ def describe(
     - `cell`: the dim whose elements are contiguous and not sharded (None: each element is a cell)
     - any other name is an axis; `entry` follows positions
 
-    `dtype` is that of the bytes of a uint8 tensor. `options` are those of all `describe_*`:
-    `space`, `owner`, `shards`, `buffer` and `padding`, see RegionOptions.
+    `dtype` is that of the bytes of a uint8 tensor. `options` of all `describe_*`: `space` ("kv"),
+    `owner` ("target"), `shards` ((first, total) of this rank's steps, by axis), `buffer` (from
+    `describe_buffer`, for slices of one tensor), `padding` (nothing uses the bytes between).
 
     Raises LayoutError where names, strides and buffer do not fit together.
     """
