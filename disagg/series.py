@@ -62,7 +62,7 @@ UP: Series[bool] = Series("kvpool_up", "", float, "Whether the endpoint answers.
 ENDPOINT: tuple[Series[Snapshot], ...] = (
     Series("kvpool_rooms_total", "outcome", lambda s: s.totals.rooms, "Rooms that have ended."),
     Series("kvpool_failures_total", "side kind", lambda s: s.totals.failures,
-           "Rooms that failed, by the side at fault and why."),
+           "Rooms that failed, by the side that ended them and why."),
     Series("kvpool_phase_seconds", "phase", lambda s: s.totals.phases,
            "Time of rooms that succeeded, by phase."),
     Series("kvpool_chunks_total", "", lambda s: s.totals.chunks, "Chunks bound, per source rank."),

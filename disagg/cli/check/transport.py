@@ -78,7 +78,7 @@ def transport_of(settings: Settings, folder: Path) -> UsedTransport:
 def _messages(settings: Settings) -> str:
     if settings.keys is not None or settings.tls is not None:
         return "TLS 1.3, certificates of both sides"
-    return "TCP without keys: any process may read them and connect"
+    return "TCP without keys, for this check: any process may read them and connect"
 
 
 def _lanes(log: Path) -> list[str] | None:

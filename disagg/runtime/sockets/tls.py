@@ -221,12 +221,13 @@ def _read_keys(file: Path) -> PEM:
     try:
         data = read_in_folder(folder, file)
     except FileNotFoundError:
-        raise ValueError(f"{file}: no such file. Make it: kvpool keys FOLDER.") from None
+        cure = "Made once by kvpool keys FOLDER: copy it."
+        raise ValueError(f"{file}: no such file. {cure}") from None
     finally:
         os.close(folder)
     ca = _CERTIFICATE.findall(data)[1:]  # the first is this side's
     if not ca:
-        raise ValueError(f"{file}: not as kvpool keys writes it. Make it: kvpool keys FOLDER.")
+        raise ValueError(f"{file}: not as kvpool keys writes it. Copy its file again.")
     return PEM(data, b"\n".join(ca))
 
 

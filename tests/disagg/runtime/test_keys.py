@@ -109,7 +109,7 @@ WRONG = [
     (0o640, r"mode is 0640: other users may open it\. Run: chmod go-rwx"),
     (0o604, "mode is 0604: other users may open it"),
     (b"", "not as kvpool keys writes it"),
-    (b'{"side": "decode", "public": "x"}', "not as kvpool keys writes it. Make it"),
+    (b'{"side": "decode", "public": "x"}', "not as kvpool keys writes it. Copy its file"),
     (b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n" * 2, "no private key"),
 ]
 

@@ -162,7 +162,7 @@ def test_certificates_of_another_authority(folder, offered):
     ("settings", "words"),
     [
         ({}, "TCP needs keys on both sides"),
-        ({"keys": "/nowhere"}, "/nowhere: no such file. Make it: kvpool keys FOLDER."),
+        ({"keys": "/nowhere"}, "/nowhere: no such file. Made once by kvpool keys FOLDER: copy it."),
         (
             {"insecure": True},
             "it accepts connections: is it of kvpool, and do both sides have keys",
