@@ -218,6 +218,6 @@ def create_engine(name: str, **options: Any) -> Engine:
 
 
 def need_engine(engine: object) -> None:
-    """Raises TypeError for what is none."""
-    if not isinstance(engine, Engine):
+    """Raises TypeError for what is none, nor stands for one."""
+    if not hasattr(engine, "register"):
         raise TypeError(f"engine: an Engine such as create_engine('local'), got {engine!r}.")

@@ -188,7 +188,7 @@ def test_a_reason_names_the_ranks_that_it_is_about():
         (["llama_3_1_70b", "--pp", "1:81"], "81 stages for 80 layers"),
         (["llama_3_1_70b", "--tp", "4096", "--pp", "2"], "8,192 ranks, at most 4,096"),
         (["llama_3_1_70b", "--packing", "bf16:fp9"], "dtype 'fp9': one of bf16"),
-        (["llama_3_1_70b", "--draft"], "llama_3_1_70b: the config has no draft layers."),
+        (["llama_3_1_70b", "--draft"], "llama_3_1_70b: the config has no draft layers: "),
         (["FILE", "FILE", "--draft"], "--draft cannot change layout files."),
     ],
 )
