@@ -95,7 +95,7 @@ def test_runs_between_the_host_and_a_device_are_refused(other, here):
     peer = engine.connect(metadata)
     for src, dst in ((bases[0], own.ctypes.data), (bases[1], memory.ctypes.data)):
         with pytest.raises(TransferError, match="between host memory and shm:1"):
-            engine.read(peer, batch_of((src, dst, 64)))
+            read(engine, peer, batch_of((src, dst, 64)))
     assert not memory.any() and not own.any()
 
 
