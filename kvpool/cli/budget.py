@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from kvpool.models import Declaration
     from kvpool.models.sizing import Figures, PipelineStage, RoleBytes
 
-DTYPE_NAMES = {"bf16": "bf16", "fp16": "f16", "fp32": "f32", "e4m3": "e4m3", "e5m2": "e5m2"}
+DTYPE_NAMES = ("bf16", "fp16", "fp32", "e4m3", "e5m2")
+"""Dtypes as help and errors list them; each may be given by any of its names."""
 
 
 def model_names() -> list[str]:
@@ -171,12 +172,11 @@ def storage(dtype: str) -> dict[str, str]:
 
 
 def _dtype(option: str, name: str, choices: Collection[str] = DTYPE_NAMES) -> str:
-    """The library's name of a float dtype, which may be given by any of its names."""
-    known = {dtype_name(short): short for short in DTYPE_NAMES.values()}
-    short = known.get(ALIASES.get(name, name))
-    if short is None:
+    """The canonical name of a float dtype."""
+    canonical = ALIASES.get(name, name)
+    if canonical not in map(dtype_name, DTYPE_NAMES):
         raise ValueError(f"{option} {name!r}: one of {', '.join(choices)}.{nearest(name, choices)}")
-    return short
+    return canonical
 
 
 def draft_of(config: str) -> Declaration:

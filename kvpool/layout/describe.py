@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from kvpool.layout.dtypes import ITEMSIZE, dtype_name
 from kvpool.layout.template import Template, item_bytes, item_regions
 from kvpool.layout.text import ranges
-from kvpool.layout.types import HOST, Axis, Buffer, Described, LayoutError, Region, need_int
+from kvpool.layout.types import HOST, Axis, Buffer, Described, LayoutError, Region
 
 if TYPE_CHECKING:
     import torch
@@ -209,8 +209,6 @@ def describe_array(
     sizes, strides, owner = array.sizes, array.strides, options.owner
     roles = [role] if isinstance(role, str) else list(role)
     layers = [layer] if isinstance(layer, int) else list(layer)
-    for number in layers:
-        need_int(number, 0, f"{owner} {', '.join(roles)} layer")
     subject = f"{owner} layer{'s' * (len(layers) > 1)} {ranges(layers)} {', '.join(roles)}"
     for dim, named in (("layer", len(layers)), ("role", len(roles))):
         if named != sizes.get(dim, 1):
