@@ -62,13 +62,13 @@ class BlockLookup:
         if span.low < reserved or span.high >= stop:
             outside = ids[(ids < reserved) | (ids >= stop)]
             if outside.size:
-                kept = (
+                cure = (
                     f" Items below {reserved} are padding; where they hold tokens, the space is "
                     "declared with reserved=0."
                 )
                 raise ValueError(
                     f"{self._who}item {outside[0]} of space {self.space.name} lies outside "
-                    f"{reserved} to {stop - 1}.{kept if 0 <= outside[0] < reserved else ''}"
+                    f"{reserved} to {stop - 1}.{cure if 0 <= outside[0] < reserved else ''}"
                 )
         return ids
 

@@ -294,6 +294,6 @@ class DecodeEndpoint(Endpoint[DecodeMachine]):
     def _only_link(self, name: Room) -> Link:
         links = self.machine.peers.links
         if len(links) != 1:
-            which = "name one by link=" if links else "call connect first"
-            raise RoomError(f"room {name!r}: {len(links)} prefills are connected: {which}.")
+            cure = "name one by link=" if links else "call connect first"
+            raise RoomError(f"room {name!r}: {len(links)} prefills are connected: {cure}.")
         return links[0]

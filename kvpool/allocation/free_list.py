@@ -92,15 +92,15 @@ class FreeList:
         size = "" if self.spaces[0].per_request else f" of {self.spaces[0].tokens_per_item} tokens"
         if self.spaces[0].block_pool is not None:
             size = f" ({', '.join(f'{name} {count}' for name, count in more.items())})"
-        larger = "build a larger pool."
+        cure = "build a larger pool."
         if not any(space.grows for space in self.spaces):
-            larger = (
+            cure = (
                 "build the pool for more requests, or for longer passes of windows: "
                 "from_budget(requests=..., chunk_tokens=...)."
             )
         raise OutOfPages(
             f"{self.name}: {sum(more.values())} more items{size} are needed, {free} of "
-            f"{self.usable} are free. Free a request, or {larger}"
+            f"{self.usable} are free. Free a request, or {cure}"
         )
 
     def check_integrity(self, held_items: Ints) -> None:

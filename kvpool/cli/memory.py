@@ -48,8 +48,8 @@ def weights_words(figures: Figures) -> str:
     """Where the weights are from, and what is assumed."""
     weights = figures.weights
     if weights.source == "none":
-        why = f": {weights.words} Give --weights." if weights.words else "."
-        return f"weights are not counted{why}"
+        reason = f": {weights.words} Give --weights." if weights.words else "."
+        return f"weights are not counted{reason}"
     words = f"weights: {human(weights.total)} {weights.words}"
     if weights.source == "given":
         return f"{words} for each rank"

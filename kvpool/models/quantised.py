@@ -62,13 +62,13 @@ def storage(fields: Fields) -> Storage:
         raise fields.wrong("quantization_config", "an object")
     own = Fields(quantisation, fields.model, "quantization_config.")
     method, size = _method(own)
-    told = own if own.has("expert_dtype") else fields
-    experts = f", experts {told.get('expert_dtype')}" if told.has("expert_dtype") else ""
+    section = own if own.has("expert_dtype") else fields
+    experts = f", experts {section.get('expert_dtype')}" if section.has("expert_dtype") else ""
     return Storage(
         name=f"{method}{experts}, the rest {name}",
         plain=plain,
         quantised=plain if method == "mxfp4" else size,
-        experts=_expert_bytes(told, size),
+        experts=_expert_bytes(section, size),
         skipped=frozenset(_skipped(own)),
     )
 

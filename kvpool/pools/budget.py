@@ -51,10 +51,10 @@ def state_bytes(memory: int, weights: int, utilisation: float, where: str) -> in
         )
     usable = int(memory * utilisation)
     if usable - weights < 1:
-        higher = ", or raise utilisation" if utilisation < 1 else ""
+        cure = ", or raise utilisation" if utilisation < 1 else ""
         raise DoesNotFit(
             f"{where}: {utilisation} of {memory:,} bytes are {usable:,}, and weights take "
-            f"{weights:,}. Shard the weights over more ranks{higher}."
+            f"{weights:,}. Shard the weights over more ranks{cure}."
         )
     return usable - weights
 

@@ -96,7 +96,7 @@ def test_running_out_says_what_is_missing_and_changes_nothing():
     request, other = alloc.new_request(), alloc.new_request()
     alloc.extend(request, 5)
     alloc.extend(other, 5 * PAGE)
-    says = r"space kv: 2 more items of 4 tokens are needed, 1 of 8 are free\. Free a request"
+    says = r"2 more items of 4 tokens are needed, 1 of 8 are free\. Free .*, or build a larger pool"
     with refused(alloc, OutOfPages, says):
         alloc.extend(request, 8)
     alloc.check_integrity()
