@@ -64,7 +64,9 @@ def test_a_device_of_this_machine_passes(folder):
     for name in ("streams", "graphs", "ipc"):
         (row,) = rows_of(report, name).values()
         assert row.state == "not here" and row.sentence.startswith("not for this device: ")
-    assert report.machine["device"] == "cpu" and report.versions["torch"] == torch.__version__
+    assert report.machine["device"] == "cpu"
+    # the package's version names the build or not, as its wheel does
+    assert torch.__version__.startswith(report.versions["torch"])
     moved = rows_of(report, "engines")
     for engine in ENGINES:
         for runs in ("large runs", "small runs"):

@@ -190,6 +190,8 @@ def serving(*options: str) -> Iterator[tuple[subprocess.Popen[Any], dict[str, An
 def stopped(process: subprocess.Popen[Any]) -> Iterator[None]:
     """It hangs meanwhile."""
     process.send_signal(signal.SIGSTOP)
+    # its threads on other cores run on for a moment
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     try:
         yield
     finally:
